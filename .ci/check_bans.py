@@ -2,8 +2,8 @@
 
 Banned are: code execution from data; forks, since in a copy of a process with UCX, gRPC or CUDA their handlers run
 (common/child.py starts children); and sleeps in tests, whose outcome would depend on the machine's speed. A loop that
-polls a condition may sleep (better: tests/waiting.py); where another sleep decides nothing, the line says why: `#
-sleep: REASON`.
+polls a condition may sleep (better: diptych_tests.waiting); where another sleep decides nothing, the line says why:
+`# sleep: REASON`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ LOOP_FORKS = {
 }
 """uvloop's forks run Python's at-fork hooks in the copy. Allowed in benchmarks and tests."""
 SLEEPS = {"time.sleep", "asyncio.sleep"}
-MAY_SLEEP = ("tests/waiting.py", "tests/conftest.py", "tests/sim/")
+MAY_SLEEP = ("tests/support/diptych_tests/waiting.py", "tests/conftest.py", "tests/sim/")
 """The polling helper; code without access to it; virtual time."""
 BANNED_CALLS = {"eval", "exec", "os.system", "os.popen", "yaml.load", "yaml.unsafe_load", "tempfile.mktemp"}
 
@@ -88,7 +88,7 @@ def findings(source: str, filename: str) -> list[str]:
         if isinstance(node, ast.Call):
             call = _dotted(node.func)
             if is_test and call in SLEEPS and node not in polling and _waits(node, lines):
-                report(node, f"{call}(): wait for a condition (tests/waiting.py), or say `# sleep: REASON`")
+                report(node, f"{call}(): wait for a condition (diptych_tests.waiting), or say `# sleep: REASON`")
             if call in BANNED_CALLS:
                 report(node, f"{call}()")
             if call in FORKING_CALLS or (serves and call.split(".")[-1] in LOOP_FORKS):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import os
 import re
 import shutil
@@ -21,6 +20,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from diptych.common.compiled import LANES_VARIABLE, NativeError, find_compiler
+from diptych_tests import machine, waiting
 
 ROOT = Path(__file__).resolve().parent.parent
 # Pools that a library starts once per process and keeps; they belong to no test.
@@ -45,6 +45,7 @@ os.environ.update({name: _OUR_ENV[name] for name in _SET_HERE})
 # An example that exceeds hypothesis' 200 ms, or is slow to generate, only means that the machine is busy.
 settings.register_profile("diptych", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("diptych")
+sys.modules["diptych_test_waiting"] = waiting  # a name that some tests still use
 # Otherwise pytest-asyncio makes the policy create a loop for the main thread that is never closed.
 _main_loop = asyncio.new_event_loop()
 asyncio.set_event_loop(_main_loop)
@@ -129,23 +130,6 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
             fixturedef.finish(request)  # type: ignore[arg-type]
 
 
-def _load(name: str, path: Path) -> ModuleType:
-    """Test support by path: the repository root never gets onto sys.path."""
-    if name in sys.modules:
-        return sys.modules[name]
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-_load("diptych_test_waiting", ROOT / "tests" / "waiting.py")
-machine = _load("diptych_test_machine", ROOT / "tests" / "machine.py")
-
-
 @pytest.fixture(autouse=True)
 def no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
     """Fails the test that leaves a thread or an asyncio task behind."""
@@ -209,14 +193,17 @@ def tree(tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def metric_laws() -> ModuleType:
-    return _load("diptych_test_metric_laws", ROOT / "tests" / "metric_laws.py")
+    from diptych_tests import metric_laws
+
+    return metric_laws
 
 
 @pytest.fixture(scope="session")
 def cluster_module() -> ModuleType:
-    module = _load("diptych_test_cluster", ROOT / "tests" / "cluster.py")
-    module.SET_BY_TESTS = _SET_HERE
-    return module
+    from diptych_tests import clusters
+
+    clusters.SET_BY_TESTS = _SET_HERE
+    return clusters
 
 
 @pytest.fixture(scope="session")

@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib.util
 import json
 import os
 import re
@@ -41,12 +40,10 @@ import psutil
 
 from diptych.common import child
 
+sys.path.insert(0, str(Path(__file__).resolve().parent / "support"))
+from diptych_tests import machine  # noqa: E402
+
 ROOT = Path(__file__).resolve().parent.parent
-_spec = importlib.util.spec_from_file_location("diptych_test_machine", ROOT / "tests" / "machine.py")
-assert _spec is not None
-assert _spec.loader is not None
-machine = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(machine)
 MARKS = "not slow and not gpu and not netns and not containers and not clients"
 PROCESSES = 2
 MEMORY_FOR_TWO = 20e9

@@ -12,7 +12,6 @@ import re
 import shutil
 import socket
 import subprocess
-import sys
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -21,7 +20,7 @@ from typing import Any
 
 import pytest
 
-waiting = sys.modules["diptych_test_waiting"]
+from diptych_tests import waiting
 
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = "diptych-test"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
 import shutil
@@ -13,7 +12,6 @@ import tomllib
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -33,6 +31,7 @@ from diptych.worker.config import WorkerConfig
 from diptych.worker.fake_nvml import UUID, FakeNvml
 from diptych.worker.gpu import GpuMonitor
 from diptych.worker.metrics import WorkerMetrics
+from diptych_tests.scripts import load_script
 
 Parsed = Callable[[Sequence[str], Mapping[str, str]], Any]
 ROOT = Path(__file__).resolve().parents[2]
@@ -40,15 +39,6 @@ COMPOSE = yaml.safe_load((ROOT / "compose.yaml").read_text())
 CLUSTER = {name: service for name, service in COMPOSE["services"].items() if "cpu" in service["profiles"]}
 RULES = yaml.safe_load((ROOT / "deploy" / "prometheus" / "rules.yml").read_text())["groups"][0]["rules"]
 WORKERS = {name: service for name, service in CLUSTER.items() if name.startswith(("prefill", "decode"))}
-
-
-def load(path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"diptych_deploy_{path.stem}", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def default(value: str) -> str:
@@ -130,7 +120,7 @@ def test_routers_get_settings_that_exist(parsed: Parsed) -> None:
 
 def test_secrets_are_made_once(tmp_path: Path) -> None:
     folder = tmp_path / "secrets"
-    make = load(ROOT / "deploy" / "make_secrets.py")
+    make = load_script("deploy/make_secrets.py")
     assert len(make.make(folder)) == 5
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
     assert make.make(folder) == []
@@ -153,11 +143,7 @@ def test_the_boards_are_what_their_tables_say() -> None:
     command = [sys.executable, str(ROOT / "deploy" / "grafana" / "make_boards.py"), "--check"]
     assert subprocess.run(command).returncode == 0, "run deploy/grafana/make_boards.py"
     written = {path.stem for path in (ROOT / "deploy" / "grafana" / "dashboards").glob("*.json")}
-    assert (
-        written
-        == set(load(ROOT / "deploy" / "grafana" / "panels.py").BOARDS)
-        == {"overview", "pd", "router", "tenants"}
-    )
+    assert written == set(load_script("deploy/grafana/panels.py").BOARDS) == {"overview", "pd", "router", "tenants"}
 
 
 async def _no_events(request: ValidatedRequest) -> AsyncIterator[GenerateEvent]:
@@ -191,7 +177,7 @@ def series() -> dict[str, set[str]]:
 
 
 def queries() -> list[tuple[str, str]]:
-    boards = load(ROOT / "deploy" / "grafana" / "panels.py").BOARDS
+    boards = load_script("deploy/grafana/panels.py").BOARDS
     return [(title, query) for _, panels in boards.values() for title, _, each in panels for query, _ in each]
 
 

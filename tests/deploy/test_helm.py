@@ -18,6 +18,7 @@ from diptych.cli.settings.merge import merge, read_file
 from diptych.router.config import RouterConfig
 from diptych.router.observe.metrics import RouterMetrics
 from diptych.worker.config import WorkerConfig
+from diptych_tests.scripts import load_script
 
 Parsed = Callable[[Sequence[str], Mapping[str, str]], Any]
 ROOT = Path(__file__).resolve().parents[2]
@@ -236,14 +237,7 @@ def test_the_made_secret_is_what_the_programs_read(tmp_path: Path) -> None:
 
 
 def _acl_of_compose() -> str:
-    import importlib.util
-
-    spec = importlib.util.spec_from_file_location("diptych_make_secrets", ROOT / "deploy" / "make_secrets.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return str(module.acl("w", "r"))
+    return str(load_script("deploy/make_secrets.py").acl("w", "r"))
 
 
 def test_gpus_rdma_and_models() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import sys
 from typing import Any
 
 import httpx
@@ -14,8 +13,7 @@ import pytest
 from diptych.client import AsyncClient, Client, DuplicateRequestError, InvalidRequestError
 from diptych.rpc.channels import open_channel
 from diptych.rpc.v1 import router_pb2, router_pb2_grpc, types_pb2
-
-waiting = sys.modules["diptych_test_waiting"]
+from diptych_tests import waiting
 
 pytestmark = pytest.mark.multiproc
 

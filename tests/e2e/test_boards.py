@@ -3,7 +3,6 @@ query."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
 import shutil
@@ -17,6 +16,8 @@ from typing import Any
 import pytest
 import yaml
 
+from diptych_tests.scripts import load_script
+
 pytestmark = pytest.mark.multiproc
 ROOT = Path(__file__).resolve().parents[2]
 # Series that exist only once something went wrong, or with a flag, or under a full cache: an empty answer is right.
@@ -27,12 +28,7 @@ MAY_BE_EMPTY = re.compile(
 
 
 def panels() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("diptych_panels_e2e", ROOT / "deploy" / "grafana" / "panels.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script("deploy/grafana/panels.py")
 
 
 def queries() -> list[tuple[str, str]]:

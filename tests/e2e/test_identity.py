@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import random
-import sys
 
 import httpx
 import pytest
 
 from diptych.client import AsyncClient, Client, Completion
+from diptych_tests import waiting
 
 KV_BYTES_PER_TOKEN = 46_080
 ANSWER_S = 300.0
-waiting = sys.modules["diptych_test_waiting"]
 BATCH = 16
 
 pytestmark = pytest.mark.multiproc

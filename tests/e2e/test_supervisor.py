@@ -16,10 +16,10 @@ import pytest
 from diptych.cli.up import embedded_redis
 from diptych.cli.up.processes import ProcessIdentity, free_port
 from diptych.cli.up.supervisor import ChildSpec, Supervisor
+from diptych_tests.waiting import wait_until
 
 pytestmark = pytest.mark.multiproc
 
-wait_until = sys.modules["diptych_test_waiting"].wait_until
 SLEEP = [sys.executable, "-P", "-c", "import time; time.sleep(600)"]
 STUBBORN = [
     sys.executable,

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -23,8 +22,7 @@ from diptych.router import served_model
 from diptych.router.config import RouterConfig
 from diptych.router.frontend import Frontend
 from diptych.router.server import ApiServers
-
-waiting = sys.modules["diptych_test_waiting"]
+from diptych_tests import waiting
 
 pytestmark = pytest.mark.multiproc
 

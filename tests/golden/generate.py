@@ -11,29 +11,18 @@ rounding, so a prompt with a gap of at most 1e-3 is refused here; replace it.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import platform
+import runpy
 import sys
 import time
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 HERE = Path(__file__).parent
 GOLDEN_FILE = HERE / "smollm2.json"
 MAX_NEW_TOKENS = 64
 MIN_GAP = 1e-3
-
-
-def _sibling(name: str) -> ModuleType:
-    """A module beside this file; the folder is on no import path."""
-    spec = importlib.util.spec_from_file_location(f"golden_{name}", HERE / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def load_model(path: Path) -> Any:
@@ -92,7 +81,7 @@ def write(path: Path) -> int:
     from diptych.common.text.tokenizer import ModelTokenizer
 
     tokenizer, model = ModelTokenizer(path), load_model(path)
-    prompts = _sibling("prompts").PROMPTS
+    prompts = runpy.run_path(str(HERE / "prompts.py"))["PROMPTS"]
     cases, refused = [], []
     for i, prompt in enumerate(prompts):
         started = time.perf_counter()

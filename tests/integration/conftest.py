@@ -1,9 +1,8 @@
 """Shared by integration tests: a router's fleet of workers without an engine, and a real Valkey."""
 
-import importlib.util
+import asyncio
 import os
 import shutil
-import sys
 import tempfile
 from importlib.resources import files
 from pathlib import Path
@@ -12,26 +11,15 @@ import pytest
 from redis import asyncio as aioredis
 
 from diptych.common import child
-
-
-def _load(name, file):
-    """Load test support by path, under a unique name: the repository's folders never get onto sys.path."""
-    if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, Path(__file__).parent / file)
-        module = sys.modules[name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-    return sys.modules[name]
-
-
-router_fleet = _load("diptych_test_router_fleet", "router_fleet.py")
-_load("diptych_test_http_face", "api/http_face.py")
-_load("diptych_test_openai_contract", "api/openai_contract.py")
+from diptych_tests import pd as pd_module
+from diptych_tests import router_fleet, waiting
 
 
 @pytest.fixture(scope="session")
 def pd():
     """The harness of both pools in one process."""
-    return _load("diptych_test_pd_harness", "pd_harness.py")
+    asyncio.run(pd_module.start_grpc())
+    return pd_module
 
 
 @pytest.fixture(scope="session")
@@ -54,7 +42,7 @@ def valkey_url():
     socket = f"{folder}/s"
     command = [str(binary), "--port", "0", "--unixsocket", socket, "--save", "", "--dir", folder, "--daemonize", "no"]
     process = child.start(command, stdout=child.DEVNULL)
-    sys.modules["diptych_test_waiting"].wait_until(lambda: os.path.exists(socket), what="Valkey listens")
+    waiting.wait_until(lambda: os.path.exists(socket), what="Valkey listens")
     yield f"unix://{socket}"
     process.terminate()
     process.wait(10)

@@ -6,7 +6,6 @@ buffer has exactly the size that is promised to C, so one step too far is outsid
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support"))
 from diptych.kernels import kv_pack
 from diptych.kernels.native.api import Library
 from diptych.kernels.native.kv_move import KvMoves
@@ -21,12 +21,7 @@ from diptych.router.placement.block_table import BlockTable, as_keys
 from diptych.router.placement.native.library import Library as LookupLibrary
 from diptych.router.placement.native.library import address
 from diptych.router.placement.native.lookup import NativeLookup
-
-_spec = importlib.util.spec_from_file_location("native_layers", Path(__file__).with_name("native_layers.py"))
-assert _spec is not None
-assert _spec.loader is not None
-native_layers = sys.modules["native_layers"] = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(native_layers)
+from diptych_tests import native_layers
 
 
 def decoder(path: Path) -> None:

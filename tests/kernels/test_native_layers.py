@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from diptych_test_native_layers import GEMMA2, GEMMA3, LLAMA, QWEN3, Features, Layers, Sizes
 
 from diptych.common.compiled import ALL_LANES
 from diptych.common.paths import cache_dir
 from diptych.kernels.native.api import Library
 from diptych.kernels.native.build import build
+from diptych_tests.native_layers import GEMMA2, GEMMA3, LLAMA, QWEN3, Features, Layers, Sizes
 
 LENGTH = 61
 CLOSE = {"atol": 3e-4, "rtol": 3e-4}

@@ -10,10 +10,10 @@ from typing import Any
 import grpc
 import grpc.aio
 import pytest
-from diptych_test_http_face import WAIT_S, http, serving
 
 from diptych.router.api.fake import FakeRouterApi, hello_script
 from diptych.router.api.http_options import HttpOptions
+from diptych_tests.http_api import WAIT_S, http, serving
 
 CHAT = "/v1/chat/completions"
 ASK = json.dumps({"messages": [{"role": "user", "content": "Hi"}]}).encode()

@@ -9,8 +9,6 @@ from typing import Any
 
 import httpx
 import pytest
-from diptych_test_http_face import http
-from diptych_test_openai_contract import read
 
 from diptych.common.errors import OverloadedError, WorkerLostError
 from diptych.common.sampling import FinishReason, TokenLogprobs
@@ -23,6 +21,8 @@ from diptych.router.requests.messages import (
     TokenEvent,
     UsageInfo,
 )
+from diptych_tests.http_api import http
+from diptych_tests.openai_contract import read
 
 CHAT, TEXT, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 KINDS = {CHAT: "chat", TEXT: "completion", RESPONSES: "response"}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import socket
-import sys
 
 import grpc.aio
 import httpx
@@ -16,10 +15,10 @@ from diptych.router import server
 from diptych.router.api.fake import FakeRouterApi, hello_script
 from diptych.router.requests.messages import TokenEvent
 from diptych.router.server import ApiServers, drain
+from diptych_tests import waiting
 
 BODY = {"messages": [{"role": "user", "content": "Hi"}], "stream": True}
 WAIT_S = 60.0
-waiting = sys.modules["diptych_test_waiting"]
 
 grpc.aio.init_grpc_aio()  # its poller thread runs as long as the process; it must not count as a leak of the first test
 

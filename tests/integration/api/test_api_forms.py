@@ -6,13 +6,13 @@ import json
 from typing import Any
 
 import pytest
-from diptych_test_http_face import http, openai_client
 
 from diptych.common.errors import WorkerLostError
 from diptych.common.grammar import Grammar, GrammarKind, Tags
 from diptych.common.sampling import FinishReason
 from diptych.router.api.fake import MODEL, FakeRouterApi, Step, hello_script
 from diptych.router.requests.messages import FinishedEvent, ModelFeatures, TokenEvent, UsageInfo
+from diptych_tests.http_api import http, openai_client
 
 CHAT = "/v1/chat/completions"
 MESSAGES: list[Any] = [{"role": "user", "content": "Hi"}]

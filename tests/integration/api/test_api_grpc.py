@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import sys
 import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -43,9 +42,9 @@ from diptych.router.server import ApiServers
 from diptych.rpc.channels import open_channel
 from diptych.rpc.errors import from_rpc_error
 from diptych.rpc.v1 import router_pb2
+from diptych_tests.waiting import until
 
 WAIT_S = 60.0
-until = sys.modules["diptych_test_waiting"].until
 ONCE = RetryPolicy(max_tries=1)
 
 grpc.aio.init_grpc_aio()  # its poller thread runs as long as the process; it must not count as a leak of the first test

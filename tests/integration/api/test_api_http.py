@@ -6,11 +6,11 @@ import json
 from typing import Any
 
 import pytest
-from diptych_test_http_face import events, http, openai_client
 
 from diptych.common.errors import NoWorkerError, WorkerLostError
 from diptych.router.api.fake import MODEL, REQUEST_ID, FakeRouterApi, hello_script
 from diptych.router.requests.messages import TokenEvent
+from diptych_tests.http_api import events, http, openai_client
 
 CHAT = "/v1/chat/completions"
 MESSAGES: list[Any] = [{"role": "user", "content": "Hi"}]

@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import json
-import sys
 from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-from diptych_test_http_face import WAIT_S, events, http, serving
 
 from diptych.common.errors import NoWorkerError, OverloadedError, RequestDeadlineError, WorkerLostError
 from diptych.router.api.fake import MODEL, FakeRouterApi, Step, hello_script
 from diptych.router.requests.messages import TokenEvent
+from diptych_tests.http_api import WAIT_S, events, http, serving
+from diptych_tests.waiting import until
 
 CHAT = "/v1/chat/completions"
 MESSAGES: list[Any] = [{"role": "user", "content": "Hi"}]
-
-
-until = sys.modules["diptych_test_waiting"].until
 
 
 BAD_BODIES: list[tuple[str, bytes | dict[str, Any], str | None]] = [

@@ -5,13 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-import sys
 import threading
 from functools import partial
 
 import grpc.aio
 import pytest
-from diptych_test_http_face import http
 
 from diptych.client import AsyncClient, InvalidRequestError
 from diptych.common.clock import FakeClock
@@ -28,8 +26,8 @@ from diptych.router.preprocess.text_bound import TextBound
 from diptych.router.requests.messages import UncheckedRequest
 from diptych.router.server import ApiServers
 from diptych.router.tools.options import MAX_MESSAGES
-
-waiting = sys.modules["diptych_test_waiting"]
+from diptych_tests import waiting
+from diptych_tests.http_api import http
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 

@@ -6,10 +6,10 @@ import json
 from typing import Any
 
 import pytest
-from diptych_test_http_face import http
 
 from diptych.router.api.fake import FakeRouterApi, hello_script
 from diptych.router.requests.messages import ModelFeatures
+from diptych_tests.http_api import http
 
 PATH = "/v1/responses"
 CALLER = ModelFeatures(tool_parser="hermes", reasoning=True, takes_tools=True)

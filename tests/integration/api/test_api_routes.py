@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from diptych_test_http_face import http
 
 from diptych.common.errors import ConfigError
 from diptych.router.api.fake import FakeRouterApi, hello_script
 from diptych.router.api.http_options import HttpOptions
 from diptych.router.config import RouterConfig
+from diptych_tests.http_api import http
 
 CHAT = "/v1/chat/completions"
 ASK: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}]}

@@ -6,11 +6,11 @@ import json
 from typing import Any
 
 import pytest
-from diptych_test_http_face import events, http
 
 from diptych.common.sampling import FinishReason
 from diptych.router.api.fake import FakeRouterApi, Step, hello_script
 from diptych.router.requests.messages import ChoiceFinishedEvent, FinishedEvent, TokenEvent, UsageInfo
+from diptych_tests.http_api import events, http
 
 FACES: list[tuple[str, dict[str, Any]]] = [
     ("/v1/chat/completions", {"messages": [{"role": "user", "content": "Hi"}]}),

@@ -22,8 +22,7 @@ from diptych.engine.grammar.backends import Compilers
 from diptych.engine.grammar.compiler import ChildProcess, GrammarCompiler, GrammarLimits
 from diptych.engine.grammar.program import FirstToken
 from diptych.engine.grammar.vocabulary import vocabulary_of
-
-waiting = sys.modules["diptych_test_waiting"]
+from diptych_tests import waiting
 
 
 @pytest.fixture

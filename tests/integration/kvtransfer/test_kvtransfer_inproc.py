@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 from collections.abc import AsyncIterator
 
 import pytest
@@ -18,8 +17,8 @@ from diptych.kvtransfer.config import TransferConfig
 from diptych.kvtransfer.faults import FaultSpec
 from diptych.kvtransfer.handle import SlabHandle
 from diptych.worker.metrics import WorkerMetrics
+from diptych_tests import waiting
 
-waiting = sys.modules["diptych_test_waiting"]
 DEADLINE_S = waiting.DEADLINE_S
 
 

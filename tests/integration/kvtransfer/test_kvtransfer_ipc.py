@@ -6,7 +6,6 @@ import asyncio
 import ctypes
 import mmap
 import os
-import sys
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -27,8 +26,7 @@ from diptych.kvtransfer.layout import RingSpec, SlabQuotas
 from diptych.kvtransfer.self_test import run_ipc_self_test
 from diptych.kvtransfer.thread import TransferThread
 from diptych.kvtransfer.transports.ipc import IpcTransport
-
-waiting = sys.modules["diptych_test_waiting"]
+from diptych_tests import waiting
 
 SLAB = 8192
 NUM_SLABS = 4

@@ -10,53 +10,31 @@ import signal
 import sys
 from collections.abc import AsyncIterator
 from dataclasses import replace
-from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 import numpy as np
 import pytest
 
 from diptych.common.errors import ConfigError, StaleReferenceError, TransferError
-from diptych.kvtransfer.api import KvAddress, PeerRef, Transfer
+from diptych.kvtransfer.api import Transfer
 from diptych.kvtransfer.build import build_transfer
 from diptych.kvtransfer.config import TransferConfig
+from diptych_tests import waiting
+from diptych_tests.publisher import SIZE, Publisher, all_back, comes_to_rest, in_flight, until_free
 
 pytestmark = [
     pytest.mark.multiproc,
     pytest.mark.skipif(importlib.util.find_spec("nixl_cu12") is None, reason="NIXL is not installed"),
 ]
-SIZE = 3 << 20
-waiting = sys.modules["diptych_test_waiting"]
 DEADLINE_S = waiting.DEADLINE_S
-
-
-@pytest.fixture(scope="session")
-def harness() -> ModuleType:
-    name = "diptych_test_kvtransfer_ucx_harness"
-    if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name("test_kvtransfer_ucx.py"))
-        assert spec is not None
-        assert spec.loader is not None
-        sys.modules[name] = module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-    return sys.modules[name]
 
 
 CONTAINER = ("unshare", "--pid", "--ipc", "--fork", "--mount-proc")
 """Hides a process's memory from its neighbours, as two containers do."""
 
 
-async def start(harness: ModuleType, incarnation: str = "life1", **options: Any) -> Any:
-    child = await harness.Publisher.start(incarnation, transport="nixl", **options)
-    address = child.ref.address
-    child.ref = PeerRef(child.ref.worker_id, incarnation, KvAddress("nixl", address.host, 0, address.blob))
-    return child
-
-
 @pytest.fixture
-async def publisher(harness: ModuleType) -> AsyncIterator[Any]:
-    child = await start(harness)
+async def publisher() -> AsyncIterator[Publisher]:
+    child = await Publisher.start(transport="nixl")
     yield child
     await child.stop()
 
@@ -71,15 +49,15 @@ async def reader() -> AsyncIterator[Transfer]:
     await transfer.close()
 
 
-async def test_fifty_slabs_arrive_intact_and_every_slab_comes_back(harness, publisher, reader) -> None:
+async def test_fifty_slabs_arrive_intact_and_every_slab_comes_back(publisher, reader) -> None:
     for seed in range(50):
         size = SIZE if seed % 5 else 1 + seed * 7
         received = await reader.read(publisher.ref, await publisher.publish("a", seed, size), deadline_s=DEADLINE_S)
         expected = np.random.default_rng(seed).integers(0, 256, size, np.uint8)
         assert np.array_equal(np.frombuffer(received.payload, np.uint8), expected)
         reader.finish(received)
-    await harness.until_free(reader)
-    await harness.all_back(publisher)
+    await until_free(reader)
+    await all_back(publisher)
     assert publisher.path == "nixl:shm"
     if "ucxx._lib.libucxx" not in sys.modules:
         assert reader.path == received.path == "nixl:shm"
@@ -93,10 +71,10 @@ def alone() -> None:
 @pytest.mark.netns
 @pytest.mark.skipif(os.geteuid() != 0 or shutil.which("unshare") is None, reason="needs root and util-linux")
 @pytest.mark.parametrize("required", ["", "nixl:shm"])
-async def test_two_containers_that_drop_to_tcp_say_so(harness, required, caplog) -> None:
+async def test_two_containers_that_drop_to_tcp_say_so(required, caplog) -> None:
     """Shared memory within each passes both self-tests; between them there is none."""
     alone()
-    child = await start(harness, inside=CONTAINER)
+    child = await Publisher.start(transport="nixl", inside=CONTAINER)
     config = TransferConfig(transport="nixl", num_slabs=8, require_transport=required)
     loop = asyncio.get_running_loop()
     transfer = build_transfer(config, worker_id="d0", incarnation="x", reads=True, layout_hash=7, loop=loop)
@@ -111,7 +89,7 @@ async def test_two_containers_that_drop_to_tcp_say_so(harness, required, caplog)
             assert received.path == "nixl:tcp"
             assert "comes on nixl:tcp, the self-test found nixl:shm" in caplog.text
             transfer.finish(received)
-        await harness.until_free(transfer)
+        await until_free(transfer)
     finally:
         await transfer.close()
         await child.stop()
@@ -125,7 +103,7 @@ async def test_a_path_that_is_not_there_is_refused_at_the_start() -> None:
         build_transfer(config, worker_id="d0", incarnation="x", reads=True, layout_hash=7, loop=loop)
 
 
-async def test_a_handle_is_read_once_and_a_forged_one_never(harness, publisher, reader) -> None:
+async def test_a_handle_is_read_once_and_a_forged_one_never(publisher, reader) -> None:
     handle = await publisher.publish("a", 1)
     with pytest.raises(TransferError, match="FORGED"):
         await reader.read(publisher.ref, replace(handle, attempt="b"), deadline_s=DEADLINE_S)
@@ -133,10 +111,10 @@ async def test_a_handle_is_read_once_and_a_forged_one_never(harness, publisher, 
     with pytest.raises(StaleReferenceError, match="USED"):
         await reader.read(publisher.ref, handle, deadline_s=DEADLINE_S)
     reader.finish(received)
-    await harness.until_free(reader)
+    await until_free(reader)
 
 
-async def test_stopped_publisher_deadline_quarantine_and_return(harness, publisher, reader) -> None:
+async def test_stopped_publisher_deadline_quarantine_and_return(publisher, reader) -> None:
     reader.finish(await reader.read(publisher.ref, await publisher.publish("a", 0), deadline_s=DEADLINE_S))
     handle = await publisher.publish("a", 1)
     await publisher.freeze()
@@ -144,44 +122,44 @@ async def test_stopped_publisher_deadline_quarantine_and_return(harness, publish
         await reader.read(publisher.ref, handle, deadline_s=0.5)
     assert (await reader.audit(full=True)).slabs.quarantined == 1
     publisher.process.send_signal(signal.SIGCONT)
-    await harness.until_free(reader)
+    await until_free(reader)
     reader.finish(await reader.read(publisher.ref, await publisher.publish("a", 2), deadline_s=DEADLINE_S))
 
 
-async def test_forget_is_the_proof_of_death_of_a_killed_publisher(harness, publisher, reader) -> None:
+async def test_forget_is_the_proof_of_death_of_a_killed_publisher(publisher, reader) -> None:
     """A read that prefill did not answer yet has touched nothing: it ends when the endpoint is closed."""
     reader.finish(await reader.read(publisher.ref, await publisher.publish("a", 9), deadline_s=DEADLINE_S))
     handles = [await publisher.publish("a", seed) for seed in range(4)]
     await publisher.freeze()
     reads = [asyncio.create_task(reader.read(publisher.ref, handle, deadline_s=10 * DEADLINE_S)) for handle in handles]
-    await harness.in_flight(reader, 4)
+    await in_flight(reader, 4)
     publisher.process.kill()
     await publisher.process.wait()
     await reader.forget(publisher.ref)
     results = await asyncio.gather(*reads, return_exceptions=True)
     assert all(isinstance(result, TransferError) and "peer lost" in str(result) for result in results), results
-    await harness.until_free(reader)
+    await until_free(reader)
 
 
-async def test_a_publisher_that_started_again_is_a_new_peer(harness, reader) -> None:
-    old = await start(harness, "life1")
+async def test_a_publisher_that_started_again_is_a_new_peer(reader) -> None:
+    old = await Publisher.start("life1", transport="nixl")
     handle = await old.publish("a", 1)
     reader.finish(await reader.read(old.ref, await old.publish("a", 2), deadline_s=DEADLINE_S))
     old.process.kill()
     await old.process.wait()
-    new = await start(harness, "life2")
+    new = await Publisher.start("life2", transport="nixl")
     try:
         with pytest.raises(StaleReferenceError):
             await reader.read(new.ref, handle, deadline_s=DEADLINE_S)
         reader.finish(await reader.read(new.ref, await new.publish("a", 3), deadline_s=DEADLINE_S))
-        await harness.until_free(reader)
+        await until_free(reader)
     finally:
         await new.stop()
 
 
-async def test_idle_sleeps_between_looks(publisher, reader, harness) -> None:
+async def test_idle_sleeps_between_looks(publisher, reader) -> None:
     reader.finish(await reader.read(publisher.ref, await publisher.publish("a", 1), deadline_s=DEADLINE_S))
-    await harness.comes_to_rest(reader, turns_a_second=60)  # a look every 50 ms; one that spins takes tens of thousands
+    await comes_to_rest(reader, turns_a_second=60)  # a look every 50 ms; one that spins takes tens of thousands
 
 
 def build(**options: object) -> str:

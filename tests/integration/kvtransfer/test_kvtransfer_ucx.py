@@ -4,98 +4,33 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
-import json
 import os
 import signal
 import socket
 import sys
-import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import psutil
 import pytest
 
 from diptych.common.errors import DiptychError, StaleReferenceError, TransferError
-from diptych.kvtransfer.api import KvAddress, PeerRef, SlabCounts, Transfer
+from diptych.kvtransfer.api import Transfer
 from diptych.kvtransfer.build import build_transfer
 from diptych.kvtransfer.config import TransferConfig
-from diptych.kvtransfer.handle import SlabHandle, decode
+from diptych_tests import waiting
+from diptych_tests.publisher import SIZE, Publisher, all_back, comes_to_rest, in_flight, turns, until_free
 
 pytestmark = [
     pytest.mark.multiproc,
     pytest.mark.skipif(importlib.util.find_spec("ucxx") is None, reason="UCXX is not installed"),
 ]
-SCRIPT = Path(__file__).with_name("kvtransfer_publisher.py")
-SIZE = 3 << 20
-waiting = sys.modules["diptych_test_waiting"]
 DEADLINE_S = waiting.DEADLINE_S
 ALREADY_SET = {name for name in os.environ if name.startswith("UCX_")}
 # What NIXL's side sets for good, where it has run in this process: how loud UCX is, never which path it takes.
 LOUDNESS = {"UCX_WARN_UNUSED_ENV_VARS", "UCX_LOG_LEVEL"}
-
-
-def all_stopped(pid: int) -> bool:
-    stats = [(task / "stat").read_text() for task in Path(f"/proc/{pid}/task").iterdir()]
-    return all(stat.rpartition(")")[2].split()[0] == "T" for stat in stats)
-
-
-class Publisher:
-    def __init__(self, process: asyncio.subprocess.Process, hello: dict[str, object], ref: tuple[str, str]) -> None:
-        self.process = process
-        self.path = hello["path"]
-        address = KvAddress("ucx", str(hello["host"]), 0, bytes.fromhex(str(hello["blob"])))
-        self.ref = PeerRef(*ref, address)
-
-    @classmethod
-    async def start(
-        cls, incarnation: str = "life1", worker_id: str = "p0", inside: tuple[str, ...] = (), **options: object
-    ) -> Publisher:
-        """`inside`: a command that runs its arguments somewhere else, for example in another namespace."""
-        arguments = json.dumps([worker_id, incarnation, {"transport": "ucx", "num_slabs": 8, **options}])
-        process = await asyncio.create_subprocess_exec(
-            *inside, sys.executable, str(SCRIPT), arguments,
-            stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
-            env={**os.environ, "PYTHONSAFEPATH": "1"},
-        )  # fmt: skip
-        assert process.stdout is not None
-        hello = json.loads(await asyncio.wait_for(process.stdout.readline(), DEADLINE_S))
-        return cls(process, hello, (worker_id, incarnation))
-
-    async def ask(self, line: str) -> dict[str, object]:
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        self.process.stdin.write(line.encode() + b"\n")
-        answer: dict[str, object] = json.loads(await asyncio.wait_for(self.process.stdout.readline(), DEADLINE_S))
-        return answer
-
-    async def publish(self, attempt: str, seed: int, size: int = SIZE) -> SlabHandle:
-        return decode(bytes.fromhex(str((await self.ask(f"publish {attempt} {size} {seed}"))["handle"])))
-
-    async def counts(self) -> SlabCounts:
-        answer = await self.ask("audit")
-        assert not answer["violations"]
-        return SlabCounts(**answer["slabs"])  # type: ignore[arg-type]
-
-    async def freeze(self) -> None:
-        """SIGSTOP, and wait until every thread of it stands still."""
-        self.process.send_signal(signal.SIGSTOP)
-        await waiting.until(lambda: all_stopped(self.process.pid), "every thread stands still")
-
-    async def stop(self) -> None:
-        if self.process.returncode is None:
-            assert self.process.stdin is not None
-            self.process.send_signal(signal.SIGCONT)
-            self.process.stdin.close()
-            try:
-                await asyncio.wait_for(self.process.wait(), DEADLINE_S)
-            except TimeoutError:
-                self.process.kill()
-                await self.process.wait()
-                raise
 
 
 @pytest.fixture
@@ -113,33 +48,6 @@ async def reader() -> AsyncIterator[Transfer]:
     )
     yield transfer
     await transfer.close()
-
-
-async def until_free(transfer: Transfer) -> None:
-    async def free() -> bool:
-        audit = await transfer.audit(full=True)
-        assert not audit.violations
-        return audit.slabs.free == audit.slabs.total
-
-    await waiting.until(free, "slabs come back")
-
-
-async def in_flight(transfer: Transfer, reads: int) -> None:
-    """Until so many reads have been sent."""
-
-    async def sent() -> bool:
-        return (await transfer.audit()).slabs.in_flight == reads
-
-    await waiting.until(sent, f"{reads} reads are in flight")
-
-
-async def all_back(publisher: Publisher) -> None:
-    """Until every slab of the publisher is free again."""
-
-    async def free() -> bool:
-        return (await publisher.counts()).free == 8
-
-    await waiting.until(free, "the publisher's slabs come back")
 
 
 async def test_what_ucxx_chooses_is_not_inherited_by_children(reader: Transfer) -> None:
@@ -309,37 +217,10 @@ async def test_unreachable_address_fails_fast(publisher: Publisher, reader: Tran
     await until_free(reader)
 
 
-async def turns(reader: Any, count: int) -> float:
-    """Seconds that the transfer thread takes to come round so often."""
-    seen, turn = [0], reader.turn
-
-    def counted() -> Any:
-        seen[0] += 1
-        return turn()
-
-    reader.turn = counted
-    began = time.monotonic()
-    try:
-        await waiting.until(lambda: seen[0] >= count, f"{count} turns of the transfer thread")
-    finally:
-        reader.turn = turn
-    return time.monotonic() - began
-
-
 async def test_idle_sleeps_on_the_transports_events(publisher: Publisher, reader: Transfer) -> None:
     """The sweep's ticks and UCX's keepalive; spinning takes tens of thousands."""
     reader.finish(await reader.read(publisher.ref, await publisher.publish("a", 1), deadline_s=DEADLINE_S))
     await comes_to_rest(reader, turns_a_second=100)
-
-
-async def comes_to_rest(reader: Any, *, turns_a_second: int) -> None:
-    """Until the transfer thread takes no more turns than that. One that spins never does, one that a busy machine holds up does
-    the sooner."""
-
-    async def rests() -> bool:
-        return turns_a_second / 4 / await turns(reader, turns_a_second // 4) <= turns_a_second
-
-    await waiting.until(rests, "the transfer thread sleeps while nothing happens")
 
 
 async def test_over_ipv6() -> None:

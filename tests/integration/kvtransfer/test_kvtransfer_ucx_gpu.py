@@ -34,8 +34,6 @@ from diptych.kvtransfer.transports import ucx_gpu
 from diptych.kvtransfer.transports.ucx_gpu import UcxGpuTransport
 from diptych.kvtransfer.ucx_gpu_probe import run_ucx_gpu_self_test, serve
 
-waiting = sys.modules.get("diptych_test_waiting")  # not there in the other process, which this file is, too
-
 # Not imported here: UCXX's UCX would keep NIXL's out of the process that collects the tests of both.
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("ucxx") is None, reason="UCXX is not installed")
 
@@ -121,6 +119,8 @@ class Pair:
         return await self.reader.read(self.ref, handle, deadline_s=300.0)
 
     async def all_free(self) -> None:
+        from diptych_tests import waiting  # not found in the other process, which this file is, too
+
         async def free() -> bool:
             audits = [await side.audit(full=True) for side in (self.publisher, self.reader)]
             assert not any(audit.violations for audit in audits)
@@ -183,6 +183,8 @@ async def test_who_was_forgotten_is_met_anew(pair, monkeypatch) -> None:
         with contextlib.suppress(TransferError):  # until the news of the loss have gone round
             found.append(await pair.read(handle))
         return bool(found)
+
+    from diptych_tests import waiting
 
     await waiting.until(read)
     (received,) = found

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -24,19 +22,10 @@ from diptych.engine.fake_runner import FakeRunner
 from diptych.engine.messages import ScheduledSeq
 from diptych.rpc.v1 import router_pb2
 from diptych.worker.model import LoadedModel
+from diptych_tests.scripts import load_script
 
 PROMPT = [(7 * i + 3) % 1000 for i in range(150)]
 FAIL = router_pb2.FAILURE_POLICY_FAIL
-
-
-def by_path(name: str, path: Path) -> ModuleType:
-    if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, path)
-        assert spec is not None
-        assert spec.loader is not None
-        sys.modules[name] = module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-    return sys.modules[name]
 
 
 def model(pd: ModuleType, block_size: int, **facts: Any) -> Any:
@@ -198,9 +187,7 @@ SAMPLING = SamplingParams(max_tokens=8, seed=7, temperature=1.0, ignore_eos=True
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    exec_kit = by_path(
-        "diptych_test_exec_kit", Path(__file__).parents[2].joinpath("unit", "engine_exec", "conftest.py")
-    )
+    exec_kit = load_script("tests/unit/engine_exec/conftest.py")
     made: Path = exec_kit.tiny_model_dir(tmp_path_factory.mktemp("model"), "LlamaForCausalLM")
     return made
 

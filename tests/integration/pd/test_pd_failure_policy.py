@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
-import json
 import os
 import signal
-import sys
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -25,15 +23,15 @@ from diptych.decode.liveness_timer import LivenessTimer
 from diptych.decode.server import DecodeRole
 from diptych.rpc.v1 import router_pb2
 from diptych.worker.process import make_transfer
-from diptych.worker.refs import WorkerRef
 from diptych.worker.runtime import WorkerRuntime
+from diptych_tests import waiting
+from diptych_tests.pd import PROMPT, undisturbed
+from diptych_tests.prefill import Prefill
 
 pytestmark = [
     pytest.mark.multiproc,
     pytest.mark.skipif(importlib.util.find_spec("ucxx") is None, reason="UCXX is not installed"),
 ]
-SCRIPT = Path(__file__).with_name("pd_prefill_process.py")
-PROMPT = [(7 * i + 3) % 1000 for i in range(150)]
 RETRY, RECOMPUTE, FAIL = (
     router_pb2.FAILURE_POLICY_RETRY,
     router_pb2.FAILURE_POLICY_RECOMPUTE,
@@ -48,58 +46,10 @@ POLICIES = pytest.mark.parametrize(
     ],
 )
 
-waiting = sys.modules["diptych_test_waiting"]
 SILENCE_S = 2.0
 """For tests of a silent peer; elsewhere a bound that no test reaches."""
 NEVER_S = 3600.0
 ANSWER_S = 60.0
-
-
-class Prefill:
-    """A prefill worker in a child process; duck-typed as the WorkerRuntime for submit_message."""
-
-    def __init__(self, process: asyncio.subprocess.Process, hello: dict[str, str]) -> None:
-        self.process = process
-        self.worker_id = hello["worker_id"]
-        self.ref = WorkerRef(hello["worker_id"], hello["incarnation"], hello["address"])
-
-    @classmethod
-    async def start(cls, worker_id: str, **options: object) -> Prefill:
-        settings = {"worker_id": worker_id, "transport": "ucx", "leg_silence_s": NEVER_S, **options}
-        process = await asyncio.create_subprocess_exec(
-            sys.executable, "-P", str(SCRIPT), json.dumps(settings),
-            stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL,
-            env={**os.environ, "PYTHONSAFEPATH": "1"},
-        )  # fmt: skip
-        assert process.stdout is not None
-        return cls(process, json.loads(await asyncio.wait_for(process.stdout.readline(), ANSWER_S)))
-
-    async def ask(self, line: str) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write(line.encode() + b"\n")
-        await self.answer()
-
-    async def answer(self) -> dict[str, Any]:
-        assert self.process.stdout is not None
-        answer: dict[str, Any] = json.loads(await asyncio.wait_for(self.process.stdout.readline(), ANSWER_S))
-        return answer
-
-    async def hold(self, after: int) -> None:
-        await self.ask(f"hold {after}")
-
-    async def held(self) -> None:
-        assert (await self.answer())["held"]
-
-    async def stop(self) -> None:
-        if self.process.returncode is None:
-            assert self.process.stdin is not None
-            self.process.send_signal(signal.SIGCONT)
-            self.process.stdin.close()
-            try:
-                await asyncio.wait_for(self.process.wait(), ANSWER_S)
-            except TimeoutError:
-                self.process.kill()
-        await self.process.wait()
 
 
 @asynccontextmanager
@@ -124,13 +74,6 @@ def expected() -> dict[str, list[int]]:
     return {}
 
 
-async def undisturbed(pd: ModuleType, known: dict[str, list[int]]) -> list[int]:
-    if "tokens" not in known:
-        async with pd.cluster(num_prefill=0) as alone, pd.FakeRouter(alone.decode.address) as router:
-            known["tokens"] = (await router.run(alone.submit_message(attempt="local", prompt=PROMPT))).token_ids
-    return known["tokens"]
-
-
 def check(answer: Any, policy: int, tokens: list[int], errors: tuple[type[DiptychError], ...]) -> None:
     if policy == FAIL:
         assert isinstance(answer.error, errors), answer
@@ -145,7 +88,7 @@ def check(answer: Any, policy: int, tokens: list[int], errors: tuple[type[Diptyc
 @POLICIES
 @pytest.mark.parametrize("after", [0, 2], ids=["before it starts", "in the middle of the transfer"])
 async def test_killed(pd: ModuleType, expected: dict[str, list[int]], policy: int, after: int) -> None:
-    tokens = await undisturbed(pd, expected)
+    tokens = await undisturbed(expected)
     async with two_prefill_one_decode(pd) as (cluster, prefill), pd.FakeRouter(cluster.decode.address) as router:
         await prefill[0].hold(after)
         answer = router.submit(cluster.submit_message(attempt="a", prompt=PROMPT, policy=policy, prefill=prefill))
@@ -158,7 +101,7 @@ async def test_killed(pd: ModuleType, expected: dict[str, list[int]], policy: in
 
 async def test_killed_after_the_transfer_changes_nothing(pd: ModuleType, expected: dict[str, list[int]]) -> None:
     """The KV is transferred and decode runs: the loss has no effect, and nothing is recomputed."""
-    tokens = await undisturbed(pd, expected)
+    tokens = await undisturbed(expected)
     gate = pd.Gate(5)
     async with (
         two_prefill_one_decode(pd, decode_gate=gate) as (cluster, prefill),
@@ -185,7 +128,7 @@ async def test_killed_after_the_transfer_changes_nothing(pd: ModuleType, expecte
 async def test_stopped(pd: ModuleType, expected: dict[str, list[int]], policy: int, after: int) -> None:
     """SIGSTOP breaks no connection and completes nothing: it is only detected by silence. The worker has no effect when
     it continues."""
-    tokens = await undisturbed(pd, expected)
+    tokens = await undisturbed(expected)
     async with (
         two_prefill_one_decode(pd, silence_s=SILENCE_S) as (cluster, prefill),
         pd.FakeRouter(cluster.decode.address) as router,
@@ -207,7 +150,7 @@ async def test_stopped(pd: ModuleType, expected: dict[str, list[int]], policy: i
 
 
 async def test_stopped_for_a_moment_is_only_slow(pd: ModuleType, expected: dict[str, list[int]]) -> None:
-    tokens = await undisturbed(pd, expected)
+    tokens = await undisturbed(expected)
     async with (
         two_prefill_one_decode(pd, silence_s=ANSWER_S) as (cluster, prefill),
         pd.FakeRouter(cluster.decode.address) as router,
@@ -229,7 +172,7 @@ async def test_stopped_for_a_moment_is_only_slow(pd: ModuleType, expected: dict[
 async def test_computing_and_queueing_for_long_is_not_silence(
     pd: ModuleType, expected: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tokens = await undisturbed(pd, expected)
+    tokens = await undisturbed(expected)
     words, hear = [], LivenessTimer.on_message
     monkeypatch.setattr(LivenessTimer, "on_message", lambda silence: words.append(silence) or hear(silence))
     async with (
@@ -251,7 +194,7 @@ async def test_computing_and_queueing_for_long_is_not_silence(
 
 @POLICIES
 async def test_damaged(pd: ModuleType, expected: dict[str, list[int]], policy: int) -> None:
-    tokens = await undisturbed(pd, expected)
+    tokens = await undisturbed(expected)
     async with (
         two_prefill_one_decode(pd, fault_corrupt_every=5) as (cluster, prefill),
         pd.FakeRouter(cluster.decode.address) as router,
@@ -262,7 +205,7 @@ async def test_damaged(pd: ModuleType, expected: dict[str, list[int]], policy: i
 
 
 async def test_restarted_under_the_same_name_again_and_again(pd: ModuleType, expected: dict[str, list[int]]) -> None:
-    tokens = await undisturbed(pd, expected)
+    tokens = await undisturbed(expected)
     async with two_prefill_one_decode(pd) as (cluster, prefill), pd.FakeRouter(cluster.decode.address) as router:
         open_fds = 0
         for life in range(3):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import threading
 from collections.abc import Sequence
 from types import ModuleType
@@ -15,8 +14,7 @@ from diptych.engine.messages import ScheduledSeq
 from diptych.rpc.convert import sampling_to_proto
 from diptych.rpc.v1 import types_pb2
 from diptych.worker.runtime import WorkerRuntime
-
-waiting = sys.modules["diptych_test_waiting"]
+from diptych_tests import waiting
 
 PROMPT = [(7 * i + 3) % 1000 for i in range(150)]
 

@@ -1,20 +1,17 @@
 """Prefill and decode on two hosts (two network namespaces): partitioned, healed, and addresses of the wrong host.
 
-The partition drops every packet and breaks no connection; reads in flight complete, if ever, into unused slabs.
+The partition drops every packet and breaks no connection; reads in flight complete, if ever, into unused
 """
 
 from __future__ import annotations
 
 import asyncio
 import importlib.util
-import json
 import os
 import shutil
 import subprocess
-import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -28,6 +25,10 @@ from diptych.kvtransfer.config import TransferConfig
 from diptych.rpc.v1 import router_pb2
 from diptych.worker.process import make_transfer
 from diptych.worker.runtime import WorkerRuntime
+from diptych_tests import waiting
+from diptych_tests.pd import PROMPT, undisturbed
+from diptych_tests.prefill import Prefill
+from diptych_tests.publisher import Publisher, until_free
 
 pytestmark = [
     pytest.mark.multiproc,
@@ -35,28 +36,10 @@ pytestmark = [
     pytest.mark.skipif(os.geteuid() != 0 or shutil.which("ip") is None, reason="needs root and iproute2"),
     pytest.mark.skipif(importlib.util.find_spec("ucxx") is None, reason="UCXX is not installed"),
 ]
-HERE = Path(__file__).parent
-PROMPT = [(7 * i + 3) % 1000 for i in range(150)]
 FAIL = router_pb2.FAILURE_POLICY_FAIL
 SILENCE_S, SLAB_LEASE_S = 2.0, 5.0
 HEALED_S = 120.0
 """Deadline of what takes seconds on an idle machine."""
-waiting = sys.modules["diptych_test_waiting"]
-
-
-def load(name: str, file: str) -> ModuleType:
-    if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, HERE / file)
-        assert spec is not None
-        assert spec.loader is not None
-        sys.modules[name] = module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-    return sys.modules[name]
-
-
-@pytest.fixture(scope="session")
-def table() -> ModuleType:
-    return load("diptych_test_pd_failure_policy", "test_pd_failure_policy.py")
 
 
 def ip(*words: str) -> None:
@@ -102,48 +85,23 @@ def host() -> Iterator[OtherHost]:
 
 
 @asynccontextmanager
-async def pair(pd: ModuleType, table: ModuleType, host: OtherHost, **prefill: object) -> AsyncIterator[tuple[Any, Any]]:
+async def pair(pd: ModuleType, host: OtherHost, **prefill: object) -> AsyncIterator[tuple[Any, Any]]:
     """Prefill over there, decode here."""
-    settings = {
-        "worker_id": "prefill-0",
-        "transport": "ucx",
-        "leg_silence_s": SILENCE_S,
-        "slab_lease_s": SLAB_LEASE_S,
-        "host": host.there,
-        "insecure": True,
-        **prefill,
-    }
+    bounds = {"leg_silence_s": SILENCE_S, "slab_lease_s": SLAB_LEASE_S}
+    inside = ("ip", "netns", "exec", host.name)
     async with AsyncExitStack() as stack:
-        process = await asyncio.create_subprocess_exec(
-            "ip", "netns", "exec", host.name, sys.executable, "-P", str(HERE / "pd_prefill_process.py"), json.dumps(settings),
-            stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL,
-            env={**os.environ, "PYTHONSAFEPATH": "1"},
-        )  # fmt: skip
-        assert process.stdout is not None
-        hello = await asyncio.wait_for(process.stdout.readline(), 60)
-        assert hello, "the prefill worker did not start"
-        child = table.Prefill(process, json.loads(hello))
+        child = await Prefill.start("prefill-0", inside=inside, host=host.there, **bounds, **prefill)
         stack.push_async_callback(child.stop)
-        config = pd.worker_config(
-            "decode",
-            "decode-0",
-            transport="ucx",
-            leg_silence_s=SILENCE_S,
-            slab_lease_s=SLAB_LEASE_S,
-            host=host.here,
-            insecure=True,
-        )
+        config = pd.worker_config("decode", "decode-0", transport="ucx", host=host.here, **bounds)
         decode = WorkerRuntime(config, pd.fake_model(), make_transfer=make_transfer, make_role=DecodeRole)
         await decode.start()
         stack.push_async_callback(decode.close)
         yield pd.Cluster(decode, []), child
 
 
-async def test_a_partition_costs_the_leg_and_heals_by_itself(
-    pd: ModuleType, table: ModuleType, host: OtherHost
-) -> None:
-    tokens = await table.undisturbed(pd, {})
-    async with pair(pd, table, host) as (cluster, child), pd.FakeRouter(cluster.decode.address) as router:
+async def test_a_partition_costs_the_leg_and_heals_by_itself(pd: ModuleType, host: OtherHost) -> None:
+    tokens = await undisturbed({})
+    async with pair(pd, host) as (cluster, child), pd.FakeRouter(cluster.decode.address) as router:
         first = await router.run(cluster.submit_message(attempt="a", prompt=PROMPT, prefill=[child]))
         assert first.token_ids == tokens
         assert first.explanation.prefill == "prefill-0"
@@ -176,18 +134,11 @@ async def test_a_partition_costs_the_leg_and_heals_by_itself(
         await cluster.nothing_left()
 
 
-@pytest.fixture(scope="session")
-def slabs() -> ModuleType:
-    return load("diptych_test_kvtransfer_ucx", "../kvtransfer/test_kvtransfer_ucx.py")
-
-
 def bytes_of(seed: int, size: int) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 256, size, np.uint8)
 
 
-async def test_what_lands_when_a_partition_heals_lands_in_nothing_that_is_used(
-    slabs: ModuleType, host: OtherHost
-) -> None:
+async def test_what_lands_when_a_partition_heals_lands_in_nothing_that_is_used(host: OtherHost) -> None:
     """A read that fails in a partition leaves its slab in quarantine. All others are then filled from a worker of this host and
     held; the partition heals, the answer lands, and the others' bytes are what they were."""
     size = 3 << 20
@@ -196,8 +147,8 @@ async def test_what_lands_when_a_partition_heals_lands_in_nothing_that_is_used(
         config, worker_id="d0", incarnation="x", reads=True, layout_hash=7, loop=asyncio.get_running_loop()
     )
     inside = ("ip", "netns", "exec", host.name)
-    there = await slabs.Publisher.start("life1", "p-there", inside=inside, host=host.there, lease_s=600.0)
-    near = await slabs.Publisher.start("life1", "p-here", host=host.here)
+    there = await Publisher.start("life1", "p-there", inside=inside, host=host.there, lease_s=600.0)
+    near = await Publisher.start("life1", "p-here", host=host.here)
     try:
         reader.finish(await reader.read(there.ref, await there.publish("a", 0), deadline_s=HEALED_S))
         reader.finish(await reader.read(near.ref, await near.publish("b", 0), deadline_s=HEALED_S))
@@ -226,18 +177,16 @@ async def test_what_lands_when_a_partition_heals_lands_in_nothing_that_is_used(
         again = await reader.read(there.ref, await there.publish("a", 5, size), deadline_s=HEALED_S)
         assert np.array_equal(np.frombuffer(again.payload, np.uint8), bytes_of(5, size))
         reader.finish(again)
-        await slabs.until_free(reader)
+        await until_free(reader)
     finally:
         await there.stop()
         await near.stop()
         await reader.close()
 
 
-async def test_a_loopback_address_is_refused_by_a_reader_on_another_host(
-    pd: ModuleType, table: ModuleType, host: OtherHost
-) -> None:
+async def test_a_loopback_address_is_refused_by_a_reader_on_another_host(pd: ModuleType, host: OtherHost) -> None:
     """The gRPC server is reachable, the KV address is not: decode reports it instead of reading from its own host."""
-    async with pair(pd, table, host) as (cluster, child), pd.FakeRouter(cluster.decode.address) as router:
+    async with pair(pd, host) as (cluster, child), pd.FakeRouter(cluster.decode.address) as router:
         directory = cluster.decode.role._peers
         check = directory._check
 

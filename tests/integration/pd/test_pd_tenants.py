@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 import threading
 from types import ModuleType
 
-waiting = sys.modules["diptych_test_waiting"]
+from diptych_tests import waiting
 
 
 async def test_the_more_important_prompt_is_computed_first(pd: ModuleType) -> None:

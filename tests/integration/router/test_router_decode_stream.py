@@ -1,7 +1,6 @@
 """The multiplexed stream over real gRPC on loopback."""
 
 import asyncio
-import sys
 
 import pytest
 
@@ -12,6 +11,7 @@ from diptych.router.cluster.fake_decode import FakeDecode
 from diptych.router.cluster.token_pace import TokenPace
 from diptych.rpc.channels import open_channel
 from diptych.rpc.v1 import decode_pb2, router_pb2, types_pb2
+from diptych_tests.waiting import until
 
 
 def submit(attempt, count=3):
@@ -36,9 +36,6 @@ async def stream(worker):
     yield stream
     await stream.close()
     await channel.close()
-
-
-until = sys.modules["diptych_test_waiting"].until
 
 
 async def read(attempt):

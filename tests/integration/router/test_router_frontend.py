@@ -3,7 +3,6 @@
 import asyncio
 
 import pytest
-from diptych_test_router_fleet import running
 from structlog.testing import capture_logs
 
 from diptych.common.block_identity import block_keys
@@ -23,6 +22,7 @@ from diptych.router.observe.access_log import Access, logged
 from diptych.router.placement.placer import PromptBlocks
 from diptych.router.placement.types import PlacementRequest
 from diptych.router.requests.messages import FinishedEvent, StartedEvent, UncheckedRequest
+from diptych_tests.router_fleet import running
 
 
 async def test_answer_and_explanation(fleet):

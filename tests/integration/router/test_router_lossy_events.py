@@ -3,14 +3,13 @@
 import asyncio
 import random
 
-from diptych_test_router_fleet import running
-
 from diptych.common.block_identity import block_keys
 from diptych.common.secret import tenant_salt
 from diptych.common.store.interface import KvEvent
 from diptych.common.tiers import TierState
 from diptych.router.placement.block_table import as_keys
 from diptych.router.placement.index import IndexMode
+from diptych_tests.router_fleet import running
 
 SETTLED_S = 60.0
 

@@ -7,7 +7,6 @@ import subprocess
 
 import httpx
 import pytest
-from diptych_test_router_fleet import make_model_folder, running
 
 from diptych.client import AsyncClient
 from diptych.common.block_identity import block_keys
@@ -17,6 +16,7 @@ from diptych.common.store.interface import KvEvent
 from diptych.common.ticket import PURPOSE
 from diptych.router.requests.messages import UncheckedRequest
 from diptych.router.server import ApiServers
+from diptych_tests.router_fleet import make_model_folder, running
 
 
 @pytest.fixture

@@ -1,7 +1,6 @@
 """Pending placements of several routers over a real server."""
 
 import asyncio
-import sys
 
 import pytest
 
@@ -9,8 +8,7 @@ from diptych.common.clock import MonotonicClock
 from diptych.common.store.redis_store import RedisStore
 from diptych.router.placement.pending import PendingShare
 from diptych.router.placement.reservations import Reservation, Reservations
-
-waiting = sys.modules["diptych_test_waiting"]
+from diptych_tests import waiting
 
 
 @pytest.fixture

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from diptych_test_router_fleet import running
-
 from diptych.common.errors import InternalError
 from diptych.router.cluster.fake_decode import FakeDecode
+from diptych_tests.router_fleet import running
 
 
 async def where(fleet, asks: int) -> list[tuple[str, str]]:

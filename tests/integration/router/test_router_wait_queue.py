@@ -3,13 +3,13 @@
 import asyncio
 
 import pytest
-from diptych_test_router_fleet import running
 
 from diptych.common.errors import NoWorkerError, RequestDeadlineError
 from diptych.common.secret import tenant_salt
 from diptych.common.store.worker_record import WorkerLoad
 from diptych.router.fairness.deficit_round_robin import Share
 from diptych.router.requests.messages import UncheckedRequest
+from diptych_tests.router_fleet import running
 
 SLOW = WorkerLoad(prefill_tokens_per_s=100.0)
 

@@ -3,7 +3,6 @@
 import asyncio
 
 import pytest
-from diptych_test_router_fleet import drain
 
 from diptych.common.errors import (
     DiptychError,
@@ -14,6 +13,7 @@ from diptych.common.errors import (
     WorkerLostError,
 )
 from diptych.router.requests.messages import StartedEvent, TokenEvent, UncheckedRequest
+from diptych_tests.router_fleet import drain
 
 
 async def test_a_decode_worker_that_fails_is_left_alone_and_comes_back(fleet):

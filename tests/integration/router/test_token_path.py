@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-import sys
 import threading
 import time
 from collections import Counter
@@ -39,6 +38,7 @@ from diptych.router.server import ApiServers
 from diptych.worker.model import identity_key
 from diptych.worker.process import make_transfer
 from diptych.worker.runtime import WorkerRuntime
+from diptych_tests.waiting import until
 
 WAIT_S = 60.0
 """Before a missing token fails the test."""
@@ -225,6 +225,3 @@ async def test_15_3_1_all_that_was_computed_is_delivered_while_the_answers_run(s
     async with asyncio.timeout(WAIT_S):
         await asyncio.gather(*readers)
     assert seen == [count] * answers
-
-
-until = sys.modules["diptych_test_waiting"].until

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import shutil
 import subprocess
 import tempfile
@@ -18,6 +17,7 @@ from diptych.cli.up.embedded_redis import server_binary
 from diptych.common.store.interface import KvEvent
 from diptych.common.store.redis_store import RedisStore
 from diptych.common.store.worker_record import WorkerRecord
+from diptych_tests.scripts import load_script
 
 ROOT = Path(__file__).resolve().parents[3]
 RECORD = WorkerRecord(
@@ -29,12 +29,7 @@ PENDING = (1000, 2)
 
 
 def users() -> str:
-    spec = importlib.util.spec_from_file_location("diptych_make_secrets_acl", ROOT / "deploy" / "make_secrets.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return str(module.acl("worker-word", "router-word"))
+    return str(load_script("deploy/make_secrets.py").acl("worker-word", "router-word"))
 
 
 @pytest.fixture(scope="module")

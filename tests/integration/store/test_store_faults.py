@@ -6,7 +6,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 from contextlib import asynccontextmanager
 from importlib.resources import files
 from pathlib import Path
@@ -20,9 +19,8 @@ from diptych.common.store.redis_store import RedisStore, _is_connection_error
 from diptych.common.store.registration import WorkerRegistration
 from diptych.router.placement.reservations import Reservation
 from diptych.router.requests.messages import FinishedEvent
+from diptych_tests import router_fleet, waiting
 
-router_fleet = sys.modules["diptych_test_router_fleet"]
-waiting = sys.modules["diptych_test_waiting"]
 TTL_S, HEARTBEAT_S = 1.5, 0.2
 
 

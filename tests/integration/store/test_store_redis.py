@@ -1,5 +1,4 @@
 import asyncio
-import sys
 import time
 
 import pytest
@@ -7,6 +6,7 @@ import pytest
 from diptych.common.store.interface import KvEvent, StoreError
 from diptych.common.store.redis_store import RedisStore
 from diptych.common.store.worker_record import WorkerRecord
+from diptych_tests import waiting
 
 
 def make_record(incarnation="a1", worker_id="p0", **changes):
@@ -117,7 +117,7 @@ async def test_a_server_that_is_away_or_silent_is_a_store_error(tmp_path, valkey
         except StoreError:  # a busy machine may be as slow as that
             return False
 
-    await sys.modules["diptych_test_waiting"].until(again)
+    await waiting.until(again)
     await paused.close()
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 from types import ModuleType
 
@@ -17,8 +16,7 @@ from diptych.rpc.stubs import WorkerStub
 from diptych.rpc.v1 import worker_pb2
 from diptych.worker.process import make_transfer
 from diptych.worker.runtime import WorkerRuntime
-
-waiting = sys.modules["diptych_test_waiting"]
+from diptych_tests import waiting
 
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
 

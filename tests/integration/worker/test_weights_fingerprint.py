@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import shutil
 import struct
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,6 +22,8 @@ from diptych.router.config import RouterConfig
 from diptych.router.served_model import load_folders
 from diptych.worker.config import WorkerConfig
 from diptych.worker.model import LoadedModel, load_model
+from diptych_tests import router_fleet
+from diptych_tests.scripts import load_script
 
 WEIGHTS = "model.safetensors"
 
@@ -31,21 +31,11 @@ WEIGHTS = "model.safetensors"
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Random weights, and a tokenizer."""
-    kit = by_path("diptych_test_exec_kit", Path(__file__).parents[2] / "unit" / "engine_exec" / "conftest.py")
+    kit = load_script("tests/unit/engine_exec/conftest.py")
     folder: Path = kit.tiny_model_dir(tmp_path_factory.mktemp("made") / "model", "LlamaForCausalLM")
-    tokenizer = sys.modules["diptych_test_router_fleet"].make_model_folder(tmp_path_factory.mktemp("words") / "t")
+    tokenizer = router_fleet.make_model_folder(tmp_path_factory.mktemp("words") / "t")
     shutil.copy(tokenizer / "tokenizer.json", folder)
     return folder
-
-
-def by_path(name: str, path: Path) -> Any:
-    if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, path)
-        assert spec is not None
-        assert spec.loader is not None
-        sys.modules[name] = module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-    return sys.modules[name]
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ both tiers, and the worker reports the cost of a swap."""
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from types import ModuleType
@@ -22,8 +21,7 @@ from diptych.rpc.stubs import WorkerStub
 from diptych.rpc.v1 import worker_pb2
 from diptych.worker.process import make_transfer
 from diptych.worker.runtime import WorkerRuntime
-
-waiting = sys.modules["diptych_test_waiting"]
+from diptych_tests import waiting
 
 PROMPTS = [list(range(100 * i, 100 * i + 49)) for i in range(3)]
 """Four blocks each with their answer, three of them full; the pool holds eight."""

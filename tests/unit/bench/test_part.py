@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
 
 from diptych.bench.part import running_part
 from diptych.common.errors import ConfigError
-
-waiting = sys.modules["diptych_test_waiting"]
+from diptych_tests import waiting
 
 LOUD = """
 import sys, time

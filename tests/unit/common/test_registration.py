@@ -1,5 +1,4 @@
 import asyncio
-import sys
 
 import msgspec
 import pytest
@@ -9,6 +8,7 @@ from diptych.common.store.interface import KvEvent, StoreError
 from diptych.common.store.memory import MemoryStore
 from diptych.common.store.registration import WorkerRegistration
 from diptych.common.store.worker_record import WorkerRecord
+from diptych_tests import waiting
 
 RECORD = WorkerRecord(
     worker_id="p0",
@@ -25,8 +25,6 @@ RECORD = WorkerRecord(
     max_num_seqs=1,
     event_epoch=3,
 )
-
-waiting = sys.modules["diptych_test_waiting"]
 
 
 def event(sequence, num_keys=1, kind="stored", epoch=3):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import sys
 from pathlib import Path
 
 import pytest
@@ -25,8 +24,8 @@ from diptych.engine.grammar.program import FirstToken as OnlyTokens
 from diptych.engine.messages import BlockCopy, CopyKind, EngineRequest, Failed, Finished, ScheduledSeq, TokensOut
 from diptych.engine.offline import OfflineEngine
 from diptych.engine.ranks import RanksExecutor, RankSpec
+from diptych_tests.waiting import until
 
-until = sys.modules["diptych_test_waiting"].until
 pytestmark = pytest.mark.multiproc
 BLOCK = 4
 IDENTITY = IdentityHeader(b"k" * 32, "m", "t", "uint8", BLOCK)

@@ -1,20 +1,18 @@
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+
+from diptych_tests.scripts import load_script
 
 ROOT = Path(__file__).resolve().parents[3]
 
 
 @pytest.fixture(scope="module")
 def bans() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("check_bans", ROOT / ".ci" / "check_bans.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script(".ci/check_bans.py")
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import signal
@@ -14,11 +13,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-waiting = sys.modules["diptych_test_waiting"]
+from diptych_tests import waiting
+from diptych_tests.scripts import load_script
+
 ROOT = Path(__file__).resolve().parents[3]
-_spec = importlib.util.spec_from_file_location("diptych_test_hostile", ROOT / "tests" / "hostile.py")
-hostile = sys.modules["diptych_test_hostile"] = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(hostile)
+hostile = load_script("tests/hostile.py")
 
 COUNTS = "import sys\nn = 0\nwhile True:\n    n += 1\n    open(sys.argv[1], 'w').write(str(n))"
 # One process, and none of the plugins that are slow to load.

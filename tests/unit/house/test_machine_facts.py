@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from diptych_tests import machine
+
 ROOT = Path(__file__).resolve().parents[3]
 CASES = """
 import pytest
@@ -30,21 +32,11 @@ def test_passes():
 def run_pytest(folder: Path, *flags: str, **env: str) -> str:
     tests = folder / "tests"
     tests.mkdir()
-    for name in ("conftest.py", "waiting.py", "machine.py"):
-        shutil.copy(ROOT / "tests" / name, tests)
+    shutil.copy(ROOT / "tests" / "conftest.py", tests)
     (tests / "test_cases.py").write_text(CASES)
     command = [
-        sys.executable,
-        "-P",
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "-p",
-        "no:schemathesis",
-        *flags,
-        str(tests),
+        *(sys.executable, "-P", "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:schemathesis"),
+        *("-o", f"pythonpath={ROOT / 'tests' / 'support'}", *flags, str(tests)),
     ]
     done = subprocess.run(command, cwd=folder, env={**os.environ, **env}, capture_output=True, text=True, timeout=300)
     assert done.returncode == 1, done.stdout + done.stderr
@@ -65,6 +57,6 @@ def test_a_failure_names_vectors_compiler_cores_and_load(tmp_path):
 
 
 def test_who_compiles_is_told_with_the_version(compiler):
-    [line] = [line for line in sys.modules["diptych_test_machine"].facts() if line.startswith("compiler")]
+    [line] = [line for line in machine.facts() if line.startswith("compiler")]
     assert line.startswith(f"compiler: {compiler}: ")
     assert any(mark.isdigit() for mark in line)

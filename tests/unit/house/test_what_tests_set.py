@@ -87,6 +87,6 @@ def test_the_table_names_the_flags_that_are_for_tests() -> None:
 
 
 def test_a_cluster_under_test_gets_nothing_of_the_tests_own() -> None:
-    """The environment that tests/cluster.py passes to it: see `environment` there."""
-    source = (ROOT / "tests" / "cluster.py").read_text(encoding="utf-8")
+    """The environment that clusters.py passes to it: see `environment` there."""
+    source = (ROOT / "tests" / "support" / "diptych_tests" / "clusters.py").read_text(encoding="utf-8")
     assert set(names_of_environments(ast.parse(source))) == {"DIPTYCH_RUN_DIR"}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 
@@ -37,8 +36,7 @@ from diptych.prefill.sessions import PrefillSessions
 from diptych.rpc.convert import sampling_to_proto
 from diptych.rpc.v1 import prefill_pb2, types_pb2
 from diptych.worker.incoming import Limits
-
-waiting = sys.modules["diptych_test_waiting"]
+from diptych_tests import waiting
 
 
 class ScriptedEngine:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 
 import pytest
@@ -11,8 +10,7 @@ from diptych.engine.fake_runner import FakeRunner
 from diptych.engine.runner import StepAborted
 from diptych.worker.config import WorkerConfig
 from diptych.worker.step_gate import hold_steps
-
-wait_until = sys.modules["diptych_test_waiting"].wait_until
+from diptych_tests.waiting import wait_until
 
 
 @pytest.fixture

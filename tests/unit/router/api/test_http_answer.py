@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 from typing import Any
 
 import pytest
@@ -16,8 +15,7 @@ from diptych.router.api.http_response import GenerationResponse
 from diptych.router.api.openai_fields import UnknownFields, reject_unsupported
 from diptych.router.api.openai_requests import chat_call
 from diptych.router.requests.messages import ModelFeatures, TokenEvent
-
-waiting = sys.modules["diptych_test_waiting"]
+from diptych_tests import waiting
 
 SCOPE: dict[str, Any] = {"type": "http", "method": "POST", "headers": []}
 

@@ -2,7 +2,6 @@
 
 import json
 import random
-import sys
 from contextlib import asynccontextmanager
 
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -19,8 +18,8 @@ from diptych.router.config import RouterConfig
 from diptych.router.frontend import Frontend
 from diptych.router.requests.messages import UncheckedRequest
 from diptych.rpc.channels import bind, new_server
+from diptych_tests import waiting
 
-waiting = sys.modules["diptych_test_waiting"]
 BLOCK_SIZE = 16
 VOCAB = 64
 

@@ -19,8 +19,8 @@ from diptych.cli.up.processes import ProcessIdentity, free_port, spawn
 from diptych.cli.up.run_folder import ChildState, ClusterState, RunFolder
 from diptych.common.compiled import LANES_VARIABLE
 from diptych.rpc.v1 import worker_pb2, worker_pb2_grpc
+from diptych_tests import waiting
 
-waiting = sys.modules["diptych_test_waiting"]
 wait_until = waiting.wait_until
 START_DEADLINE_S = 600.0
 RPC_S = 300.0

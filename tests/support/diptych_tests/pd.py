@@ -1,12 +1,8 @@
-"""Prefill and decode workers of one process: real engines with a fake model, in-process KV transport, real gRPC servers.
-
-Loaded by path (see the fixture `pd` of the tests that use it).
-"""
+"""Prefill and decode workers of one process: real engines with a fake model, in-process KV transport, real gRPC servers."""
 
 from __future__ import annotations
 
 import asyncio
-import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -32,9 +28,9 @@ from diptych.worker.config import WorkerConfig
 from diptych.worker.model import LoadedModel
 from diptych.worker.process import make_transfer
 from diptych.worker.runtime import WorkerRuntime
+from diptych_tests import waiting
 
-waiting = sys.modules["diptych_test_waiting"]
-
+PROMPT = [(7 * i + 3) % 1000 for i in range(150)]
 BLOCK = 16
 VOCAB = 1000
 DEADLINE_S = 60.0
@@ -316,14 +312,18 @@ async def cluster(
             await worker.close()
 
 
+async def undisturbed(known: dict[str, list[int]]) -> list[int]:
+    if "tokens" not in known:
+        async with cluster(num_prefill=0) as alone, FakeRouter(alone.decode.address) as router:
+            known["tokens"] = (await router.run(alone.submit_message(attempt="local", prompt=PROMPT))).token_ids
+    return known["tokens"]
+
+
 async def get_info(worker: WorkerRuntime) -> worker_pb2.GetInfoResponse:
     async with open_channel(worker.address) as channel:
         return await WorkerStub(channel).GetInfo(worker_pb2.GetInfoRequest(), timeout=DEADLINE_S)
 
 
-async def _start_grpc() -> None:
+async def start_grpc() -> None:
     """grpc.aio's poller thread belongs to the process, not to the first test that needs it."""
     grpc.aio.init_grpc_aio()
-
-
-asyncio.run(_start_grpc())

@@ -1,18 +1,16 @@
-"""A prefill worker as a separate process: the real worker with a fake model, over real UCX. Driven by lines on stdin.
+"""A prefill worker as a separate process: the real worker with a fake model, over real UCX. Its commands:
 
-hold N    the engine stops before the N-th step from now (0: the next); answered at once, and by "held" when it stops go
-it continues idle      answered once no request is left quit
+hold N    the engine stops before the N-th step from now (0: the next); answered at once, and by "held" when it stops
+go        it continues
+idle      answered once no request is left
+quit
 """
 
 from __future__ import annotations
 
-import asyncio
-import importlib.util
 import json
 import sys
 import threading
-from pathlib import Path
-from types import ModuleType
 
 import uvloop
 
@@ -20,22 +18,8 @@ from diptych.common.observe.logging import setup_logging
 from diptych.prefill.server import PrefillRole
 from diptych.worker.process import make_transfer
 from diptych.worker.runtime import WorkerRuntime
-
-
-def load(name: str, path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-def load_harness() -> ModuleType:
-    here = Path(__file__).resolve()
-    load("diptych_test_waiting", here.parents[2] / "waiting.py")
-    return load("pd_harness", here.parents[1] / "pd_harness.py")
+from diptych_tests import pd
+from diptych_tests.line_process import commands, say
 
 
 class Brake:
@@ -63,7 +47,7 @@ class Brake:
         self._go.wait(300)
 
 
-async def main(pd: ModuleType, options: dict[str, object]) -> None:
+async def main(options: dict[str, object]) -> None:
     brake = Brake()
     config = pd.worker_config("prefill", **options)
     worker = WorkerRuntime(
@@ -71,10 +55,8 @@ async def main(pd: ModuleType, options: dict[str, object]) -> None:
     )
     await worker.start()
     say({"worker_id": worker.worker_id, "incarnation": worker.incarnation, "address": worker.address})
-    reader = asyncio.StreamReader()
-    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
-    while line := (await reader.readline()).decode().split():
-        match line:
+    async for words in commands():
+        match words:
             case ["hold", after]:
                 brake.hold(int(after))
                 say({})
@@ -90,10 +72,6 @@ async def main(pd: ModuleType, options: dict[str, object]) -> None:
     await worker.close()
 
 
-def say(answer: dict[str, object]) -> None:
-    print(json.dumps(answer), flush=True)
-
-
 if __name__ == "__main__":
     setup_logging(worker="prefill", role="prefill")  # to stderr: stdout is for answers
-    uvloop.run(main(load_harness(), json.loads(sys.argv[1])))
+    uvloop.run(main(json.loads(sys.argv[1])))

@@ -1,4 +1,4 @@
-"""A prefill worker's transfer side as a separate process, driven by lines on stdin.
+"""A prefill worker's transfer side as a separate process, driven by commands.
 
 publish ATTEMPT SIZE SEED -> one line: the handle in hex     release ATTEMPT     audit     quit
 """
@@ -18,6 +18,7 @@ from diptych.engine.messages import RangePacked, SlabGrant
 from diptych.kvtransfer.build import build_transfer
 from diptych.kvtransfer.config import TransferConfig
 from diptych.kvtransfer.handle import encode
+from diptych_tests.line_process import commands, say
 
 
 async def main(worker_id: str, incarnation: str, options: dict[str, object]) -> None:
@@ -35,10 +36,8 @@ async def main(worker_id: str, incarnation: str, options: dict[str, object]) -> 
     transfer.start(on_grants, lambda attempt, slab: None)
     address = transfer.address
     say({"host": address.host, "port": address.port, "blob": address.blob.hex(), "path": transfer.path})
-    reader = asyncio.StreamReader()
-    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
-    while line := (await reader.readline()).decode().split():
-        match line:
+    async for words in commands():
+        match words:
             case ["publish", attempt, size, seed]:
                 grant = await grants.get()
                 data = np.random.default_rng(int(seed)).integers(0, 256, int(size), np.uint8)
@@ -55,10 +54,6 @@ async def main(worker_id: str, incarnation: str, options: dict[str, object]) -> 
             case _:
                 break
     await transfer.close()
-
-
-def say(answer: dict[str, object]) -> None:
-    print(json.dumps(answer), flush=True)
 
 
 if __name__ == "__main__":
