@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -16,6 +18,9 @@ import psutil
 from diptych.common import child
 from diptych.common.addresses import is_ipv6
 from diptych.common.errors import ConfigError
+
+_EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")  # of IPv6, too
+_TRIES = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,9 +66,27 @@ def spawn(command: Sequence[str], *, log: Path, env: Mapping[str, str], cwd: Pat
 
 
 def free_port(host: str) -> int:
-    with socket.socket(socket.AF_INET6 if is_ipv6(host) else socket.AF_INET) as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])
+    """A port of `host` that nothing listens on, for a process that is started with it.
+
+    It is outside the range from which the kernel takes ports of outgoing connections, of anybody: one of these could
+    be taken before that process listens, seconds later. Only where that range leaves no others it is one of them.
+    """
+    family = socket.AF_INET6 if is_ipv6(host) else socket.AF_INET
+    others = _ports_of_nobody(_EPHEMERAL.read_text() if _EPHEMERAL.exists() else "")
+    # Any generator but the global one, which a test or a user may have seeded: two clusters would choose the same.
+    tries = random.SystemRandom().sample(others, min(len(others), _TRIES))
+    for port in [*tries, 0]:
+        with socket.socket(family) as probe, contextlib.suppress(OSError):
+            probe.bind((host, port))
+            return int(probe.getsockname()[1])
+    raise ConfigError("host", host, "has no free port, or is not an address of this machine")
+
+
+def _ports_of_nobody(ephemeral: str) -> range:
+    """Ports from 10,000 on below the ephemeral range, which is given as the kernel's "low high"; empty: unknown, or
+    there are fewer than a thousand."""
+    low = int(ephemeral.split()[0]) if ephemeral else 0
+    return range(10_000, low) if low >= 11_000 else range(0)
 
 
 def require_free_port(field: str, host: str, port: int) -> None:

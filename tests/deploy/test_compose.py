@@ -10,7 +10,6 @@ import json
 import os
 import re
 import shutil
-import socket
 import subprocess
 import urllib.error
 import urllib.request
@@ -20,6 +19,7 @@ from typing import Any
 
 import pytest
 
+from diptych.cli.up.processes import free_port
 from diptych_tests import waiting
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -34,12 +34,6 @@ QUESTIONS = [f"The {thing}. " + LONG * 3 for thing in ("wood", "gold", "paint", 
 pytestmark = [pytest.mark.containers, pytest.mark.slow]
 
 
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
-
-
 def read(url: str, body: dict[str, Any] | None = None, timeout_s: float = 10.0) -> str:
     data = None if body is None else json.dumps(body).encode()
     headers = {"content-type": "application/json", "x-diptych-explain": "1"}
@@ -52,13 +46,13 @@ class Stack:
     """One compose project."""
 
     def __init__(self, secrets: Path) -> None:
-        self.routers = [f"http://127.0.0.1:{free_port()}" for _ in range(2)]
+        self.routers = [f"http://127.0.0.1:{free_port('127.0.0.1')}" for _ in range(2)]
         self.env = {
             **os.environ,
             "HTTP_PORT": self.routers[0].rpartition(":")[2],
             "HTTP_PORT_1": self.routers[1].rpartition(":")[2],
-            "GRPC_PORT": str(free_port()),
-            "GRPC_PORT_1": str(free_port()),
+            "GRPC_PORT": str(free_port("127.0.0.1")),
+            "GRPC_PORT_1": str(free_port("127.0.0.1")),
             "SECRETS_DIR": str(secrets),
             # What a laptop bears: about 1 GB and one thread a worker.
             "DIPTYCH_MAX_MODEL_LEN": "1024",

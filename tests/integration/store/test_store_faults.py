@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 from contextlib import asynccontextmanager
 from importlib.resources import files
@@ -14,6 +13,7 @@ import pytest
 from redis import asyncio as aioredis
 from redis.exceptions import RedisError
 
+from diptych.cli.up.processes import free_port
 from diptych.common.clock import MonotonicClock
 from diptych.common.store.redis_store import RedisStore, _is_connection_error
 from diptych.common.store.registration import WorkerRegistration
@@ -22,12 +22,6 @@ from diptych.router.requests.messages import FinishedEvent
 from diptych_tests import router_fleet, waiting
 
 TTL_S, HEARTBEAT_S = 1.5, 0.2
-
-
-def free_port():
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return one.getsockname()[1]
 
 
 def spawn(folder, *arguments):
@@ -67,7 +61,7 @@ def server(folder, port, *more):
 @pytest.fixture
 async def primary(tmp_path):
     for _ in range(3):
-        port = free_port()
+        port = free_port("127.0.0.1")
         process = server(tmp_path, port)
         try:
             if client := await answering(port, process):
@@ -173,7 +167,7 @@ async def test_a_full_store_keeps_the_leases_that_stand(primary, model_folder, t
 @pytest.fixture
 async def sentinel(tmp_path):
     """(primary process, Sentinel's client, url) of a primary, its replica and their Sentinel."""
-    ports = [free_port() for _ in range(3)]
+    ports = [free_port("127.0.0.1") for _ in range(3)]
     folders = [tmp_path / name for name in ("one", "two", "sentinel")]
     for folder in folders:
         folder.mkdir()
@@ -273,7 +267,7 @@ async def pair(tmp_path):
         folder.mkdir()
         more = ["--replicaof", "127.0.0.1", str(port_of(clients[0]))] if clients else []
         for _ in range(3):
-            port = free_port()
+            port = free_port("127.0.0.1")
             processes.append(server(folder, port, "--repl-diskless-sync-delay", "0", *more))
             if client := await answering(port, processes[-1]):
                 break

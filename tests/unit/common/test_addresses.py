@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from diptych.cli.serve.config import ServeConfig
+from diptych.cli.up import processes
 from diptych.cli.up.cluster_plan import ClusterPlan
 from diptych.cli.up.config import UpConfig
 from diptych.cli.up.processes import free_port, require_free_port
@@ -57,6 +58,23 @@ def test_forms() -> None:
 def test_loopback(host: str, loopback: bool) -> None:
     assert is_loopback(host) == loopback
     assert is_wildcard(host) == (host in ("::", "0.0.0.0"))
+
+
+def test_1_ports_of_children_are_none_that_an_outgoing_connection_can_take(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    kernel = tmp_path / "range"
+    monkeypatch.setattr(processes, "_EPHEMERAL", kernel)
+    for text, ports in (("32768\t60999", range(10_000, 32_768)), ("11000 60999", range(10_000, 11_000))):
+        kernel.write_text(text)
+        assert {free_port("127.0.0.1") in ports for _ in range(50)} == {True}
+    for text in ("1024 65535", "10999 65535"):
+        kernel.write_text(text)
+        assert free_port("127.0.0.1") > 0
+    kernel.unlink()
+    assert free_port("127.0.0.1") > 0
+    with pytest.raises(ConfigError, match="no free port"):
+        free_port("192.0.2.1")
 
 
 def test_ports_of_the_right_family() -> None:
