@@ -193,7 +193,7 @@ def paged_decode(
     Args:
         q: [num_seqs, num_q_heads, head_dim], contiguous in the last dim.
         kv: [num_blocks, 2, block_size, num_kv_heads, head_dim], one layer's view of the pool, any strides but the last.
-        block_tables: [num_tables, max_blocks], int32; entries past a sequence's end are not read.
+        block_tables: [num_tables, max_blocks], int32; entries past a sequence's end, and before its window, are not read.
         table_rows: [num_seqs], int32: the row of block_tables of each sequence.
         seq_lens: [num_seqs], int32, tokens including the new one. 0: a padded row; its output is 0.
         softcap: scores become softcap * tanh(score / softcap); None: they stay.

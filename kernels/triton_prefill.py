@@ -31,6 +31,7 @@ def _attend_tile(
     position,
     kv_ptr,
     table,
+    lowest,
     low,
     high,
     kv_head,
@@ -51,13 +52,17 @@ def _attend_tile(
     dim = tl.arange(0, DIM)
     for start in tl.range(low, high, TILE):
         at = start + tl.arange(0, TILE)
+        inside = at < high
+        if WINDOW > 0:
+            # Before the window a table may name blocks of other sequences, in which anything may stand.
+            inside = inside & (at >= lowest)
         if MASKED:
-            block = tl.load(table + at // BLOCK_SIZE, mask=at < high, other=0).to(tl.int64)
+            block = tl.load(table + at // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
         else:
             block = tl.load(table + at // BLOCK_SIZE).to(tl.int64)
         slot = block * stride_block + (at % BLOCK_SIZE) * stride_slot + kv_head * stride_head
         if MASKED or HEAD_DIM != DIM:
-            seen = (at < high)[:, None] & (dim[None, :] < HEAD_DIM)
+            seen = inside[:, None] & (dim[None, :] < HEAD_DIM)
             k = tl.load(kv_ptr + slot[:, None] + dim[None, :], mask=seen, other=0.0)
             v = tl.load(kv_ptr + stride_kv + slot[:, None] + dim[None, :], mask=seen, other=0.0)
         else:
@@ -134,9 +139,11 @@ def _paged_prefill_kernel(
     position = context + tl.minimum(token, num_new - 1)
     high = context + tl.minimum(first + TOKENS, num_new)
     low = 0
+    lowest = 0
     full = (context + first + 1) // TILE * TILE
     if WINDOW > 0:
-        low = tl.maximum(context + first - WINDOW + 1, 0) // TILE * TILE
+        lowest = tl.maximum(context + first - WINDOW + 1, 0)
+        low = lowest // TILE * TILE
         full = low
 
     peak = tl.full([ROWS], float("-inf"), tl.float32)
@@ -144,12 +151,12 @@ def _paged_prefill_kernel(
     acc = tl.zeros([ROWS, DIM], tl.float32)
     if WINDOW == 0:
         acc, total, peak = _attend_tile(
-            q, acc, total, peak, position, kv_ptr, table, low, full, kv_head, scale, softcap,
+            q, acc, total, peak, position, kv_ptr, table, lowest, low, full, kv_head, scale, softcap,
             stride_block, stride_kv, stride_slot, stride_head,
             HEAD_DIM, DIM, BLOCK_SIZE, TILE, WINDOW, SOFTCAP, False,
         )  # fmt: skip
     acc, total, peak = _attend_tile(
-        q, acc, total, peak, position, kv_ptr, table, full, high, kv_head, scale, softcap,
+        q, acc, total, peak, position, kv_ptr, table, lowest, full, high, kv_head, scale, softcap,
         stride_block, stride_kv, stride_slot, stride_head,
         HEAD_DIM, DIM, BLOCK_SIZE, TILE, WINDOW, SOFTCAP, True,
     )  # fmt: skip
@@ -199,7 +206,7 @@ def paged_prefill(
     Args:
         q: [num_tokens, num_q_heads, head_dim], contiguous in the last dim.
         kv: [num_blocks, 2, block_size, num_kv_heads, head_dim], one layer's view of the pool.
-        block_tables: [num_tables, max_blocks], int32.
+        block_tables: [num_tables, max_blocks], int32; entries past a sequence's end, and before every window, are not read.
         chunks: [num_chunks, 4], int32: first row in q, number of new tokens, tokens computed before, row of block_tables.
         tiles: [num_tiles, 2], int32: prefill_tiles(...) for the same `rows`.
         softcap: scores become softcap * tanh(score / softcap); None: they stay.

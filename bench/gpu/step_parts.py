@@ -65,7 +65,7 @@ class Layers:
         self._batch, self._context = batch, context
         self._weights = random_weights(model).weights
         self._pool = KvPool(
-            self.num_blocks,
+            (self.num_blocks,),
             kv_format_of(model, block_size=BLOCK_SIZE, dtype="bfloat16"),
             device=torch.device("cuda"),
         )

@@ -5,8 +5,9 @@ Rows: the sequences with one new token first, longest context first, then the ch
     row   0 1 2 3 4 5 | 6 7 8 9 10 | 11 12 ...
           decode      | chunk A    | chunk B
 
-Decode rows are cut into groups whose gathered KV stays in the cache (and whose lengths are alike, since they are sorted);
-each group is one call for all its sequences. Everything here is built once a step and serves all layers.
+Decode rows are cut into runs whose gathered KV stays in the cache (and whose lengths are alike, since they are sorted);
+each run is one call for all its sequences. Everything here is built once a step, for each KV group, and serves all layers
+of it. Of a window group only blocks that the step's first token of a sequence sees are gathered, whatever the table holds.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ import torch
 from torch import Tensor
 
 from diptych.common.errors import InternalError
-from diptych.engine.exec.kv_pool import KvPool
+from diptych.common.kv_format import KvFormat, KvGroup
+from diptych.engine.exec.kv_pool import GroupPool, KvPool
 from diptych.engine.exec.layers.attention import Attention
 from diptych.engine.exec.models.description import ModelDescription
 from diptych.engine.messages import ScheduledSeq
@@ -37,17 +39,17 @@ def attention_version(device_type: str) -> str:
     return TRITON_ATTENTION_VERSION if device_type == "cuda" else ATTENTION_VERSION
 
 
-CPU_GROUP_BYTES = 4 << 20
-"""Gathered K and V of one group; about what the last-level cache holds beside the weights."""
-GPU_GROUP_BYTES = 1 << 30
-MIN_GROUP_SEQS = 4
+CPU_RUN_BYTES = 4 << 20
+"""Gathered K and V of one run; about what the last-level cache holds beside the weights."""
+GPU_RUN_BYTES = 1 << 30
+MIN_RUN_SEQS = 4
 
 Masks = dict[int | None, Tensor | None]
 """By sliding window. None as the mask: plain causal."""
 
 
 @dataclass(slots=True)
-class DecodeGroup:
+class DecodeRun:
     """Sequences in rows [first, last). rows: block_rows of their padded block table."""
 
     first: int
@@ -68,26 +70,37 @@ class Chunk:
 
 
 @dataclass(slots=True)
+class GroupBatch:
+    """The step in one KV group.
+
+    Args:
+        slots, v_slots: [num_rows] int64.
+        fresh_blocks: to be zeroed before the step, see BatchBuilder; [n] int64, or None.
+    """
+
+    slots: Tensor
+    v_slots: Tensor
+    runs: list[DecodeRun]
+    chunks: list[Chunk]
+    fresh_blocks: Tensor | None
+
+
+@dataclass(slots=True)
 class StepBatch:
     """All tensors are on the model's device.
 
     Args:
         order: sequence index of each group of rows, in row order.
-        token_ids, positions, slots, v_slots: [num_rows] int64.
+        token_ids, positions: [num_rows] int64.
         sample_rows: rows whose logits are wanted; sample_seqs: the sequence index of each.
-        fresh_blocks: to be zeroed before the step, see BatchBuilder; [n] int64, or None.
     """
 
     order: list[int]
     token_ids: Tensor
     positions: Tensor
-    slots: Tensor
-    v_slots: Tensor
-    groups: list[DecodeGroup]
-    chunks: list[Chunk]
+    groups: list[GroupBatch]
     sample_rows: list[int]
     sample_seqs: list[int]
-    fresh_blocks: Tensor | None
 
 
 def check_step(seqs: Sequence[ScheduledSeq], pool: KvPool, max_model_len: int) -> None:
@@ -96,19 +109,38 @@ def check_step(seqs: Sequence[ScheduledSeq], pool: KvPool, max_model_len: int) -
         end = seq.start + len(seq.token_ids)
         if not seq.token_ids or seq.start < 0 or end > max_model_len:
             raise InternalError(f"{seq.attempt}: tokens [{seq.start}, {end}) of at most {max_model_len}")
-        if len(seq.block_tables[0]) * pool.block_size < end:
-            raise InternalError(f"{seq.attempt}: {len(seq.block_tables[0])} blocks do not cover {end} tokens")
-        if min(seq.block_tables[0]) < 0 or max(seq.block_tables[0]) >= pool.num_blocks:
-            raise InternalError(f"{seq.attempt}: a block id is outside the pool of {pool.num_blocks}")
+        check_tables(seq, pool.kv)
+        for group, table in zip(pool.groups, seq.block_tables, strict=True):
+            if min(table) < 0 or max(table) >= group.num_blocks:
+                raise InternalError(f"{seq.attempt}: a block id is outside the pool of {group.num_blocks}")
 
 
-def split_groups(lens: Sequence[int], max_tokens: int) -> list[tuple[int, int]]:
+def check_tables(seq: ScheduledSeq, kv: KvFormat) -> None:
+    """Raises: InternalError when a table does not cover what the sequence's tokens of this step read and write."""
+    end = seq.start + len(seq.token_ids)
+    if not len(seq.block_tables) == len(seq.first_blocks) == len(kv.groups):
+        raise InternalError(f"{seq.attempt}: {len(seq.block_tables)} block tables for {len(kv.groups)} KV groups")
+    for group, table, first in zip(kv.groups, seq.block_tables, seq.first_blocks, strict=True):
+        if (first + len(table)) * group.block_size < end:
+            raise InternalError(f"{seq.attempt}: {first} and {len(table)} blocks do not cover {end} tokens")
+        if not 0 <= first <= group.first_block(seq.start):
+            raise InternalError(f"{seq.attempt}: blocks from {first} on are not all that token {seq.start} reads")
+
+
+def blocks_read(seq: ScheduledSeq, index: int, group: KvGroup) -> tuple[list[int], int]:
+    """The table of group number `index` from the first block on that this step may read, and the number of that block."""
+    table, given = seq.block_tables[index], seq.first_blocks[index]
+    first = group.first_block(seq.start)
+    return (table if first == given else table[first - given :]), first
+
+
+def split_runs(lens: Sequence[int], max_tokens: int) -> list[tuple[int, int]]:
     """Cut sequences (longest first) into runs [first, last) whose padded size, longest x count, is at most `max_tokens`;
-    a run has at least MIN_GROUP_SEQS sequences all the same, where there are that many."""
+    a run has at least MIN_RUN_SEQS sequences all the same, where there are that many."""
     runs = []
     first = 0
     while first < len(lens):
-        count = max(MIN_GROUP_SEQS, max_tokens // lens[first])
+        count = max(MIN_RUN_SEQS, max_tokens // lens[first])
         runs.append((first, min(len(lens), first + count)))
         first += count
     return runs
@@ -119,11 +151,16 @@ class BatchBuilder:
 
     def __init__(self, description: ModelDescription, pool: KvPool, *, max_model_len: int) -> None:
         self._pool, self._max_model_len = pool, max_model_len
-        self._device, self._dtype = pool.tensor.device, pool.tensor.dtype
-        self._windows = sorted(set(description.windows), key=lambda w: w or 0)
-        kv_bytes = pool.bytes_per_token // pool.num_layers
-        group_bytes = CPU_GROUP_BYTES if self._device.type == "cpu" else GPU_GROUP_BYTES
-        self._group_tokens = max(1, group_bytes // kv_bytes)
+        run_bytes = CPU_RUN_BYTES if pool.device.type == "cpu" else GPU_RUN_BYTES
+        self._builders = [
+            _GroupBuilder(
+                group,
+                index,
+                windows=[description.windows[layer] for layer in group.group.layers],
+                run_tokens=max(1, run_bytes // group.group.layer_bytes_per_token(pool.kv.shard)),
+            )
+            for index, group in enumerate(pool.groups)
+        ]
 
     def build(self, seqs: Sequence[ScheduledSeq]) -> StepBatch:
         """Raises: InternalError when a sequence breaks the scheduler's promises."""
@@ -131,81 +168,102 @@ class BatchBuilder:
         single = [i for i, seq in enumerate(seqs) if len(seq.token_ids) == 1]
         single.sort(key=lambda i: -seqs[i].start)
         order = single + [i for i, seq in enumerate(seqs) if len(seq.token_ids) > 1]
-        block_size = self._pool.block_size
         token_ids: list[int] = []
         positions: list[int] = []
-        blocks: list[int] = []
         sample_rows: list[int] = []
         sample_seqs: list[int] = []
         for i in order:
             seq = seqs[i]
             token_ids += seq.token_ids
-            span = range(seq.start, seq.start + len(seq.token_ids))
-            positions += span
-            blocks += [seq.block_tables[0][p // block_size] for p in span]
+            positions += range(seq.start, seq.start + len(seq.token_ids))
             if seq.sample:
                 sample_rows += range(len(token_ids) - 1 - seq.num_drafts, len(token_ids))
                 sample_seqs += [i] * (1 + seq.num_drafts)
-        at = self._tensor(positions)
-        slots = token_slots(self._tensor(blocks), at % block_size, self._pool.num_layers, block_size)
+        device = self._pool.device
+        at = torch.tensor(positions, dtype=torch.int64, device=device)
+        ordered = [seqs[i] for i in order]
         return StepBatch(
             order=order,
-            token_ids=self._tensor(token_ids),
+            token_ids=torch.tensor(token_ids, dtype=torch.int64, device=device),
             positions=at,
-            slots=slots,
-            v_slots=slots + block_size,
-            groups=self._groups([seqs[i] for i in single]),
-            chunks=self._chunks([seqs[i] for i in order[len(single) :]], len(single)),
+            groups=[builder.build(ordered, len(single), at) for builder in self._builders],
             sample_rows=sample_rows,
             sample_seqs=sample_seqs,
-            fresh_blocks=self._fresh_tail_blocks(seqs),
         )
 
-    def _fresh_tail_blocks(self, seqs: Sequence[ScheduledSeq]) -> Tensor | None:
+
+class _GroupBuilder:
+    """Lays out steps in one KV group. windows: of its layers, which may be shorter than what the group keeps."""
+
+    def __init__(self, pool: GroupPool, index: int, *, windows: Sequence[int | None], run_tokens: int) -> None:
+        self._pool, self._index, self._run_tokens = pool, index, run_tokens
+        self._device, self._dtype = pool.tensor.device, pool.tensor.dtype
+        self._windows = sorted(set(windows), key=lambda w: w or 0)
+
+    def build(self, seqs: Sequence[ScheduledSeq], num_single: int, positions: Tensor) -> GroupBatch:
+        """seqs: in row order, the first `num_single` with one token each."""
+        block_size = self._pool.block_size
+        tables = [blocks_read(seq, self._index, self._pool.group) for seq in seqs]
+        blocks: list[int] = []
+        for seq, (table, first) in zip(seqs, tables, strict=True):
+            blocks += [table[p // block_size - first] for p in range(seq.start, seq.start + len(seq.token_ids))]
+        slots = token_slots(self._tensor(blocks), positions % block_size, self._pool.num_layers, block_size)
+        return GroupBatch(
+            slots=slots,
+            v_slots=slots + block_size,
+            runs=self._runs(seqs[:num_single], tables[:num_single]),
+            chunks=self._chunks(seqs[num_single:], tables[num_single:], num_single),
+            fresh_blocks=self._fresh_tail_blocks(seqs, tables),
+        )
+
+    def _fresh_tail_blocks(
+        self, seqs: Sequence[ScheduledSeq], tables: Sequence[tuple[list[int], int]]
+    ) -> Tensor | None:
         """Blocks whose first slot this step writes but whose last it does not: a former owner's numbers in the slots behind
         are read (masked) from now on and must not be NaN. [n] int64, or None."""
         block_size = self._pool.block_size
         fresh = []
-        for seq in seqs:
+        for seq, (table, first) in zip(seqs, tables, strict=True):
             end = seq.start + len(seq.token_ids)
             if end % block_size and seq.start <= end - end % block_size:
-                fresh.append(seq.block_tables[0][end // block_size])
+                fresh.append(table[end // block_size - first])
         return self._tensor(fresh) if fresh else None
 
     def _tensor(self, values: list[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.int64, device=self._device)
 
-    def _groups(self, seqs: list[ScheduledSeq]) -> list[DecodeGroup]:
-        block_size, groups = self._pool.block_size, []
-        lens = [seq.start + 1 for seq in seqs]
-        for first, last in split_groups(lens, self._group_tokens):
-            width = math.ceil(lens[first] / block_size)
-            table: list[int] = []
-            for seq in seqs[first:last]:
+    def _runs(self, seqs: Sequence[ScheduledSeq], tables: Sequence[tuple[list[int], int]]) -> list[DecodeRun]:
+        block_size, runs = self._pool.block_size, []
+        lens = [seq.start + 1 - first * block_size for seq, (_, first) in zip(seqs, tables, strict=True)]
+        for first, last in split_runs(lens, self._run_tokens):
+            width = math.ceil(max(lens[first:last]) / block_size)
+            padded: list[int] = []
+            for length, (table, _) in zip(lens[first:last], tables[first:last], strict=True):
                 # Padded with the sequence's own first block: what is masked must not come from another owner. Blocks past
                 # its end (reserved for growth) hold a former owner's numbers.
-                own = seq.block_tables[0][: seq.start // block_size + 1]
-                table += own + own[:1] * (width - len(own))
+                own = table[: (length - 1) // block_size + 1]
+                padded += own + own[:1] * (width - len(own))
             some = self._tensor(lens[first:last])
             masks: Masks = {w: decode_mask(some, width * block_size, w, self._dtype) for w in self._windows}
-            groups.append(DecodeGroup(first, last, block_rows(self._tensor(table), self._pool.num_layers), masks))
-        return groups
+            runs.append(DecodeRun(first, last, block_rows(self._tensor(padded), self._pool.num_layers), masks))
+        return runs
 
-    def _chunks(self, seqs: list[ScheduledSeq], first: int) -> list[Chunk]:
+    def _chunks(self, seqs: Sequence[ScheduledSeq], tables: Sequence[tuple[list[int], int]], row: int) -> list[Chunk]:
+        """row: the first one's first."""
         block_size, chunks = self._pool.block_size, []
-        for seq in seqs:
+        for seq, (table, first) in zip(seqs, tables, strict=True):
             count = len(seq.token_ids)
-            end = seq.start + count
+            start = seq.start - first * block_size  # within what is gathered
             masks: Masks = {
                 window: None
                 if seq.start == 0 and (window is None or window >= count)
-                else chunk_mask(seq.start, count, window, self._dtype, self._device)
+                else chunk_mask(start, count, window, self._dtype, self._device)
                 for window in self._windows
             }
-            table = seq.block_tables[0][: math.ceil(end / block_size)]
-            rows = block_rows(self._tensor(table), self._pool.num_layers) if seq.start else None
-            chunks.append(Chunk(first, first + count, end, rows, masks))
-            first += count
+            own = table[: math.ceil((start + count) / block_size)]
+            rows = block_rows(self._tensor(own), self._pool.num_layers) if seq.start else None
+            chunks.append(Chunk(row, row + count, start + count, rows, masks))
+            row += count
         return chunks
 
 
@@ -215,25 +273,27 @@ class PagedAttention:
     def __init__(self, layer: Attention, index: int, pool: KvPool, scratch: Scratch) -> None:
         """scratch: may be shared with other layers, which run before or after this one."""
         self._layer, self._scratch = layer, scratch
-        self._rows, self._slots = pool.rows[index], pool.slots[index]
-        self._ops = attention_ops(pool.tensor.device.type)
+        self._group, place = pool.places[index]
+        self._rows, self._slots = pool.groups[self._group].rows(place), pool.groups[self._group].slots(place)
+        self._ops = attention_ops(pool.device.type)
 
     def write(self, k: Tensor, v: Tensor, batch: StepBatch) -> None:
         """k, v: [num_rows, num_kv_heads, head_dim]."""
-        self._ops.write_kv(self._slots, batch.slots, batch.v_slots, k.flatten(1), v.flatten(1))
+        group = batch.groups[self._group]
+        self._ops.write_kv(self._slots, group.slots, group.v_slots, k.flatten(1), v.flatten(1))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, batch: StepBatch) -> Tensor:
         """q: [num_rows, num_heads, head_dim]; k, v: as written. Returns: [num_rows, num_heads * head_dim]."""
-        layer, parts = self._layer, []
-        for group in batch.groups:
-            some = q[group.first : group.last]
-            mask = group.masks[layer.window]
+        layer, group, parts = self._layer, batch.groups[self._group], []
+        for run in group.runs:
+            some = q[run.first : run.last]
+            mask = run.masks[layer.window]
             parts.append(
                 self._ops.paged_decode(
-                    some, self._rows, group.rows, mask, layer.num_kv_heads, layer.scale, self._scratch, layer.softcap
+                    some, self._rows, run.rows, mask, layer.num_kv_heads, layer.scale, self._scratch, layer.softcap
                 )
             )
-        for chunk in batch.chunks:
+        for chunk in group.chunks:
             span = slice(chunk.first, chunk.last)
             keys, values = k[span], v[span]
             if chunk.rows is not None:

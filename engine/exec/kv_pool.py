@@ -1,5 +1,11 @@
-"""The KV pool: one tensor [num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim], so that one block of all layers is
-one contiguous piece on the wire. The host tier is a second one of the same shape in (pinned) host memory."""
+"""The KV pool: for each KV group one tensor [num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim] over the
+group's layers, so that one block of all its layers is one contiguous piece on the wire.
+
+A tensor for each group, and not one arena with pages: a window group needs another number of blocks than a full one, fixed
+when the pool is made, and a page of one layer would cost each kernel a look into a table for every layer and block.
+
+The host tier is a second tensor of the same shape in (pinned) host memory; only a pool with one full group has it.
+"""
 
 from __future__ import annotations
 
@@ -10,25 +16,31 @@ import torch
 import xxhash
 from torch import Tensor
 
-from diptych.common.kv_format import KvFormat, full_format
+from diptych.common.errors import ConfigError
+from diptych.common.kv_format import KvFormat, KvGroup, Shard, full_format, windowed_format
 from diptych.engine.exec.models.description import ModelDescription
 from diptych.engine.exec.native.library import choose_moves
 from diptych.engine.messages import BlockCopy, CopyKind, DeviceRange, Payload
 from diptych.engine.runner import CopyHandle
 from diptych.kernels import kv_pack
 from diptych.kernels.native.api import HugePages
+from diptych.kernels.native.kv_move import KvMoves
 from diptych.kernels.paged_attention import layer_rows, layer_slots
 
 
-def kv_format_of(model: ModelDescription, *, block_size: int, dtype: str = "float32") -> KvFormat:
-    """Of a model whose layers all keep every token: layers with a window read the last tokens of what the pool holds."""
-    return full_format(
-        model.num_layers, model.num_kv_heads, model.head_dim, block_size=block_size, dtype=dtype, order="block-major"
-    )
+def kv_format_of(
+    model: ModelDescription, *, block_size: int, dtype: str = "float32", window_groups: bool = False
+) -> KvFormat:
+    """Args: window_groups: layers with a window keep the window only; False: every token, of which they read the last ones."""
+    heads, head_dim = model.num_kv_heads, model.head_dim
+    if window_groups:
+        windows = [window or 0 for window in model.windows]
+        return windowed_format(windows, heads, head_dim, block_size=block_size, dtype=dtype)
+    return full_format(model.num_layers, heads, head_dim, block_size=block_size, dtype=dtype)
 
 
 class BlockMover(Protocol):
-    """A faster way to pack and unpack: see engine.exec.cuda.blocks."""
+    """A faster way to pack and unpack one group's blocks: see engine.exec.cuda.blocks."""
 
     def pack(self, block_ids: Sequence[int], num_tokens: int, out: memoryview) -> int: ...
 
@@ -49,55 +61,38 @@ def _zeros(shape: tuple[int, ...], num_bytes: int, dtype: torch.dtype, device: t
     return fresh.view(torch.uint8)[:num_bytes].view(dtype).view(shape)
 
 
-class KvPool:
-    """Zeroed at the start, so that no slot ever holds NaN that nobody computed."""
+class GroupPool:
+    """The blocks of one group; layers are counted within it. Zeroed at the start, so that no slot ever holds NaN that nobody
+    computed."""
 
     def __init__(
-        self,
-        num_blocks: int,
-        kv: KvFormat,
-        *,
-        device: torch.device,
-        num_host_blocks: int = 0,
+        self, num_blocks: int, group: KvGroup, shard: Shard, device: torch.device, moves: KvMoves | None
     ) -> None:
-        group = kv.only_group
-        num_layers, block_size = group.num_layers, group.block_size
         dtype: torch.dtype = getattr(torch, group.dtype)
-        parts, heads = len(group.dims), group.heads_per_rank(kv.shard)
-        shape = (num_blocks, num_layers, parts, block_size, heads, group.dims[0])
-        self.tensor: Tensor = _zeros(shape, num_blocks * kv.block_bytes, dtype, device)
-        self.host: Tensor = torch.empty(
-            (num_host_blocks, *shape[1:]), dtype=dtype, pin_memory=device.type == "cuda" and num_host_blocks > 0
-        )
-        self.num_blocks, self.num_layers, self.block_size = num_blocks, num_layers, block_size
-        self.kv = kv
-        self.bytes_per_token = kv.bytes_per_token
-        self.rows = [layer_rows(self.tensor, layer) for layer in range(num_layers)]
-        self.slots = [layer_slots(self.tensor, layer) for layer in range(num_layers)]
-        self._bytes = kv_pack.pool_bytes(self.tensor)
-        self._moves = choose_moves() if device.type == "cpu" else None
+        shape = (
+            num_blocks, group.num_layers, len(group.dims), group.block_size, group.heads_per_rank(shard), group.dims[0]
+        )  # fmt: skip
+        self.group, self.num_blocks = group, num_blocks
+        self.tensor: Tensor = _zeros(shape, num_blocks * group.block_bytes(shard), dtype, device)
+        self.num_layers, self.block_size = group.num_layers, group.block_size
+        self.bytes = kv_pack.pool_bytes(self.tensor)
+        self._moves = moves
         self.mover: BlockMover | None = None
         """Set by the Triton path, whose attention reads no slot that the sequence does not own."""
+
+    def rows(self, layer: int) -> Tensor:
+        """See layer_rows."""
+        return layer_rows(self.tensor, layer)
+
+    def slots(self, layer: int) -> Tensor:
+        """See layer_slots."""
+        return layer_slots(self.tensor, layer)
 
     def clear(self, block_ids: Tensor) -> None:
         """Zero whole blocks. [num_blocks] int64."""
         self.tensor.index_fill_(0, block_ids, 0)
 
-    def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
-        """See ModelRunner.copy_blocks."""
-        pool, host = self.tensor, self.host
-        ends = {
-            CopyKind.FORK: (pool, pool),
-            CopyKind.TO_HOST: (pool, host),
-            CopyKind.FROM_HOST: (host, pool),
-        }
-        for copy in copies:
-            source, target = ends[copy.kind]
-            target[copy.dst].copy_(source[copy.src], non_blocking=True)  # in the order of the one stream
-        if copies and pool.device.type == "cuda":
-            torch.cuda.current_stream(pool.device).synchronize()
-
-    def pack(self, block_ids: Sequence[int], num_tokens: int, out: Payload, layers: range | None = None) -> int:
+    def pack(self, block_ids: Sequence[int], num_tokens: int, out: Payload, layers: range | None) -> int:
         """See ModelRunner.pack. Raises: ValueError."""
         if isinstance(out, DeviceRange):
             return self._gpu_mover(layers).pack_device(block_ids, num_tokens, out)
@@ -119,10 +114,10 @@ class KvPool:
 
     def _rows_of(self, layers: range | None) -> Tensor:
         """[num_blocks, 2 * layers, block_size, bytes of one slot], a view."""
-        return self._bytes if layers is None else self._bytes[:, 2 * layers.start : 2 * layers.stop]
+        return self.bytes if layers is None else self.bytes[:, 2 * layers.start : 2 * layers.stop]
 
     def unpack(
-        self, block_ids: Sequence[int], num_tokens: int, src: Payload, layers: range | None = None
+        self, block_ids: Sequence[int], num_tokens: int, src: Payload, layers: range | None
     ) -> CopyHandle | None:
         """See ModelRunner.unpack. Raises: ValueError."""
         if isinstance(src, DeviceRange):
@@ -139,3 +134,81 @@ class KvPool:
             rest = self.tensor[block_ids[num_tokens // self.block_size], :, :, tail:]
             rest.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
         return None
+
+
+def check_pool(kv: KvFormat, num_host_blocks: int) -> None:
+    """Raises: ConfigError for what no pool has: a host tier of window groups, groups with blocks of several sizes."""
+    if num_host_blocks and not kv.has_one_full_group:
+        names = ", ".join(group.name for group in kv.groups)
+        raise ConfigError("num_host_blocks", num_host_blocks, f"there is no host tier for KV groups {names}")
+    if len(sizes := {group.block_size for group in kv.groups}) > 1:
+        raise ConfigError("block_size", sorted(sizes), "must be the same in every KV group")
+
+
+class KvPool:
+    """A GroupPool for each group of the format, in its order.
+
+    Args:
+        num_blocks: of each group.
+        num_host_blocks: of the host tier.
+    Raises: ConfigError, see check_pool.
+    """
+
+    def __init__(
+        self, num_blocks: Sequence[int], kv: KvFormat, *, device: torch.device, num_host_blocks: int = 0
+    ) -> None:
+        check_pool(kv, num_host_blocks)
+        moves = choose_moves() if device.type == "cpu" else None
+        self.groups = tuple(
+            GroupPool(count, group, kv.shard, device, moves) for count, group in zip(num_blocks, kv.groups, strict=True)
+        )
+        first = self.groups[0].tensor
+        self.host: Tensor = torch.empty(
+            (num_host_blocks, *first.shape[1:]),
+            dtype=first.dtype,
+            pin_memory=device.type == "cuda" and num_host_blocks > 0,
+        )
+        self.kv, self.device, self.dtype = kv, first.device, first.dtype
+        self.block_size, self.num_layers = kv.block_size, kv.num_layers
+        self.bytes_per_token = kv.bytes_per_token
+        places = {layer: (g, i) for g, group in enumerate(kv.groups) for i, layer in enumerate(group.layers)}
+        self.places: list[tuple[int, int]] = [places[layer] for layer in range(kv.num_layers)]
+        """Of each layer of the model: its group, and its index there."""
+
+    @property
+    def num_blocks(self) -> tuple[int, ...]:
+        """Of each group."""
+        return tuple(group.num_blocks for group in self.groups)
+
+    @property
+    def tensor(self) -> Tensor:
+        """Of a pool with one group."""
+        [group] = self.groups
+        return group.tensor
+
+    def layer(self, index: int) -> Tensor:
+        """[num_blocks, 2, block_size, num_kv_heads, head_dim] of a layer of the model, a view."""
+        group, layer = self.places[index]
+        return self.groups[group].tensor[:, layer]
+
+    def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
+        """See ModelRunner.copy_blocks."""
+        for copy in copies:
+            pool = self.groups[copy.group].tensor
+            source = self.host if copy.kind is CopyKind.FROM_HOST else pool
+            target = self.host if copy.kind is CopyKind.TO_HOST else pool
+            target[copy.dst].copy_(source[copy.src], non_blocking=True)  # in the order of the one stream
+        if copies and self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
+
+    def pack(
+        self, block_ids: Sequence[int], num_tokens: int, out: Payload, layers: range | None = None, group: int = 0
+    ) -> int:
+        """See ModelRunner.pack. Raises: ValueError."""
+        return self.groups[group].pack(block_ids, num_tokens, out, layers)
+
+    def unpack(
+        self, block_ids: Sequence[int], num_tokens: int, src: Payload, layers: range | None = None, group: int = 0
+    ) -> CopyHandle | None:
+        """See ModelRunner.unpack. Raises: ValueError."""
+        return self.groups[group].unpack(block_ids, num_tokens, src, layers)

@@ -11,13 +11,14 @@ import torch
 
 from diptych.common.errors import ConfigError, InternalError
 from diptych.common.kv_format import COMPUTE_DTYPES
+from diptych.common.kv_groups import PoolDemand
 from diptych.engine.exec.backends.base import Layout
 from diptych.engine.exec.backends.registry import plan_for
 from diptych.engine.exec.checkpoint import Checkpoint
 from diptych.engine.exec.cuda.late_kernels import warn_of_late_kernels
 from diptych.engine.exec.cuda.sizing import PoolBudget, out_of_memory, profile
 from diptych.engine.exec.decoder import Decoder
-from diptych.engine.exec.kv_pool import KvPool, kv_format_of
+from diptych.engine.exec.kv_pool import KvPool, check_pool, kv_format_of
 from diptych.engine.exec.loading import PlacedModel, load_weights
 from diptych.engine.exec.models.fields import eos_token_ids
 from diptych.engine.exec.models.registry import describe
@@ -81,11 +82,6 @@ def _with_memory(step: Callable[[], _T]) -> _T:
     raise OutOfDeviceMemory(reason)
 
 
-def _check_group(group: int) -> None:
-    if group:
-        raise InternalError(f"KV group {group}: the pool has one group")
-
-
 class _Launched:
     """Implements engine.runner.StepInFlight."""
 
@@ -128,7 +124,9 @@ class TorchModelRunner:
         max_model_len: int,
         num_host_blocks: int = 0,
         graph_sizes: Sequence[int] | None = None,
+        demand: PoolDemand | None = None,
     ) -> None:
+        """Args: num_blocks, demand: see load."""
         weights, plan = model.weights, model.plan
         like, description = weights.embedding, weights.description
         self.description = description
@@ -138,9 +136,10 @@ class TorchModelRunner:
         """Which faster back end refuses which blocks, and why."""
         self.weight_sizes = weights.sizes()
         self.kv_dtype = str(like.dtype).removeprefix("torch.")
+        kv = kv_format_of(description, block_size=block_size, dtype=self.kv_dtype, window_groups=demand is not None)
         self.pool = KvPool(
-            num_blocks,
-            kv_format_of(description, block_size=block_size, dtype=self.kv_dtype),
+            (num_blocks,) if demand is None else demand.group_blocks(kv, num_blocks),
+            kv,
             device=like.device,
             num_host_blocks=num_host_blocks,
         )
@@ -159,7 +158,6 @@ class TorchModelRunner:
         self._fused: CudaBackend | None = None
         if names == (TRITON,):
             self._fused = _fused_backend(weights, self.pool, max_model_len, graph_sizes)
-            self.pool.mover = self._fused.mover
         else:
             self._decoder = Decoder(model, self.pool, max_model_len=max_model_len)
 
@@ -178,12 +176,13 @@ class TorchModelRunner:
         backend: str | None = None,
         graph_sizes: Sequence[int] | None = None,
         budget: PoolBudget | None = None,
+        demand: PoolDemand | None = None,
     ) -> TorchModelRunner:
         """Load a local Hugging Face folder.
 
         Args:
             device: "cpu" or "cuda". dtype: "float32", "bfloat16" or "float16", of weights and KV.
-            num_blocks: of the pool; counts only without a budget.
+            num_blocks: of the pool, where it keeps every token; counts only without a budget.
             budget: device "cuda" only: as many blocks as it leaves room for, by a trial (engine.exec.cuda.sizing).
             max_model_len: None: what the model was trained for.
             num_threads: torch's threads in this process; None leaves them.
@@ -191,6 +190,7 @@ class TorchModelRunner:
             backend: "native" (compiled C), "torch" or "triton" (kernels, CUDA graphs for decode); None: the device's own,
                 which on a CPU is native where it can be had, with a warning where it cannot.
             graph_sizes: triton only: padded batch sizes of the decode graphs, ascending; None: the default ones.
+            demand: layers with a window keep that window only, in KV groups whose pools are sized by it; None: every token.
         Raises: ConfigError naming the field.
         """
         folder = Path(path)
@@ -212,6 +212,8 @@ class TorchModelRunner:
         length = description.max_position if max_model_len is None else max_model_len
         if not 1 <= length <= description.max_position:
             raise ConfigError("max_model_len", length, f"must be between 1 and the model's {description.max_position}")
+        kv = kv_format_of(description, block_size=block_size, dtype=dtype, window_groups=demand is not None)
+        check_pool(kv, num_host_blocks)
         plan = plan_for(description, device_type=device, dtype=DTYPES[dtype], wanted=backend)
         try:
             with Checkpoint(folder, dtype=DTYPES[dtype], device=_device(device)) as source:
@@ -228,10 +230,11 @@ class TorchModelRunner:
                 max_model_len=length,
                 num_host_blocks=host_blocks,
                 graph_sizes=graph_sizes,
+                demand=demand,
             )
 
         if budget is not None:
-            num_blocks = profile(make, budget, block_size=block_size)
+            num_blocks = profile(make, budget, kv, demand)
         try:
             return make(num_blocks, num_host_blocks)
         except torch.OutOfMemoryError as error:
@@ -252,6 +255,8 @@ class TorchModelRunner:
             runs_ahead=self._runs_ahead,
             reports_layers=self._reports_layers,
             verifies_drafts=True,
+            kv=self.pool.kv,
+            group_blocks=self.pool.num_blocks,
         )
 
     @torch.inference_mode()
@@ -278,9 +283,10 @@ class TorchModelRunner:
         if fused is None:
             raise InternalError(f"the {self.backend} backend takes no steps ahead")
         if self._provenance is not None:
-            self._provenance.forget([seq.block_tables[0][seq.start // self.block_size] for seq in seqs])
+            size = self.block_size
+            self._provenance.forget([seq.block_tables[0][seq.start // size - seq.first_blocks[0]] for seq in seqs])
         step = _with_memory(lambda: fused.launch(seqs, fused.build(seqs), sources, self.eos_token_ids))
-        return _Launched(step, fused.mover.wrote)
+        return _Launched(step, fused.wrote)
 
     def _execute_fused(
         self,
@@ -329,9 +335,8 @@ class TorchModelRunner:
         self, block_ids: Sequence[int], num_tokens: int, out: Payload, layers: range | None = None, group: int = 0
     ) -> int:
         """See ModelRunner.pack. Raises: InternalError when blocks or bytes do not fit the tokens."""
-        _check_group(group)
         try:
-            return self.pool.pack(block_ids, num_tokens, out, layers)
+            return self.pool.pack(block_ids, num_tokens, out, layers, group)
         except ValueError as error:
             raise InternalError(f"pack: {error}") from error
 
@@ -340,10 +345,9 @@ class TorchModelRunner:
         self, block_ids: Sequence[int], num_tokens: int, src: Payload, layers: range | None = None, group: int = 0
     ) -> CopyHandle | None:
         """See ModelRunner.unpack. Raises: InternalError when blocks or bytes do not fit the tokens."""
-        _check_group(group)
-        if self._provenance is not None:
+        if self._provenance is not None and group == 0:
             self._provenance.forget(block_ids)
         try:
-            return self.pool.unpack(block_ids, num_tokens, src, layers)
+            return self.pool.unpack(block_ids, num_tokens, src, layers, group)
         except ValueError as error:
             raise InternalError(f"unpack: {error}") from error

@@ -69,8 +69,9 @@ class TorchRuntime:
 
     def begin(self, batch: StepBatch) -> None:
         """See Runtime.begin."""
-        if batch.fresh_blocks is not None:
-            self._pool.clear(batch.fresh_blocks)
+        for pool, group in zip(self._pool.groups, batch.groups, strict=True):
+            if group.fresh_blocks is not None:
+                pool.clear(group.fresh_blocks)
 
     def run(self, x: Tensor | None, batch: StepBatch, segment: Segment, hooks: Hooks) -> Tensor | None:
         """See Runtime.run."""

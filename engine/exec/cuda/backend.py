@@ -21,7 +21,6 @@ from diptych.engine.exec.sampling import draw_step
 from diptych.engine.exec.weights import ModelWeights
 from diptych.engine.messages import DeviceRange, ScheduledSeq, StepResult
 from diptych.engine.runner import StepAborted
-from diptych.kernels.kv_pack import pool_bytes
 from diptych.kernels.triton_sample import feed_ids
 
 
@@ -43,7 +42,9 @@ class CudaBackend:
         device = weights.embedding.device
         self._pool, self._runtime = pool, CudaRuntime(weights, pool, max_model_len)
         self._upload, self._draw = self._runtime.upload, DeviceDraw(device, NUM_ROWS)
-        self.mover = BlockMover(pool_bytes(pool.tensor))
+        self._movers = [BlockMover(group.bytes) for group in pool.groups]
+        for group, mover in zip(pool.groups, self._movers, strict=True):
+            group.mover = mover
         self._graphs: DecodeGraphs | None = None
         if device.type == "cuda":
             self._warm_up(weights.description.vocab_size, max_model_len)
@@ -52,11 +53,13 @@ class CudaBackend:
                     self._runtime.decoder,
                     device,
                     self._draw.drawn,
+                    num_groups=len(pool.groups),
                     num_kv_heads=weights.description.num_kv_heads,
                     num_programs=self._runtime.num_programs,
                     sizes=graph_sizes,
                 )
-            pool.tensor.zero_()
+            for group in pool.groups:
+                group.tensor.zero_()
             torch.cuda.synchronize(device)
 
     def _warm_up(self, vocab_size: int, max_model_len: int) -> None:
@@ -69,7 +72,9 @@ class CudaBackend:
             SamplingParams(max_tokens=1, temperature=0.0, bad_words=((0,),)),
         ):
             count = min(2, max_model_len, self._pool.block_size)
-            seq = ScheduledSeq("warm-up", [last] * count, 0, ([0],), True, params, 0, top_logprobs=1)
+            tables = tuple([0] for _ in self._pool.groups)
+            seq = ScheduledSeq("warm-up", [last] * count, 0, tables, True, params, 0, top_logprobs=1)
+            seq.first_blocks = (0,) * len(tables)
             if params.constrained:
                 seq.history, seq.num_prompt = [last] * (count + 1), count
             batch = self.build([seq])
@@ -79,12 +84,22 @@ class CudaBackend:
         ids, sources, _ = self._upload.send(([0] * 8, [-1] * 8, [0] * 8))
         feed_ids(ids, sources, self._draw.drawn)
         token = memoryview(bytearray(self._pool.bytes_per_token))
-        self.mover.pack([0], 1, token)
-        self.mover.unpack([0], 1, token)
-        room = torch.zeros(self._pool.bytes_per_token, dtype=torch.uint8, device=self._pool.tensor.device)
+        room = torch.zeros(self._pool.bytes_per_token, dtype=torch.uint8, device=self._pool.device)
         there = DeviceRange(room.data_ptr(), room.numel())
-        self.mover.pack_device([0], 1, there)
-        self.mover.pull([0], 1, there).wait()
+        for mover in self._movers:
+            mover.pack([0], 1, token)
+            mover.unpack([0], 1, token)
+            mover.pack_device([0], 1, there)
+            mover.pull([0], 1, there).wait()
+
+    def wrote(self) -> None:
+        """See BlockMover."""
+        for mover in self._movers:
+            mover.wrote()
+
+    def _launch_pulls(self) -> None:
+        for mover in self._movers:
+            mover.launch_pulls()
 
     def build(self, seqs: Sequence[ScheduledSeq]) -> CudaBatch:
         """Raises: InternalError when a sequence breaks the scheduler's promises."""
@@ -102,7 +117,7 @@ class CudaBackend:
         try:
             return self._compute(seqs, batch, should_abort, ())
         except BaseException:
-            self.mover.wrote()  # kernels that were launched already write to blocks that may soon be another's
+            self.wrote()  # kernels that were launched already write to blocks that may soon be another's
             raise
 
     def launch(
@@ -121,7 +136,7 @@ class CudaBackend:
                 step.draw()
             return step
         except BaseException:
-            self.mover.wrote()
+            self.wrote()
             raise
 
     def _compute(
@@ -135,7 +150,7 @@ class CudaBackend:
         graphs = self._graphs
         if graphs is not None and not batch.counts and len(rows) <= graphs.max_rows:
             logits = graphs.replay(batch, rows, sources)
-            self.mover.launch_pulls()
+            self._launch_pulls()
             if batch.all_rows_sampled:
                 return logits
             if not batch.sample_rows:
@@ -145,7 +160,7 @@ class CudaBackend:
         if sources:
             feed_ids(step.token_ids, fed, self._draw.drawn)
         out = self._runtime.decoder.forward(step, Hooks(should_abort), want_logits=bool(batch.sample_rows))
-        self.mover.launch_pulls()
+        self._launch_pulls()
         return out
 
     def draw(

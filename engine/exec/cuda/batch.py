@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from diptych.common.errors import InternalError
+from diptych.common.kv_format import KvFormat
+from diptych.engine.exec.attention import check_tables
 from diptych.engine.messages import ScheduledSeq
 
 
@@ -23,7 +25,7 @@ class CudaBatch:
     """What the host knows of a step; `order`, `sample_rows` and `sample_seqs` as in StepBatch.
 
     Args:
-        slots: block * block_size + offset of each row's token.
+        slots: of each KV group: block * block_size + offset of each row's token.
         num_decode: leading rows, each of one token.
         decode_counts: of each decoding sequence, its rows.
         counts, starts: new tokens and computed tokens before them, of each chunk.
@@ -32,7 +34,7 @@ class CudaBatch:
     order: list[int]
     token_ids: list[int]
     positions: list[int]
-    slots: list[int]
+    slots: list[list[int]]
     num_decode: int
     decode_counts: list[int]
     counts: list[int]
@@ -57,7 +59,7 @@ class StepTensors:
     """The same on the device, all int32.
 
     Args:
-        token_ids, positions, slots: [num_rows]; a padded row has slot -1.
+        token_ids, positions: [num_rows]. slots: the same, of each KV group; a padded row has slot -1.
         decode_lens, decode_rows: [num_decode]: tokens including the new one (0: a padded row), row of the block tables.
         chunks, tiles: see paged_prefill; None: no chunks.
         sample_rows: [num_samples]; None: all rows, in order.
@@ -66,7 +68,7 @@ class StepTensors:
 
     token_ids: Tensor
     positions: Tensor
-    slots: Tensor
+    slots: Sequence[Tensor]
     decode_lens: Tensor
     decode_rows: Tensor
     chunks: Tensor | None
@@ -75,14 +77,13 @@ class StepTensors:
     splits: int
 
 
-def lay_out(seqs: Sequence[ScheduledSeq], block_size: int, max_model_len: int) -> CudaBatch:
+def lay_out(seqs: Sequence[ScheduledSeq], kv: KvFormat, max_model_len: int) -> CudaBatch:
     """Raises: InternalError when a sequence breaks the scheduler's promises (block ids: see BlockTables)."""
     for seq in seqs:
         end = seq.start + len(seq.token_ids)
         if not seq.token_ids or seq.start < 0 or end > max_model_len:
             raise InternalError(f"{seq.attempt}: tokens [{seq.start}, {end}) of at most {max_model_len}")
-        if len(seq.block_tables[0]) * block_size < end:
-            raise InternalError(f"{seq.attempt}: {len(seq.block_tables[0])} blocks do not cover {end} tokens")
+        check_tables(seq, kv)
     single = [i for i, seq in enumerate(seqs) if len(seq.token_ids) == 1 + seq.num_drafts]
     several = [i for i, seq in enumerate(seqs) if len(seq.token_ids) > 1 + seq.num_drafts]
     batch = CudaBatch([*single, *several], [], [], [], 0, [], [], [], [], [])
@@ -91,7 +92,6 @@ def lay_out(seqs: Sequence[ScheduledSeq], block_size: int, max_model_len: int) -
         for at, token in enumerate(seq.token_ids, seq.start):
             batch.token_ids.append(token)
             batch.positions.append(at)
-            batch.slots.append(seq.block_tables[0][at // block_size] * block_size + at % block_size)
             if seq.sample:
                 batch.sample_rows.append(len(batch.token_ids) - 1)
                 batch.sample_seqs.append(i)
@@ -99,13 +99,23 @@ def lay_out(seqs: Sequence[ScheduledSeq], block_size: int, max_model_len: int) -
     batch.num_decode = len(batch.token_ids)
     for i in several:
         seq = seqs[i]
-        span = range(seq.start, seq.start + len(seq.token_ids))
         batch.token_ids += seq.token_ids
-        batch.positions += span
-        batch.slots += [seq.block_tables[0][p // block_size] * block_size + p % block_size for p in span]
+        batch.positions += range(seq.start, seq.start + len(seq.token_ids))
         batch.counts.append(len(seq.token_ids))
         batch.starts.append(seq.start)
         if seq.sample:
             batch.sample_rows.append(len(batch.token_ids) - 1)
             batch.sample_seqs.append(i)
+    ordered = [seqs[i] for i in batch.order]
+    batch.slots = [_slots(ordered, index, group.block_size) for index, group in enumerate(kv.groups)]
     return batch
+
+
+def _slots(seqs: Sequence[ScheduledSeq], group: int, block_size: int) -> list[int]:
+    """Of each row, in the order of `seqs`."""
+    slots = []
+    for seq in seqs:
+        table, first = seq.block_tables[group], seq.first_blocks[group]
+        for at in range(seq.start, seq.start + len(seq.token_ids)):
+            slots.append(table[at // block_size - first] * block_size + at % block_size)
+    return slots

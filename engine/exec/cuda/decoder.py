@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -29,11 +31,15 @@ PROJECTIONS: tuple[str, ...] = ("qkv", "o", "gate_up", "down")
 class CudaDecoder:
     """Holds weights and rope tables; KV lives in the pool."""
 
-    def __init__(self, weights: ModelWeights, pool: KvPool, block_tables: Tensor, *, max_model_len: int) -> None:
+    def __init__(
+        self, weights: ModelWeights, pool: KvPool, block_tables: Sequence[Tensor], *, max_model_len: int
+    ) -> None:
+        """block_tables: of each KV group."""
         self._weights, self._description = weights, weights.description
         attentions = [block.attention for block in self._description.blocks]
-        self._layers = [pool.tensor[:, layer] for layer in range(len(attentions))]
-        self._tables = block_tables
+        self._layers = [pool.layer(index) for index in range(len(attentions))]
+        self._groups = [group for group, _ in pool.places]
+        self._tables = [block_tables[group] for group in self._groups]
         like, first = weights.embedding, attentions[0]
         self.group = first.num_heads // first.num_kv_heads
         self.tile_rows = prefill_rows(first.head_dim, like.element_size(), self.group)
@@ -107,7 +113,7 @@ class CudaDecoder:
             cos,
             sin,
             step.positions,
-            step.slots,
+            step.slots[self._groups[index]],
             num_q_heads=block.attention.num_heads,
             q_norm=None if layer.q_norm is None else layer.q_norm.weight,
             k_norm=None if layer.k_norm is None else layer.k_norm.weight,
@@ -140,14 +146,14 @@ class CudaDecoder:
         return choose_shape(x.shape[0], columns // 2 if silu else columns, size, silu=silu)
 
     def _attend(self, index: int, q: Tensor, step: StepTensors) -> Tensor:
-        kv, attention = self._layers[index], self._description.blocks[index].attention
+        kv, tables, attention = self._layers[index], self._tables[index], self._description.blocks[index].attention
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         num_decode = step.decode_lens.shape[0]
         if num_decode:
             paged_decode(
                 q[:num_decode],
                 kv,
-                self._tables,
+                tables,
                 step.decode_rows,
                 step.decode_lens,
                 scale=attention.scale,
@@ -160,7 +166,7 @@ class CudaDecoder:
             paged_prefill(
                 q,
                 kv,
-                self._tables,
+                tables,
                 step.chunks,
                 step.tiles,
                 scale=attention.scale,

@@ -20,7 +20,8 @@ from diptych.kernels.triton_decode import choose_splits
 from diptych.kernels.triton_sample import feed_ids
 
 GRAPH_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256)
-_SECTIONS = 6
+_SECTIONS = 5
+"""Besides the slots, of which each KV group has its own."""
 
 
 class DecodeGraphs:
@@ -37,12 +38,14 @@ class DecodeGraphs:
         device: torch.device,
         drawn: Tensor,
         *,
+        num_groups: int,
         num_kv_heads: int,
         num_programs: int,
         sizes: Sequence[int] = GRAPH_SIZES,
     ) -> None:
         self._sizes = list(sizes)
-        self._upload = Upload(device, _SECTIONS * (max(sizes) + ALIGN))
+        self._sections = _SECTIONS + num_groups
+        self._upload = Upload(device, self._sections * (max(sizes) + ALIGN))
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
         pool = None
         for size in reversed(self._sizes):  # the largest first: the others then fit into its memory
@@ -70,9 +73,11 @@ class DecodeGraphs:
         """Returns: also, by row, where in `drawn` its token is; -1: in token_ids."""
         words, stride = self._upload.device_words, self._stride(size)
         words.zero_()
-        ids, positions, slots, lens, rows, sources = (words[i * stride : i * stride + size] for i in range(_SECTIONS))
-        slots.fill_(-1)
-        sources.fill_(-1)
+        ids, positions, lens, rows, sources, *slots = (
+            words[i * stride : i * stride + size] for i in range(self._sections)
+        )
+        for padded in (sources, *slots):
+            padded.fill_(-1)
         return StepTensors(ids, positions, slots, lens, rows, None, None, None, splits), sources
 
     def replay(self, batch: CudaBatch, table_rows: Sequence[int], sources: Sequence[int] = ()) -> Tensor:
@@ -85,10 +90,10 @@ class DecodeGraphs:
             (
                 batch.token_ids + none,
                 batch.positions + none,
-                batch.slots + [-1] * (size - count),
                 [p + 1 for p in batch.positions] + none,
                 [*table_rows, *none],
                 [*sources, *([-1] * (size - len(sources)))],
+                *(slots + [-1] * (size - count) for slots in batch.slots),
             )
         )
         graph, logits = self._graphs[size]

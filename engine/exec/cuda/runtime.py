@@ -35,10 +35,10 @@ class CudaRuntime:
 
     def __init__(self, weights: ModelWeights, pool: KvPool, max_model_len: int) -> None:
         device = weights.embedding.device
-        self._block_size, self._max_model_len = pool.block_size, max_model_len
+        self._kv, self._block_size, self._max_model_len = pool.kv, pool.block_size, max_model_len
         self._num_kv_heads = weights.description.num_kv_heads
         self._tables = BlockTables(-(-max_model_len // pool.block_size), pool.num_blocks, device)
-        self.decoder = CudaDecoder(weights, pool, self._tables.tensor, max_model_len=max_model_len)
+        self.decoder = CudaDecoder(weights, pool, self._tables.tensors, max_model_len=max_model_len)
         self.upload = Upload(device)
         self.num_programs = 8
         if device.type == "cuda":
@@ -47,7 +47,7 @@ class CudaRuntime:
 
     def build(self, seqs: Sequence[ScheduledSeq]) -> CudaBatch:
         """Raises: InternalError when a sequence breaks the scheduler's promises."""
-        return lay_out(seqs, self._block_size, self._max_model_len)
+        return lay_out(seqs, self._kv, self._max_model_len)
 
     def table_rows(self, seqs: Sequence[ScheduledSeq], batch: CudaBatch) -> list[int]:
         """Rows of the device's block tables, in the order of the batch; new blocks are sent. Raises: InternalError."""
@@ -64,17 +64,17 @@ class CudaRuntime:
             chunks += (first, new, start, row)
             first += new
         tiles = prefill_tiles(batch.counts, batch.starts, self.decoder.group, self.decoder.tile_rows)
-        ids, positions, slots, lens, decode_rows, chunk_words, tile_words, sample_rows, fed = self.upload.send(
+        ids, positions, lens, decode_rows, chunk_words, tile_words, sample_rows, fed, *slots = self.upload.send(
             (
                 batch.token_ids,
                 batch.positions,
-                batch.slots,
                 [p + 1 for p in batch.positions[:count]],
                 rows[:count],
                 chunks,
                 tiles,
                 batch.sample_rows,
                 sources,
+                *batch.slots,
             )
         )
         step = StepTensors(

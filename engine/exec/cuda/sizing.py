@@ -1,6 +1,6 @@
 """How many KV blocks a GPU holds: measured with the largest step the scheduler may ask for, before the real pool is made.
 
-    blocks = (the least of (total * utilization - our own) and free - the step's peak - graphs - reserve) / bytes of a block
+    blocks = as many as fit into the least of (total * utilization - our own) and free - the step's peak - graphs - reserve
 
 Our own are weights and context: a worker may share its GPU with another that has a share of its own, and "free" is what
 the driver says. A trial runner on a small pool runs one prefill of the
@@ -18,6 +18,8 @@ from dataclasses import dataclass
 import torch
 
 from diptych.common.errors import ConfigError
+from diptych.common.kv_format import KvFormat
+from diptych.common.kv_groups import PoolDemand
 from diptych.common.sampling import SamplingParams
 from diptych.engine.messages import ScheduledSeq
 from diptych.engine.runner import ModelRunner
@@ -47,35 +49,40 @@ class PoolBudget:
             raise ConfigError("gpu_memory_utilization", self.utilization, "must be above 0 and at most 1")
 
 
-def blocks_that_fit(budget: PoolBudget, *, total: int, free: int, used: int, step: int, bytes_per_block: int) -> int:
-    """All in bytes. Args: used: by this process. Raises: ConfigError when not even one block fits."""
+def blocks_that_fit(
+    budget: PoolBudget, kv: KvFormat, demand: PoolDemand | None, *, total: int, free: int, used: int, step: int
+) -> int:
+    """All in bytes. Args: used: by this process. demand: of window groups; None: there are none. Raises: ConfigError when not
+    even one block fits."""
     share = int(total * budget.utilization) - used
     room = min(share, free) - step - budget.reserve_bytes - _SLACK_BYTES
-    if room < bytes_per_block:
+    blocks = (demand or PoolDemand()).most_blocks(kv, max(0, room))
+    if not blocks:
         raise ConfigError(
             "gpu_memory_utilization",
             budget.utilization,
             f"of the GPU's {total / 2**30:.1f} GiB {free / 2**30:.1f} are free; this worker has {used / 2**30:.1f} already, "
             f"a step takes {step / 2**30:.1f}, {budget.reserve_bytes / 2**30:.1f} are reserved: no room for KV",
         )
-    return room // bytes_per_block
+    return blocks
 
 
-def profile(make_runner: Callable[[int], ModelRunner], budget: PoolBudget, *, block_size: int) -> int:
+def profile(
+    make_runner: Callable[[int], ModelRunner], budget: PoolBudget, kv: KvFormat, demand: PoolDemand | None
+) -> int:
     """KV blocks for the pool of the runner that make_runner(num_blocks) makes. The trial runner is gone when this returns.
 
     Raises: ConfigError.
     """
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_reserved()
-    num_blocks = -(-budget.step_tokens // block_size) + 1
+    num_blocks = -(-budget.step_tokens // kv.block_size) + 1
     trial = None
     try:
         trial = make_runner(num_blocks)
-        bytes_per_block = trial.capabilities.kv_bytes_per_token * block_size
-        trial.execute(_largest_step(trial, budget.step_tokens))
+        trial.execute(_largest_step(trial, budget.step_tokens, len(kv.groups)))
         torch.cuda.synchronize()
-        step = torch.cuda.max_memory_reserved() - before - num_blocks * bytes_per_block
+        step = torch.cuda.max_memory_reserved() - before - (demand or PoolDemand()).pool_bytes(kv, num_blocks)
     except torch.OutOfMemoryError as error:
         raise out_of_memory("max_num_batched_tokens", budget.step_tokens, "one step's tensors", error) from None
     finally:
@@ -84,7 +91,7 @@ def profile(make_runner: Callable[[int], ModelRunner], budget: PoolBudget, *, bl
         torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info()
     used = torch.cuda.memory_reserved() + _CONTEXT_BYTES
-    fit = blocks_that_fit(budget, total=total, free=free, used=used, step=max(0, step), bytes_per_block=bytes_per_block)
+    fit = blocks_that_fit(budget, kv, demand, total=total, free=free, used=used, step=max(0, step))
     log.info("gpu memory: a step takes %.2f GiB, %d KV blocks fit", step / 2**30, fit)
     return fit
 
@@ -98,7 +105,7 @@ def out_of_memory(field: str, value: object, what: str, error: torch.OutOfMemory
     return ConfigError(field, value, f"no GPU memory for {what}: {there} ({told})")
 
 
-def _largest_step(runner: ModelRunner, tokens: int) -> list[ScheduledSeq]:
+def _largest_step(runner: ModelRunner, tokens: int, num_groups: int) -> list[ScheduledSeq]:
     """Prompts of `tokens` tokens together, each as long as the model allows, drawn with all that a draw may need."""
     params = SamplingParams(max_tokens=1, temperature=1.0, top_p=0.9, top_k=50, seed=1)
     seqs: list[ScheduledSeq] = []
@@ -106,7 +113,9 @@ def _largest_step(runner: ModelRunner, tokens: int) -> list[ScheduledSeq]:
     while tokens > 0 and block < able.num_blocks:
         count = min(tokens, able.max_model_len, (able.num_blocks - block) * able.block_size)
         table = list(range(block, block + -(-count // able.block_size)))
-        seqs.append(ScheduledSeq(f"profile-{len(seqs)}", [0] * count, 0, (table,), True, params, 0))
+        seq = ScheduledSeq(f"profile-{len(seqs)}", [0] * count, 0, (table,) * num_groups, True, params, 0)
+        seq.first_blocks = (0,) * num_groups
+        seqs.append(seq)
         block += len(table)
         tokens -= count
     return seqs

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from diptych.engine.exec.attention import check_step
+from diptych.engine.exec.attention import blocks_read, check_step
 from diptych.engine.exec.kv_pool import KvPool
 from diptych.engine.messages import ScheduledSeq
 
@@ -19,8 +19,11 @@ class NativeBatch:
     """
     Args:
         order: sequence indices in row order: 0, 1, 2, ...
-        token_ids, positions, slots: [num_rows] int64; a slot is where layer 0's K of the row's token goes.
-        tiles: [num_tiles, 4] int64: first row, rows, position of the first row, where its block table begins in `blocks`.
+        token_ids, positions: [num_rows] int64.
+        tiles: [num_tiles, 4] int64: first row, rows, position of the first row, where its block table begins in the blocks of
+            each group.
+        blocks: of each KV group: the block tables from token 0 on; what lies before the window is 0, and not read.
+        slots: of each KV group: [num_rows] int64, where its first layer's K of the row's token goes.
         max_len: tokens of the longest sequence.
         sample_rows: rows whose logits are wanted; sample_seqs: the sequence index of each.
     """
@@ -28,9 +31,9 @@ class NativeBatch:
     order: list[int]
     token_ids: Ints
     positions: Ints
-    slots: Ints
     tiles: Ints
-    blocks: Ints
+    blocks: list[Ints]
+    slots: list[Ints]
     max_len: int
     sample_rows: list[int]
     sample_seqs: list[int]
@@ -48,14 +51,10 @@ class NativeBatchBuilder:
         check_step(seqs, self._pool, self._max_model_len)
         size, step = self._pool.block_size, self._tile_rows
         token_ids: list[int] = []
-        blocks: list[int] = []
-        tables: list[int] = []
         sample_rows: list[int] = []
         sample_seqs: list[int] = []
         for i, seq in enumerate(seqs):
-            tables.append(len(blocks))
             token_ids += seq.token_ids
-            blocks += seq.block_tables[0][: (seq.start + len(seq.token_ids) - 1) // size + 1]
             if seq.sample:
                 sample_rows += range(len(token_ids) - 1 - seq.num_drafts, len(token_ids))
                 sample_seqs += [i] * (1 + seq.num_drafts)
@@ -63,27 +62,42 @@ class NativeBatchBuilder:
         starts = np.array([seq.start for seq in seqs], dtype=np.int64)
         first_rows = np.cumsum(counts) - counts
         positions = _ramps(counts) + np.repeat(starts, counts)
-        table = np.array(blocks, dtype=np.int64)
-        block = table[np.repeat(np.array(tables, dtype=np.int64), counts) + positions // size]
+        sizes = -(-(starts + counts) // size)
+        tables = np.cumsum(sizes) - sizes
+        entries = np.repeat(tables, counts) + positions // size
+        blocks = [self._blocks(seqs, index, sizes) for index in range(len(self._pool.groups))]
         tiles_of = -(-counts // step)
         offset = _ramps(tiles_of) * step  # of the tile's first row within its sequence
         tiles = np.empty((len(offset), 4), dtype=np.int64)
         tiles[:, 0] = np.repeat(first_rows, tiles_of) + offset
         tiles[:, 1] = np.minimum(step, np.repeat(counts, tiles_of) - offset)
         tiles[:, 2] = np.repeat(starts, tiles_of) + offset
-        tiles[:, 3] = np.repeat(np.array(tables, dtype=np.int64), tiles_of)
+        tiles[:, 3] = np.repeat(tables, tiles_of)
         return NativeBatch(
             order=list(range(len(seqs))),
             token_ids=np.array(token_ids, dtype=np.int64),
             positions=positions,
-            slots=block * (2 * self._pool.num_layers * size) + positions % size,
             tiles=tiles,
-            blocks=table,
+            blocks=blocks,
+            slots=[
+                table[entries] * (2 * group.num_layers * size) + positions % size
+                for table, group in zip(blocks, self._pool.groups, strict=True)
+            ],
             max_len=int((starts + counts).max()),
             sample_rows=sample_rows,
             sample_seqs=sample_seqs,
             decode_only=len(token_ids) == len(seqs),
         )
+
+    def _blocks(self, seqs: Sequence[ScheduledSeq], index: int, sizes: Ints) -> Ints:
+        """The tables of a group, one after the other. sizes: blocks of each, from token 0 on."""
+        blocks: list[int] = []
+        for seq, size in zip(seqs, sizes.tolist(), strict=True):
+            table, first = blocks_read(seq, index, self._pool.kv.groups[index])
+            if first:
+                blocks += [0] * first
+            blocks += table[: size - first]
+        return np.array(blocks, dtype=np.int64)
 
 
 def _ramps(counts: Ints) -> Ints:

@@ -48,10 +48,10 @@ class NativeRuntime:
             dtype=torch.float32,
             device=device,
         )
-        self._kept = (pool.tensor, [(cosines.contiguous(), sines.contiguous()) for cosines, sines in tables])
+        self._kept = (pool, [(cosines.contiguous(), sines.contiguous()) for cosines, sines in tables])
         layers = (Layer * description.num_layers)()
         for i in owned:
-            layers[i] = _layer(weights.blocks[i], description.blocks[i], pool.tensor, i, *self._kept[1][i])
+            layers[i] = _layer(weights.blocks[i], description.blocks[i], pool, i, *self._kept[1][i])
         self._model = Model(
             layers=layers,
             hidden=description.hidden_size,
@@ -123,9 +123,9 @@ def _give_up(should_abort: Callable[[], bool] | None) -> None:
 
 
 def _layer(
-    weights: BlockWeights, block: DecoderBlock, pool: Tensor, index: int, cosines: Tensor, sines: Tensor
+    weights: BlockWeights, block: DecoderBlock, pool: KvPool, index: int, cosines: Tensor, sines: Tensor
 ) -> Layer:
-    """index: of the layer in the pool."""
+    """index: of the layer in the model."""
 
     def packed(linear: LoadedLinear) -> tuple[int, int | None]:
         if not isinstance(linear, PackedLinear):
@@ -137,7 +137,7 @@ def _layer(
 
     (qkv, qkv_bias), (o, o_bias) = packed(weights.qkv), packed(weights.o)
     (gate_up, gate_up_bias), (down, down_bias) = packed(weights.gate_up), packed(weights.down)
-    attention = block.attention
+    attention, kv = block.attention, pool.layer(index)
     return Layer(
         input_norm=scale(weights.attention_norm),
         qkv=qkv,
@@ -155,8 +155,9 @@ def _layer(
         post_feedforward_norm=scale(weights.mlp_output_norm),
         cosines=cosines.data_ptr(),
         sines=sines.data_ptr(),
-        kv=pool[:, index].data_ptr(),
-        block_step=pool.stride(0),
+        kv=kv.data_ptr(),
+        block_step=kv.stride(0),
+        group=pool.places[index][0],
         window=attention.window or 0,
         activation=ACTIVATIONS[block.mlp.activation],
         scale=attention.scale,
@@ -200,7 +201,9 @@ class _Buffers:
             **{name: tensor.data_ptr() for name, tensor in self._tensors.items()},
             positions=batch.positions.ctypes.data,
             tiles=batch.tiles.ctypes.data,
-            groups=(Group * 1)(Group(batch.blocks.ctypes.data, batch.slots.ctypes.data)),
+            groups=(Group * len(batch.blocks))(
+                *(Group(a.ctypes.data, b.ctypes.data) for a, b in zip(batch.blocks, batch.slots, strict=True))
+            ),
             scores=self._scores.data_ptr(),
             rows=rows,
             num_tiles=len(batch.tiles),

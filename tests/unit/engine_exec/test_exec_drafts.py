@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from diptych.common.compiled import ALL_LANES
+from diptych.common.kv_format import full_format
 from diptych.common.sampling import SamplingParams
 from diptych.engine.exec.cuda.batch import lay_out
 from diptych.engine.exec.sampling import draw_step
@@ -72,16 +73,17 @@ def seq_of(attempt, tokens, start, table, *, drafts=0, sample=True, sampling=GRE
 
 def test_a_row_with_drafts_is_laid_out_as_decode_rows():
     """So it needs no chunk, and a graph of as many rows serves it; each row reads the table of its sequence."""
+    kv = full_format(1, 1, 16, block_size=4, dtype="float32")
     plain = seq_of("a", [7], 4, [5, 6])
     drafted = seq_of("b", [8, 9, 10], 3, [1, 2, 3], drafts=2)
     chunk = seq_of("c", [1, 2], 0, [9], sample=False)
-    batch = lay_out([chunk, drafted, plain], 4, 64)
+    batch = lay_out([chunk, drafted, plain], kv, 64)
     assert (batch.order, batch.num_decode, batch.decode_counts) == ([1, 2, 0], 4, [3, 1])
     assert (batch.token_ids, batch.positions) == ([8, 9, 10, 7, 1, 2], [3, 4, 5, 4, 0, 1])
-    assert batch.slots == [4 + 3, 8, 9, 24, 36, 37]
+    assert batch.slots == [[4 + 3, 8, 9, 24, 36, 37]]
     assert (batch.sample_rows, batch.sample_seqs) == ([0, 1, 2, 3], [1, 1, 1, 2])
     assert batch.row_tables([30, 31, 32]) == [30, 30, 30, 31, 32]
-    alone = lay_out([drafted, plain], 4, 64)
+    alone = lay_out([drafted, plain], kv, 64)
     assert alone.all_rows_sampled
     assert not alone.counts
 

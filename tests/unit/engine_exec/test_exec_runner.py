@@ -9,7 +9,7 @@ import xxhash
 
 from diptych.common.errors import ConfigError, InternalError
 from diptych.common.sampling import SamplingParams
-from diptych.engine.exec.attention import split_groups
+from diptych.engine.exec.attention import split_runs
 from diptych.engine.exec.model_runner import TorchModelRunner
 from diptych.engine.runner import ModelRunner, StepAborted
 
@@ -127,10 +127,10 @@ def test_broken_promises_of_the_scheduler_are_our_bugs(tiny):
 
 def test_groups_cover_all_sequences_and_stay_small():
     lens = [1000, 900, 500, 500, 400, 300, 10, 10, 10, 9, 1]
-    runs = split_groups(lens, 4000)
+    runs = split_runs(lens, 4000)
     assert runs == [(0, 4), (4, 11)]
-    assert split_groups([5000] * 6, 4000) == [(0, 4), (4, 6)]
-    assert split_groups([], 4000) == []
+    assert split_runs([5000] * 6, 4000) == [(0, 4), (4, 6)]
+    assert split_runs([], 4000) == []
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

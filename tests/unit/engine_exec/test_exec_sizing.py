@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from diptych.common.errors import ConfigError
+from diptych.common.kv_format import full_format
 from diptych.common.sampling import SamplingParams
 from diptych.engine.exec.cuda.sizing import PoolBudget, blocks_that_fit
 from diptych.engine.exec.model_runner import TorchModelRunner
@@ -13,14 +14,14 @@ from diptych.engine.messages import ScheduledSeq
 from diptych.engine.runner import OutOfDeviceMemory
 
 GIB = 1 << 30
+KV = full_format(32, 8, 128, block_size=16, dtype="bfloat16")
+assert KV.block_bytes == 2 << 20
 on_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device is usable here")]
 
 
 def fit(*, total=80, free=80.0, used=17, step=2, reserve=1, share=0.9):
     budget = PoolBudget(share, 2048, reserve_bytes=reserve * GIB)
-    return blocks_that_fit(
-        budget, total=total * GIB, free=int(free * GIB), used=used * GIB, step=step * GIB, bytes_per_block=2 << 20
-    )
+    return blocks_that_fit(budget, KV, None, total=total * GIB, free=int(free * GIB), used=used * GIB, step=step * GIB)
 
 
 def test_what_is_left_is_cut_into_blocks():

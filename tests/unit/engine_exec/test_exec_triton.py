@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 from triton import knobs
 
 from diptych.common.errors import InternalError
+from diptych.common.kv_format import full_format
 from diptych.common.sampling import SamplingParams
 from diptych.engine.exec.cuda.batch import lay_out
 from diptych.engine.exec.cuda.block_tables import BlockTables
@@ -192,26 +194,46 @@ def seq_of(attempt, table, *, tokens=1, start=0, sample=True):
 
 
 def test_block_tables_send_only_what_is_new():
-    tables = BlockTables(6, 100, torch.device("cpu"), num_rows=2)
+    tables = BlockTables(6, (100,), torch.device("cpu"), num_rows=2)
     blocks = [10, 11, 12]
     a, b = seq_of("a", blocks), seq_of("b", [20, 21])
     [row_a, row_b] = tables.rows([a, b], [2, 2])
-    assert tables.tensor[row_a, :2].tolist() == [10, 11]
-    tables.tensor[row_a, 0] = 99  # would be sent again only if the start had changed
+    assert tables.tensors[0][row_a, :2].tolist() == [10, 11]
+    tables.tensors[0][row_a, 0] = 99  # would be sent again only if the start had changed
     blocks.append(13)
     assert tables.rows([b, a], [2, 4]) == [row_b, row_a]
-    assert tables.tensor[row_a, :4].tolist() == [99, 11, 12, 13]
+    assert tables.tensors[0][row_a, :4].tolist() == [99, 11, 12, 13]
     a.block_tables = ([30, 31],)
     tables.rows([a], [2])
-    assert tables.tensor[row_a, :2].tolist() == [30, 31]
+    assert tables.tensors[0][row_a, :2].tolist() == [30, 31]
     c = seq_of("c", [40])
     assert tables.rows([c], [1]) == [row_b]  # the longest unused
     assert tables.rows([b, c], [2, 1]) == [row_a, row_b]
-    assert tables.tensor[row_a, :2].tolist() == [20, 21]
+    assert tables.tensors[0][row_a, :2].tolist() == [20, 21]
+
+
+def test_block_tables_of_a_window_group_keep_what_was_sent_when_the_window_slides():
+    tables = BlockTables(6, (100, 50), torch.device("cpu"), num_rows=2)
+    full, window = tables.tensors
+    a = replace(seq_of("a", [10, 11, 12]), block_tables=([10, 11, 12], [1, 2, 3]), first_blocks=(0, 0))
+    [row] = tables.rows([a], [3])
+    window[row, 1:3] = torch.tensor([41, 42])  # would be sent again only if they had changed
+    a.block_tables, a.first_blocks = ([10, 11, 12, 13], [2, 3, 4]), (0, 1)
+    tables.rows([a], [4])
+    assert full[row, :4].tolist() == [10, 11, 12, 13]
+    assert window[row, 1:4].tolist() == [41, 42, 4]
+    a.block_tables, a.first_blocks = ([10, 11, 12, 13], [5]), (0, 3)
+    tables.rows([a], [4])
+    assert window[row, 3].tolist() == 5
+    a.block_tables, a.first_blocks = ([10, 11, 12, 13], [7, 8, 9]), (0, 1)  # it began again
+    tables.rows([a], [4])
+    assert window[row, 1:4].tolist() == [7, 8, 9]
+    with pytest.raises(InternalError, match="outside the pool of 50"):
+        tables.rows([replace(a, block_tables=([10], [50]), first_blocks=(0, 0))], [1])
 
 
 def test_block_tables_refuse_broken_promises():
-    tables = BlockTables(6, 100, torch.device("cpu"), num_rows=2)
+    tables = BlockTables(6, (100,), torch.device("cpu"), num_rows=2)
     for seqs, words in (
         ([seq_of("a", [100])], "outside the pool"),
         ([seq_of("a", [-1])], "outside the pool"),
@@ -228,15 +250,16 @@ def test_layout_puts_single_tokens_first():
         seq_of("b", [9], start=4),
         seq_of("c", [1], tokens=2, sample=False),
     ]
-    batch = lay_out(seqs, 8, 100)
+    kv = full_format(1, 1, 16, block_size=8, dtype="float32")
+    batch = lay_out(seqs, kv, 100)
     assert batch.order == [1, 0, 2]
     assert batch.positions == [4, 7, 8, 9, 0, 1]
-    assert batch.slots == [76, 47, 48, 49, 8, 9]
+    assert batch.slots == [[76, 47, 48, 49, 8, 9]]
     assert (batch.num_decode, batch.counts, batch.starts) == (1, [3, 2], [7, 0])
     assert (batch.sample_rows, batch.sample_seqs) == ([0, 3], [1, 0])
     for bad in (seq_of("x", [1], start=8), seq_of("x", [1], tokens=0), seq_of("x", list(range(20)), start=100)):
         with pytest.raises(InternalError):
-            lay_out([bad], 8, 100)
+            lay_out([bad], kv, 100)
 
 
 def test_18_3_a_kernel_that_comes_late_is_named(monkeypatch, caplog):
