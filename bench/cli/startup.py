@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import resource
 import statistics
 import subprocess
@@ -12,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from diptych.loadtest.environment import describe_environment
+from diptych.bench.result import surroundings, write
 
 TARGET_S = 0.5
 
@@ -59,18 +58,15 @@ def measure(arguments: Sequence[str], repeats: int) -> Startup:
 
 def run_startup(repeats: int, out: Path) -> int:
     """Returns: 1 when a command's help takes longer than the target."""
-    environment = describe_environment()
+    environment = surroundings()
     rows = []
     print(f"{'--help of':<22}{'wall s':>8}{'CPU s':>8}")
     for path in command_paths():
         rows.append(measure(path, repeats))
         print(f"{rows[-1].command:<22}{rows[-1].wall_s:>8.3f}{rows[-1].cpu_s:>8.3f}")
     slow = [row.command for row in rows if row.cpu_s > TARGET_S]
-    out.mkdir(parents=True, exist_ok=True)
-    path_out = out / "startup.json"
-    body = {"environment": environment.as_dict(), "target_s": TARGET_S, "repeats": repeats, "slow": slow}
-    path_out.write_text(json.dumps(body | {"commands": [asdict(row) for row in rows]}, indent=1) + "\n")
-    print(path_out)
+    body = {"environment": environment, "target_s": TARGET_S, "repeats": repeats, "slow": slow}
+    write(out / "startup.json", body | {"commands": [asdict(row) for row in rows]})
     if slow:
         print(f"over {TARGET_S} s of CPU: {', '.join(slow)}", file=sys.stderr)
     return int(bool(slow))

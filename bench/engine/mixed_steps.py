@@ -10,7 +10,6 @@ loop: each user sends again as soon as its answer ends.
 from __future__ import annotations
 
 import argparse
-import json
 import random
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -19,6 +18,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from diptych.bench.result import write
 from diptych.common.block_identity import IdentityHeader
 from diptych.common.clock import FakeClock
 from diptych.common.request import Prompt
@@ -82,12 +82,12 @@ def serve(
     engine = OfflineEngine(LocalExecutor(runner), config, identity, clock=clock)  # type: ignore[arg-type]  # it takes host memory alone
     sampling = SamplingParams(max_tokens=num_outputs, ignore_eos=True)
     added: dict[str, float] = {}
-    told: dict[str, list[float]] = {}
+    came: dict[str, list[float]] = {}
 
     def ask() -> None:
         if len(added) < users * waves:
             attempt = f"r{len(added)}"
-            added[attempt], told[attempt] = clock.now(), []
+            added[attempt], came[attempt] = clock.now(), []
             prompt = tuple(rng.choices(range(VOCAB_SIZE), k=num_prompt))
             engine.send(EngineRequest(attempt, Prompt(prompt), sampling))
 
@@ -100,12 +100,12 @@ def serve(
                 case Failed(error=error):
                     raise error
                 case TokensOut(attempt=attempt):
-                    told[attempt].append(clock.now())
+                    came[attempt].append(clock.now())
                 case Finished():
                     ended += 1
                     ask()
-    gaps = np.concatenate([np.diff(times) for times in told.values()]) * 1e3
-    first = np.array([times[0] - added[attempt] for attempt, times in told.items()])
+    gaps = np.concatenate([np.diff(times) for times in came.values()]) * 1e3
+    first = np.array([times[0] - added[attempt] for attempt, times in came.items()])
     return Outcome(users * waves * num_outputs / (clock.now() - began), gaps, first)
 
 
@@ -136,7 +136,7 @@ def main() -> None:
                 print(*(f"{value!s:>8}" for value in row.values()), flush=True)
     if args.out is not None:
         body = {"what": "bounds on mixed steps, on a modelled machine", "machine": asdict(machine), "rows": rows}
-        args.out.write_text(json.dumps(body, indent=1) + "\n")
+        write(args.out, body)
 
 
 if __name__ == "__main__":

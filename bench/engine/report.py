@@ -1,14 +1,10 @@
-"""Reports of alternating runs: median and range, machine, versions, a table. Pure except for `machine`."""
+"""Reports of alternating runs: median and range, machine, versions, a table. Pure."""
 
 from __future__ import annotations
 
-import os
-import platform
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 
@@ -76,20 +72,8 @@ def make_row(
     """`ours`, `theirs`: tokens per second of each round, aligned."""
     ratio = statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
     a, b = timing(ours), timing(theirs)
-    return Row(
-        scenario,
-        threads,
-        list(ours),
-        list(theirs),
-        a,
-        b,
-        ratio,
-        floor,
-        a.median / floor,
-        b.median / floor,
-        same_ids,
-        requests,
-    )
+    shares = a.median / floor, b.median / floor
+    return Row(scenario, threads, list(ours), list(theirs), a, b, ratio, floor, *shares, same_ids, requests)
 
 
 def merge(rows: Sequence[Row], more: Sequence[Row]) -> list[Row]:
@@ -148,17 +132,3 @@ def table(rows: Sequence[Row]) -> str:
         for b in best_of(rows)
     ]
     return "\n".join(lines)
-
-
-def machine() -> Mapping[str, object]:
-    """CPU, load and versions, which affect the figures."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    cpu = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.processor())
-    return {
-        "cpu": cpu,
-        "cores": os.cpu_count(),
-        "load_1_5_15_min": os.getloadavg(),
-        "python": platform.python_version(),
-        **{name: version(name) for name in ("torch", "transformers")},
-    }

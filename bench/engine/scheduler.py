@@ -10,16 +10,13 @@ half-filled last blocks alone.
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import platform
 import random
 import statistics
 import time
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 
+from diptych.bench.result import surroundings, write
 from diptych.common.block_identity import IdentityHeader
 from diptych.common.request import Prompt
 from diptych.common.sampling import SamplingParams
@@ -129,22 +126,13 @@ def measure_waste(
     return Waste(load, num_requests, block_size, round(statistics.mean(shares), 4), round(statistics.mean(floors), 4))
 
 
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.machine()
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--out", type=Path, help="write the report there as JSON")
     parser.add_argument("--steps", type=int, default=200)
     arguments = parser.parse_args()
     set_collector()  # as in a worker
-    load_before = os.getloadavg()[0]
+    facts = surroundings()
     times = [time_steps(count, arguments.steps) for count in (64, 256, 512, 1024, 2048)]
     wastes = [
         measure_waste(prompts, outputs, 300, block_size)
@@ -162,19 +150,11 @@ def main() -> None:
     if arguments.out is not None:
         report = {
             "bench": "scheduler",
-            "date": datetime.now(UTC).isoformat(timespec="seconds"),
-            "machine": {
-                "cpu_count": os.cpu_count(),
-                "processor": _processor(),
-                "python": platform.python_version(),
-                "load_before": round(load_before, 1),
-                "load_after": round(os.getloadavg()[0], 1),
-            },
+            "machine": facts,
             "steps": [asdict(row) for row in times],
             "waste": [asdict(row) for row in wastes],
         }
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        arguments.out.write_text(json.dumps(report, indent=1) + "\n")
+        write(arguments.out, report)
 
 
 if __name__ == "__main__":

@@ -29,7 +29,8 @@ from typing import Any
 import torch
 
 from diptych.bench.engine.floors import CeilingBench, Ceilings, Floor
-from diptych.bench.engine.report import Row, best_of, machine, make_row, merge, read_rows, table
+from diptych.bench.engine.report import Row, best_of, make_row, merge, read_rows, table
+from diptych.bench.result import surroundings, write
 from diptych.common.block_identity import IdentityHeader
 from diptych.common.errors import ConfigError
 from diptych.common.paths import cache_dir
@@ -261,7 +262,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> None:
     args = parse(argv)
     now = datetime.now(UTC)
-    facts = machine()
+    facts = surroundings()
     settings = {k: v for k, v in vars(args).items() if k not in ("model", "out")}
     path = Path(args.out or f"bench/results/engine-vs-transformers-{now:%Y%m%d-%H%M%S}.json")
     before = json.loads(path.read_text()) if path.exists() else {"rows": [], "runs": []}
@@ -284,12 +285,11 @@ def main(argv: Sequence[str] | None = None) -> None:
             "rows": [asdict(r) for r in rows],
             "best": [asdict(b) for b in best_of(rows)],
         }
-        path.write_text(json.dumps(record, indent=1) + "\n")
+        write(path, record)
         shown[:] = rows
 
-    path.parent.mkdir(parents=True, exist_ok=True)
     run(args, read_rows(before["rows"]), save)
-    print(f"\n{facts}\n{settings}\n{measured}\n{now:%Y-%m-%d %H:%M} UTC\n\n{table(shown)}\n\nwritten to {path}")
+    print(f"\n{facts}\n{settings}\n{measured}\n{now:%Y-%m-%d %H:%M} UTC\n\n{table(shown)}")
 
 
 if __name__ == "__main__":

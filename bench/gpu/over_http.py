@@ -160,17 +160,17 @@ class Bench:
         folder.mkdir(parents=True, exist_ok=True)
         env = {"CUDA_VISIBLE_DEVICES": gpus} if gpus and self.args.device == "cuda" else {}
         server = Server(arguments, folder, env)
-        told: Row = {"command": " ".join(server.command)}
-        self.result["servers"][name] = told
+        entry: Row = {"command": " ".join(server.command)}
+        self.result["servers"][name] = entry
         try:
-            told["start_s"] = round(server.start(), 1)
-            told["said"] = server.said()
+            entry["start_s"] = round(server.start(), 1)
+            entry["said"] = server.said()
             self.port = server.port
-            say(f"{name}: ready after {told['start_s']} s: {told['command']}")
+            say(f"{name}: ready after {entry['start_s']} s: {entry['command']}")
             yield
         finally:
             server.stop()
-            told["late_kernels"] = server.late_kernels()
+            entry["late_kernels"] = server.late_kernels()
             (Path(self.args.out).parent / f"{name}.log").write_text(server.text()[-400_000:])
 
     def up(
@@ -313,7 +313,7 @@ class Bench:
 
     def late_kernels(self) -> list[str]:
         """Of every server that ran."""
-        return [line for told in self.result["servers"].values() for line in told["late_kernels"]]
+        return [line for entry in self.result["servers"].values() for line in entry["late_kernels"]]
 
     def keep(self, name: str, row: Row) -> None:
         """Save at once, so that earlier measurements survive a failure."""

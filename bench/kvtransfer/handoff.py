@@ -16,23 +16,21 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import json
 import statistics
 import sys
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from diptych.bench.result import spread, surroundings, write
 from diptych.cli.bench import cluster as bench_cluster
 from diptych.cli.bench.config import ClusterChoice
 from diptych.cli.bench.run import run_async
-from diptych.loadtest.environment import Environment, describe_environment
 from diptych.loadtest.svg import Series, chart
 from diptych.loadtest.target import Ask, Chunk, Ended, Event
 from diptych.loadtest.target_openai import OpenAITarget
@@ -116,10 +114,6 @@ def _exposed(runs: Sequence[Timeline]) -> float:
     return statistics.median(run.exposed_s for run in runs)
 
 
-def _summary(values: Sequence[float]) -> dict[str, Any]:
-    return {"median": statistics.median(values), "min": min(values), "max": max(values), "values": list(values)}
-
-
 async def _exposed_rounds(
     targets: dict[str, OpenAITarget], lengths: Sequence[int], rounds: int, until: float, report: Callable[[Found], None]
 ) -> None:
@@ -175,7 +169,7 @@ async def _first_token(stream: AsyncGenerator[Event, None]) -> None:
 
 
 def run_exposed(lengths: Sequence[int], rounds: int, budget_s: float, transport: str, out: Path) -> int:
-    environment = describe_environment()
+    environment = surroundings()
     with contextlib.ExitStack() as stack:
         urls = {}
         for mode in MODES:
@@ -196,23 +190,22 @@ def run_exposed(lengths: Sequence[int], rounds: int, budget_s: float, transport:
     return 0
 
 
-def _report_exposed(environment: Environment, out: Path, found: Found) -> None:
+def _report_exposed(environment: dict[str, Any], out: Path, found: Found) -> None:
     body = {
         "bench": "exposed transfer: gap between the first and the second token, less one decode step",
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "environment": environment.as_dict(),
+        "environment": environment,
         "cross_over_tokens": cross_over(found),
         "points": [
             {
                 "kv_overlap": mode, "prompt_tokens": length, "rounds": len(runs), "transport": runs[-1].transport,
-                "exposed_s": _summary([run.exposed_s for run in runs]),
-                "decode_step_s": _summary([run.step_s for run in runs]),
-                "first_token_s": _summary([run.first_s for run in runs]),
+                "exposed_s": spread([run.exposed_s for run in runs]),
+                "decode_step_s": spread([run.step_s for run in runs]),
+                "first_token_s": spread([run.first_s for run in runs]),
             }
             for mode, by_length in found.items() for length, runs in by_length.items() if runs
         ],
     }  # fmt: skip
-    _write(out, body)
+    write(out.with_suffix(".json"), body)
     lines = [
         Series(f"overlap {mode}", [(n, _exposed(runs) * 1e3) for n, runs in by_length.items() if runs])
         for mode, by_length in found.items()
@@ -223,7 +216,7 @@ def _report_exposed(environment: Environment, out: Path, found: Found) -> None:
 
 
 def run_cancelled(rounds: int, out: Path) -> int:
-    environment = describe_environment()
+    environment = surroundings()
     with bench_cluster.running(ClusterChoice(threads_per_worker=1), colocated=False) as cluster:
 
         async def main() -> list[dict[str, float]]:
@@ -237,22 +230,14 @@ def run_cancelled(rounds: int, out: Path) -> int:
         found = run_async(main())
     body = {
         "bench": f"one prompt of {SHORT_TOKENS} tokens behind {MANY} of {LONG_TOKENS}, cancelled before their first token",
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "environment": environment.as_dict(),
+        "environment": environment,
         "chunk_tokens": CHUNK_TOKENS,
-        **{name: _summary([run[name] for run in found]) for name in found[0]},
+        **{name: spread([run[name] for run in found]) for name in found[0]},
         "within_one_chunk": sum(run["waited_s"] <= run["chunk_s"] for run in found),
         "rounds": len(found),
     }
-    _write(out, body)
+    write(out.with_suffix(".json"), body)
     return 0
-
-
-def _write(out: Path, body: dict[str, Any]) -> None:
-    out.parent.mkdir(parents=True, exist_ok=True)
-    path = out.with_suffix(".json")
-    path.write_text(json.dumps(body, indent=1) + "\n")
-    print(path)
 
 
 def main() -> int:

@@ -16,14 +16,11 @@ import argparse
 import asyncio
 import json
 import os
-import platform
 import statistics
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +28,7 @@ import numpy as np
 import uvloop
 
 from diptych.bench.kvtransfer.blocks import BLOCK_BYTES, LAYOUT, BlockPool
+from diptych.bench.result import spread, surroundings, write
 from diptych.kvtransfer.api import KvAddress, PeerRef, Transfer
 from diptych.kvtransfer.build import build_transfer
 from diptych.kvtransfer.config import TransferConfig
@@ -187,40 +185,11 @@ class Bench:
         self._step_thread.shutdown()
 
 
-def summary(values: list[float]) -> dict[str, float]:
-    return {
-        "median": statistics.median(values), "min": min(values), "max": max(values), "rounds": len(values),
-    }  # fmt: skip
-
-
 def _beside(kv: list[float], descriptors: list[float]) -> dict[str, Any]:
     return {
-        "descriptors_bytes_per_s": summary(descriptors),
-        "times_descriptors": summary([a / b for a, b in zip(kv, descriptors, strict=True)]),
+        "descriptors_bytes_per_s": spread(descriptors),
+        "times_descriptors": spread([a / b for a, b in zip(kv, descriptors, strict=True)]),
     }
-
-
-def machine() -> dict[str, Any]:
-    model = next(
-        (
-            line.split(":", 1)[1].strip()
-            for line in Path("/proc/cpuinfo").read_text().splitlines()
-            if "model name" in line
-        ),
-        platform.processor(),
-    )
-    return {"cpu": model, "cores": os.cpu_count(), "kernel": platform.release(), "load": os.getloadavg()}
-
-
-def versions() -> dict[str, str]:
-    found = {"python": platform.python_version()}
-    for_cuda = (f"{name}-cu{cuda}" for name in ("ucxx", "libucx", "nixl") for cuda in (12, 13))
-    for name in ("diptych", *for_cuda, "numpy", "torch"):
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return found
 
 
 async def measure(settings: dict[str, Any], knobs: Knobs, rounds: int) -> dict[str, Any]:
@@ -247,7 +216,7 @@ async def measure(settings: dict[str, Any], knobs: Knobs, rounds: int) -> dict[s
                 flush=True,
             )
         pieces = {
-            size: summary([await bench.descriptors(i, size) for i in range(_PIECE_ROUNDS)])
+            size: spread([await bench.descriptors(i, size) for i in range(_PIECE_ROUNDS)])
             for size in _PIECES if bench.has_descriptors
         }  # fmt: skip
         idle = await bench.idle()
@@ -257,9 +226,9 @@ async def measure(settings: dict[str, Any], knobs: Knobs, rounds: int) -> dict[s
         "path": bench.path,
         "settings": settings,
         "knobs": asdict(knobs),
-        "raw_bytes_per_s": summary(raw),
-        "kv_bytes_per_s": summary(kv),
-        "share": summary(shares),
+        "raw_bytes_per_s": spread(raw),
+        "kv_bytes_per_s": spread(kv),
+        "share": spread(shares),
         "share_of_medians": statistics.median(kv) / statistics.median(raw),
         **(_beside(kv, descriptors) if descriptors else {}),
         **({"smaller_descriptors_bytes_per_s": pieces} if pieces else {}),
@@ -286,7 +255,7 @@ def main() -> int:
     result = uvloop.run(measure(settings, knobs, args.rounds))
     report = {
         "bench": "kv transfer over loopback: 2,000 scattered blocks of 64 KiB against one raw message of 64 MiB",
-        "date": datetime.now(UTC).isoformat(timespec="seconds"), "machine": machine(), "versions": versions(), **result,
+        "machine": surroundings(), **result,
     }  # fmt: skip
     print(
         f"{result['path']}: raw {result['raw_bytes_per_s']['median'] / 1e9:.2f} GB/s, "
@@ -294,8 +263,7 @@ def main() -> int:
         f"CPU {result['raw_cpu_s_per_gb']:.2f} and {result['kv_cpu_s_per_gb']:.2f} s a GB; idle {result['idle_cpu_share']:.1%}"
     )
     if args.out:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(report, indent=2) + "\n")
+        write(args.out, report)
     return 0
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -10,12 +9,12 @@ from pathlib import Path
 
 import numpy as np
 
+from diptych.bench.result import surroundings, write
 from diptych.common.errors import ConfigError, TransferError
 from diptych.kvtransfer.layout import RingSpec
 from diptych.kvtransfer.registry import TransportSite, candidates, check
 from diptych.kvtransfer.self_test import run_self_test
 from diptych.kvtransfer.transport import Transport
-from diptych.loadtest.environment import describe_environment
 
 SLAB_KIB = (64, 256, 1024, 4096, 16384)
 
@@ -64,11 +63,7 @@ def run_kv(transports: Sequence[str], slab_kib: Sequence[int], repeats: int, out
             print(
                 f"{name:<12}{point.path:<14}{kib:>10}{point.gb_per_s:>8.2f}{point.memcpy_gb_per_s:>8.2f}{point.share:>8.0%}"
             )
-    out.mkdir(parents=True, exist_ok=True)
-    path = out / "kv.json"
-    body = {"environment": describe_environment().as_dict(), "points": [asdict(point) for point in points]}
-    path.write_text(json.dumps(body, indent=1) + "\n")
-    print(path)
+    write(out / "kv.json", {"environment": surroundings(), "points": [asdict(point) for point in points]})
     return 0
 
 

@@ -16,13 +16,12 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
+from diptych.bench.result import surroundings, write
 from diptych.cli.bench.capacity import mock_process, own_lateness
 from diptych.cli.models.store import resolve_model
-from diptych.loadtest.environment import describe_environment
 from diptych.loadtest.mock_server import Script
 
 RATE, INPUT, OUTPUT, WARMUP = 10, 64, 33, 5
@@ -86,7 +85,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("bench-out/harness-vs-aiperf.json"))
     given = parser.parse_args()
     script = Script()
-    environment = describe_environment()
+    environment = surroundings()
     runs: dict[str, list[dict[str, float]]] = {"ours": [], "aiperf": []}
     with tempfile.TemporaryDirectory() as root, mock_process(script) as url:
         env = tokenizer_cache(Path(root))
@@ -109,17 +108,15 @@ def main() -> int:
         "what": f"One scripted server (first token {script.first_token_s * 1e3:g} ms, then {script.token_s * 1e3:g} ms a token, "
         f"{script.tokens_per_chunk} tokens a chunk, {OUTPUT} tokens), {given.requests} requests at a constant {RATE}/s, chat "
         "API, streamed; ours and aiperf in turns; p50 in milliseconds, medians of the rounds.",
-        "date": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "environment": environment.as_dict(),
+        "environment": environment,
         "aiperf": "0.13.0",
         "the_mock_itself": lateness,
         "median": middle,
         "ours_over_aiperf": ratios,
         "runs": runs,
     }
-    given.out.parent.mkdir(parents=True, exist_ok=True)
-    given.out.write_text(json.dumps(body, indent=1) + "\n")
-    print(given.out, ratios)
+    write(given.out, body)
+    print(ratios)
     return int(any(abs(value - 1.0) > 0.05 for value in ratios.values()))
 
 

@@ -13,8 +13,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -23,7 +21,6 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 
@@ -32,6 +29,7 @@ import psutil
 from diptych.bench.part import end_process, running_part
 from diptych.bench.peers.client import Load
 from diptych.bench.peers.mock import MODEL
+from diptych.bench.result import surroundings, write
 from diptych.cli.models.store import resolve_model
 from diptych.cli.progress import progress_on
 from diptych.cli.temporary import temporary_folder
@@ -55,7 +53,7 @@ class Contender:
 
 
 @dataclass(frozen=True, slots=True)
-class Scene:
+class Workload:
     """The load for all of them."""
 
     name: str
@@ -67,8 +65,8 @@ class Scene:
 
 
 SCENES = (
-    Scene("placing", 1500, 64, 128, 1, stream=False),
-    Scene("streaming", 192, 64, 128, 256, stream=True),
+    Workload("placing", 1500, 64, 128, 1, stream=False),
+    Workload("streaming", 192, 64, 128, 256, stream=True),
 )
 
 
@@ -106,37 +104,37 @@ def _cpu(processes: Sequence[psutil.Process]) -> float:
     return sum(sum(process.cpu_times()[:2]) for process in processes)
 
 
-def _measure(contender: Contender, scene: Scene, mock: psutil.Process) -> dict[str, float]:
+def _measure(contender: Contender, workload: Workload, mock: psutil.Process) -> dict[str, float]:
     load = Load(
         contender.target,
-        scene.requests,
-        scene.concurrency,
-        scene.prompt_tokens,
-        scene.output_tokens,
-        scene.stream,
+        workload.requests,
+        workload.concurrency,
+        workload.prompt_tokens,
+        workload.output_tokens,
+        workload.stream,
         MODEL,
     )
     command = [sys.executable, "-P", "-m", "diptych.bench.peers.client", json.dumps(asdict(load))]
     router, worker = _cpu(contender.processes), _cpu([mock])
     done = subprocess.run(command, capture_output=True, text=True, timeout=CLIENT_TIMEOUT_S, check=False)
     if done.returncode:
-        raise ConfigError("bench", contender.name, f"{scene.name}: {done.stderr[-1500:]}")
+        raise ConfigError("bench", contender.name, f"{workload.name}: {done.stderr[-1500:]}")
     router, worker = _cpu(contender.processes) - router, _cpu([mock]) - worker
-    told = json.loads(done.stdout)
+    client = json.loads(done.stdout)
     # The warm-up's requests cost the servers as much as others; the client counts its own after it.
-    share = told["requests"] / (told["requests"] + scene.concurrency)
-    cpu = told["client_cpu_s"] + share * (router + worker)
+    share = client["requests"] / (client["requests"] + workload.concurrency)
+    cpu = client["client_cpu_s"] + share * (router + worker)
     return {
-        "requests_per_s": told["requests"] / told["wall_s"],
-        "tokens_per_s": told["tokens"] / told["wall_s"],
-        "p50_ms": told["p50_ms"],
-        "p99_ms": told["p99_ms"],
-        "requests_per_core_s": told["requests"] / cpu,
-        "tokens_per_core_s": told["tokens"] / cpu,
-        "requests_per_router_core_s": told["requests"] / (share * router) if router else 0.0,
-        "client_cpu_us_per_request": 1e6 * told["client_cpu_s"] / told["requests"],
-        "router_cpu_us_per_request": 1e6 * share * router / told["requests"],
-        "worker_cpu_us_per_request": 1e6 * share * worker / told["requests"],
+        "requests_per_s": client["requests"] / client["wall_s"],
+        "tokens_per_s": client["tokens"] / client["wall_s"],
+        "p50_ms": client["p50_ms"],
+        "p99_ms": client["p99_ms"],
+        "requests_per_core_s": client["requests"] / cpu,
+        "tokens_per_core_s": client["tokens"] / cpu,
+        "requests_per_router_core_s": client["requests"] / (share * router) if router else 0.0,
+        "client_cpu_us_per_request": 1e6 * client["client_cpu_s"] / client["requests"],
+        "router_cpu_us_per_request": 1e6 * share * router / client["requests"],
+        "worker_cpu_us_per_request": 1e6 * share * worker / client["requests"],
     }
 
 
@@ -144,7 +142,7 @@ def run(venv: Path, runs: int, scale: float, out: Path) -> None:
     """Raises: ConfigError naming the part that does not start or fails."""
     with progress_on() as progress:
         folder = resolve_model("smollm2", progress)
-    scenes = [replace(scene, requests=max(1, int(scale * scene.requests))) for scene in SCENES]
+    workloads = [replace(workload, requests=max(1, int(scale * workload.requests))) for workload in SCENES]
     with contextlib.ExitStack() as stack:
         root = Path(stack.enter_context(temporary_folder("diptych-peers-")))
         secret = root / "secret"
@@ -169,14 +167,16 @@ def run(venv: Path, runs: int, scale: float, out: Path) -> None:
             line += ["--worker-urls", worker, "--policy", "round_robin", "--log-level", "error"]
             line += ["--prometheus-port", str(prometheus), "--prometheus-host", "127.0.0.1"]
             contenders.append(stack.enter_context(_peer(name, line, port, root)))
-        found: dict[str, dict[str, list[dict[str, float]]]] = {s.name: {c.name: [] for c in contenders} for s in scenes}
+        found: dict[str, dict[str, list[dict[str, float]]]] = {
+            s.name: {c.name: [] for c in contenders} for s in workloads
+        }
         for number in range(runs):
             order = contenders[number % len(contenders) :] + contenders[: number % len(contenders)]
-            for scene in scenes:
+            for workload in workloads:
                 for contender in order:
-                    found[scene.name][contender.name].append(_measure(contender, scene, mock))
+                    found[workload.name][contender.name].append(_measure(contender, workload, mock))
             print(f"run {number + 1} of {runs}", file=sys.stderr, flush=True)
-    _write(found, scenes, contenders, venv, out)
+    _write(found, workloads, contenders, venv, out)
 
 
 def _ratios(by: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
@@ -199,23 +199,25 @@ def _median(runs: Sequence[dict[str, float]]) -> dict[str, float]:
 
 def _write(
     found: dict[str, dict[str, list[dict[str, float]]]],
-    scenes: Sequence[Scene],
+    workloads: Sequence[Workload],
     contenders: Sequence[Contender],
     venv: Path,
     out: Path,
 ) -> None:
-    medians = {scene: {name: _median(runs) for name, runs in by.items()} for scene, by in found.items()}
+    medians = {workload: {name: _median(runs) for name, runs in by.items()} for workload, by in found.items()}
     head = f"{'req/s':>9}{'tok/s':>10}{'p50 ms':>9}{'p99 ms':>9}{'req/core s':>12}{'tok/core s':>12}{'req/router core s':>19}"
-    for scene, by in medians.items():
-        print(f"\n{scene}\n{'':<20}{head}")
+    for workload, by in medians.items():
+        print(f"\n{workload}\n{'':<20}{head}")
         for name, row in by.items():
             print(
                 f"{name:<20}{row['requests_per_s']:>9.0f}{row['tokens_per_s']:>10.0f}{row['p50_ms']:>9.1f}{row['p99_ms']:>9.1f}"
                 f"{row['requests_per_core_s']:>12.0f}{row['tokens_per_core_s']:>12.0f}{row['requests_per_router_core_s']:>19.0f}"
             )
         for name, ratios in _ratios(by).items():
-            told = ", ".join(f"{key.replace('_per_', '/').removesuffix('_s')} {ratio}" for key, ratio in ratios.items())
-            print(f"{name} to the better peer: {told}")
+            shown = ", ".join(
+                f"{key.replace('_per_', '/').removesuffix('_s')} {ratio}" for key, ratio in ratios.items()
+            )
+            print(f"{name} to the better peer: {shown}")
     packages = sorted(venv.glob("lib/python3*/site-packages"))
     versions = {
         dist.metadata["Name"]: dist.version
@@ -224,27 +226,22 @@ def _write(
     }
     versions |= {name: metadata.version(name) for name in ("diptych", "grpcio", "uvloop", "protobuf")}
     body = {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "python": platform.python_version(),
-        "cpus": os.cpu_count(),
-        "load_average": os.getloadavg(),
+        "environment": surroundings(),
         "versions": versions,
         "commands": {contender.name: contender.command for contender in contenders},
         "client": "python -P -m diptych.bench.peers.client (HTTP: raw keep-alive; gRPC: the SDK)",
-        "scenes": {scene.name: asdict(scene) for scene in scenes},
+        "scenes": {workload.name: asdict(workload) for workload in workloads},
         "medians": medians,
-        "to_the_better_peer": {scene: _ratios(by) for scene, by in medians.items()},
+        "to_the_better_peer": {workload: _ratios(by) for workload, by in medians.items()},
         "runs": found,
     }
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(body, indent=1) + "\n")
-    print(out)
+    write(out, body)
 
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peers", type=Path, required=True, help="virtual environment with the two peers")
-    parser.add_argument("--runs", type=int, default=5, help="of each contender in each scene, alternating")
+    parser.add_argument("--runs", type=int, default=5, help="of each contender in each workload, alternating")
     parser.add_argument("--scale", type=float, default=1.0, help="of the number of requests")
     parser.add_argument("--out", type=Path, default=RESULT)
     given = parser.parse_args(arguments)

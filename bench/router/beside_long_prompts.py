@@ -22,21 +22,20 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import httpx
 
-from diptych.bench.router.report import RESULTS, surroundings
+from diptych.bench.result import RESULTS, surroundings, write
 from diptych.cli.up.processes import free_port
 from diptych.loadtest.svg import bars
 
-RESULT = RESULTS / "beside.json"
-SCENES = ("alone", "beside others' long ones", "beside its own long ones")
-_IN_SHORT = dict(zip(SCENES, ("alone", "others' long", "own long"), strict=True))
+RESULT = RESULTS / "router" / "beside.json"
+SITUATIONS = ("alone", "beside others' long ones", "beside its own long ones")
+_IN_SHORT = dict(zip(SITUATIONS, ("alone", "others' long", "own long"), strict=True))
 FULL_POOL = ("--num-blocks", "64", "--max-model-len", "960")
-FULL_SCENES = ("alone", "beside streams that outgrow the pool")
+FULL_SITUATIONS = ("alone", "beside streams that outgrow the pool")
 STREAMS, STREAM_PROMPT, STREAM_TOKENS = 3, 64, 600
 """Three answers of 600 tokens: up to 1,992 tokens of KV, where the pool has 1,024."""
 SHORT = (1, 128)
@@ -119,11 +118,11 @@ class Client:
                     return time.perf_counter() - began
         raise RuntimeError("the answer has no token")
 
-    async def keep_long(self, tenant: str, number: int, told: list[float]) -> None:
+    async def keep_long(self, tenant: str, number: int, durations: list[float]) -> None:
         while True:
-            told.append(await self.ttft_s(tenant, LONG[number % len(LONG)]))
+            durations.append(await self.ttft_s(tenant, LONG[number % len(LONG)]))
 
-    async def keep_stream(self, tenant: str, told: list[float]) -> None:
+    async def keep_stream(self, tenant: str, durations: list[float]) -> None:
         """Raises: RuntimeError when an answer is incomplete."""
         while True:
             prompt = [self._chance.randrange(1000, 40_000) for _ in range(STREAM_PROMPT)]
@@ -134,16 +133,16 @@ class Client:
             usage = answer.raise_for_status().json()["usage"]
             if usage["completion_tokens"] != STREAM_TOKENS:
                 raise RuntimeError(f"an answer has {usage['completion_tokens']} of {STREAM_TOKENS} tokens")
-            told.append(time.perf_counter() - began)
+            durations.append(time.perf_counter() - began)
 
-    async def scene(self, name: str, longs: int, seconds: float) -> dict[str, Any]:
-        tenant = {SCENES[1]: "other", SCENES[2]: "one"}.get(name, "")
-        told: list[float] = []
-        if name == FULL_SCENES[1]:
-            tasks = [asyncio.create_task(self.keep_stream("other", told)) for _ in range(STREAMS)]
+    async def situation(self, name: str, longs: int, seconds: float) -> dict[str, Any]:
+        tenant = {SITUATIONS[1]: "other", SITUATIONS[2]: "one"}.get(name, "")
+        durations: list[float] = []
+        if name == FULL_SITUATIONS[1]:
+            tasks = [asyncio.create_task(self.keep_stream("other", durations)) for _ in range(STREAMS)]
             await asyncio.sleep(10.0)  # until the pool is nearly full; later results do not depend on it
         else:
-            tasks = [asyncio.create_task(self.keep_long(tenant, i, told)) for i in range(longs if tenant else 0)]
+            tasks = [asyncio.create_task(self.keep_long(tenant, i, durations)) for i in range(longs if tenant else 0)]
         await asyncio.sleep(2.0 if tenant else 0.0)
         found: dict[int, list[float]] = {size: [] for size in SHORT}
         until = time.perf_counter() + seconds
@@ -157,7 +156,7 @@ class Client:
         if failed := [str(one) for one in ended if not isinstance(one, asyncio.CancelledError)]:
             raise RuntimeError(f"a long request failed: {failed[0]}")
         await asyncio.sleep(2.0)  # cancelled requests leave the workers
-        return {"short": {str(size): _summary(found[size]) for size in SHORT}, "long_ended": len(told)}
+        return {"short": {str(size): _summary(found[size]) for size in SHORT}, "long_ended": len(durations)}
 
     async def close(self) -> None:
         await self._http.aclose()
@@ -175,12 +174,12 @@ def _summary(values: Sequence[float]) -> dict[str, float]:
     }
 
 
-async def _scenes(cluster: Cluster, names: Sequence[str], longs: int, seconds: float) -> dict[str, Any]:
+async def _situations(cluster: Cluster, names: Sequence[str], longs: int, seconds: float) -> dict[str, Any]:
     client = Client(cluster)
     try:
         for size in (*SHORT, 600, *SHORT):  # warm-up; the workers' rates are measured
             await client.ttft_s("one", size)
-        return {name: await client.scene(name, longs, seconds) for name in names}
+        return {name: await client.situation(name, longs, seconds) for name in names}
     finally:
         await client.close()
 
@@ -190,10 +189,10 @@ def _draw(result: dict[str, Any], before: dict[str, Any] | None, path: Path) -> 
     for pool in result["pools"]:
         for size in SHORT:
             rows: dict[str, float] = {}
-            for label, told in (("", result), ("was: ", before)):
-                if told is not None and pool in told["pools"]:
-                    for name, scene in told["pools"][pool].items():
-                        rows[label + _IN_SHORT.get(name, name)] = scene["short"][str(size)]["p99_s"]
+            for label, version in (("", result), ("was: ", before)):
+                if version is not None and pool in version["pools"]:
+                    for name, situation in version["pools"][pool].items():
+                        rows[label + _IN_SHORT.get(name, name)] = situation["short"][str(size)]["p99_s"]
             panels.append((f"p99 TTFT in s, prompts of {size}, {pool}", rows))
     path.write_text(bars(panels, columns=2), encoding="utf-8")
 
@@ -202,32 +201,31 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--prefill-workers", type=int, nargs="*", default=[1, 2])
     parser.add_argument("--longs", type=int, default=3, help="long prompts under way at a time")
-    parser.add_argument("--seconds", type=float, default=30.0, help="of each of the three scenes")
+    parser.add_argument("--seconds", type=float, default=30.0, help="of each of the three situations")
     parser.add_argument("--out", type=Path, default=RESULT)
     parser.add_argument("--before", type=Path, default=None)
     given = parser.parse_args(arguments)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the cluster is stopped
     result: dict[str, Any] = {
         "surroundings": surroundings(),
-        "at": datetime.now(UTC).isoformat(timespec="seconds"),
         "setting": {"long_tokens": LONG[: given.longs], "longs": given.longs, "seconds": given.seconds},
         "pools": {},
     }
     runs: list[tuple[str, int, tuple[str, ...], tuple[str, ...], float]] = [
-        (f"{count}P+1D", count, (), SCENES, given.seconds) for count in given.prefill_workers
+        (f"{count}P+1D", count, (), SITUATIONS, given.seconds) for count in given.prefill_workers
     ]
-    runs.append(("1P+1D, 64 blocks", 1, FULL_POOL, FULL_SCENES, 2 * given.seconds))
+    runs.append(("1P+1D, 64 blocks", 1, FULL_POOL, FULL_SITUATIONS, 2 * given.seconds))
     for label, count, pool, names, seconds in runs:
         with tempfile.TemporaryDirectory(prefix="diptych-beside-") as folder:
             cluster = Cluster(count, Path(folder), pool)
             try:
                 cluster.wait_ready()
-                result["pools"][label] = scenes = asyncio.run(_scenes(cluster, names, given.longs, seconds))
+                result["pools"][label] = situations = asyncio.run(_situations(cluster, names, given.longs, seconds))
             finally:
                 cluster.stop()
-        for name, scene in scenes.items():
-            print(label, name, scene, flush=True)
-    given.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        for name, situation in situations.items():
+            print(label, name, situation, flush=True)
+    write(given.out, result)
     before = None if given.before is None else json.loads(given.before.read_text(encoding="utf-8"))
     _draw(result, before, given.out.with_suffix(".svg"))
 

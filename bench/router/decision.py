@@ -13,11 +13,12 @@ from __future__ import annotations
 import argparse
 import random
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from diptych.bench.router.report import surroundings, write
+from diptych.bench.result import RESULTS, surroundings, write
 from diptych.common.block_identity import IdentityHeader, block_keys
 from diptych.common.request import Prompt
 from diptych.common.store.interface import KvEvent
@@ -59,7 +60,7 @@ def make_record(worker_id: str, role: str, chance: random.Random, block_size: in
     )
 
 
-class Scene:
+class Setup:
     """A cluster with a full index, and prompts whose prefix is held by some workers."""
 
     def __init__(self, num_workers: int, num_blocks: int, seed: int = 0, library: Library | None = None) -> None:
@@ -105,9 +106,9 @@ class Scene:
         return placement
 
 
-def measure(scene: Scene, seconds: float, *, hashing: bool) -> dict[str, float]:
+def measure(setup: Setup, seconds: float, *, hashing: bool) -> dict[str, float]:
     """Decisions for `seconds`; without hashing the prompts' identities are known already."""
-    known = [PromptBlocks(Prompt(tokens)) for tokens in scene.prompts]
+    known = [PromptBlocks(Prompt(tokens)) for tokens in setup.prompts]
     for prompt in known:
         prompt.keys(HEADER)
     walls: list[float] = []
@@ -118,7 +119,7 @@ def measure(scene: Scene, seconds: float, *, hashing: bool) -> dict[str, float]:
     while (now := time.perf_counter()) < until:
         at = number % len(known)
         began = time.thread_time()
-        scene.decide(PromptBlocks(Prompt(scene.prompts[at])) if hashing else known[at], number)
+        setup.decide(PromptBlocks(Prompt(setup.prompts[at])) if hashing else known[at], number)
         cpus.append(time.thread_time() - began)
         walls.append(time.perf_counter() - now)
         number += 1
@@ -137,11 +138,11 @@ def measure(scene: Scene, seconds: float, *, hashing: bool) -> dict[str, float]:
     }
 
 
-def rounds(scene: Scene, seconds: float, count: int, *, hashing: bool) -> dict[str, Any]:
+def rounds(setup: Setup, seconds: float, count: int, *, hashing: bool) -> dict[str, Any]:
     """The round with the most decisions per CPU second, and the results of each round."""
-    told = [measure(scene, seconds, hashing=hashing) for _ in range(count)]
-    rates = [one["decisions_per_cpu_s"] for one in told]
-    return {**told[rates.index(max(rates))], "decisions_per_cpu_s_by_round": rates}
+    measured = [measure(setup, seconds, hashing=hashing) for _ in range(count)]
+    rates = [one["decisions_per_cpu_s"] for one in measured]
+    return {**measured[rates.index(max(rates))], "decisions_per_cpu_s_by_round": rates}
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -153,12 +154,12 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--backend", default="auto", help="auto, native or numpy")
     parser.add_argument("--workers", type=int, default=64)
     parser.add_argument("--blocks", type=int, default=1_000_000)
-    parser.add_argument("--out", default="", help="result file; default: the committed one")
+    parser.add_argument("--out", type=Path, default=RESULTS / "router" / "decision.json", help="result file")
     given = parser.parse_args(arguments)
     library = choose_library(given.backend)
-    scene = Scene(given.workers, given.blocks, library=library)
-    measure(scene, 0.3, hashing=True)  # warm-up
-    num_keys = scene.index.num_keys
+    setup = Setup(given.workers, given.blocks, library=library)
+    measure(setup, 0.3, hashing=True)  # warm-up
+    num_keys = setup.index.num_keys
     result = {
         "surroundings": surroundings(),
         "backend": "numpy" if library is None else "native",
@@ -168,13 +169,13 @@ def main(arguments: list[str] | None = None) -> None:
             "prompt_tokens": NUM_TOKENS,
             "block_size": BLOCK_SIZE,
         },
-        "with_hashing": rounds(scene, given.seconds, given.rounds, hashing=True),
-        "without_hashing": rounds(scene, given.seconds, given.rounds, hashing=False),
-        "bytes_per_indexed_block": round(scene.index.nbytes / num_keys, 1),
+        "with_hashing": rounds(setup, given.seconds, given.rounds, hashing=True),
+        "without_hashing": rounds(setup, given.seconds, given.rounds, hashing=False),
+        "bytes_per_indexed_block": round(setup.index.nbytes / num_keys, 1),
     }
     for name in ("with_hashing", "without_hashing", "bytes_per_indexed_block"):
         print(name, result[name])
-    write("decision", result, given.out)
+    write(given.out, result)
 
 
 if __name__ == "__main__":

@@ -15,17 +15,16 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import uvloop
 
+from diptych.bench.result import surroundings, write
 from diptych.cli.models.store import resolve_model
 from diptych.common.clock import MonotonicClock
 from diptych.common.secret import create_secret
 from diptych.common.store.memory import MemoryStore
-from diptych.loadtest.environment import describe_environment
 from diptych.router.config import RouterConfig
 from diptych.router.frontend import Frontend
 from diptych.router.server import ApiServers, freeze_startup_objects
@@ -104,14 +103,14 @@ async def measure() -> list[dict[str, Any]]:
         await asyncio.sleep(0.5)
         longest = 0.0
         sender = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
-        told = (await sender.communicate())[0].decode().split()
+        answers = (await sender.communicate())[0].decode().split()
         found.append(
             {
                 "body": name, "at_once": count, "bytes": len(body), "longest_stall_s": round(longest, 4),
-                "statuses": told[::2], "slowest_answer_s": max(map(float, told[1::2])),
+                "statuses": answers[::2], "slowest_answer_s": max(map(float, answers[1::2])),
             }
         )  # fmt: skip
-        print(f"{name:<36} x{count}  longest stall {longest * 1000:7.1f} ms  {' '.join(told[::2])}", flush=True)
+        print(f"{name:<36} x{count}  longest stall {longest * 1000:7.1f} ms  {' '.join(answers[::2])}", flush=True)
     watching.cancel()
     await faces.stop(1.0)
     await frontend.close()
@@ -122,9 +121,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     out: Path = parser.parse_args().out
-    environment = describe_environment()
+    environment = surroundings()
     found = uvloop.run(measure())
-    out.write_text(json.dumps({"environment": asdict(environment), "bodies": found}, indent=1) + "\n")
+    write(out, {"environment": environment, "bodies": found})
 
 
 if __name__ == "__main__":

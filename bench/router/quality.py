@@ -11,11 +11,12 @@ from __future__ import annotations
 import argparse
 import dataclasses
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 
+from diptych.bench.result import RESULTS, surroundings, write
 from diptych.bench.router.approximate_tree import ApproximateTree
-from diptych.bench.router.report import RESULTS, surroundings, write
 from diptych.bench.router.simulation import Outcome, SimConfig, Simulation
 from diptych.bench.router.trace import TraceConfig, TraceRequest, make_trace, merged
 from diptych.loadtest.svg import bars
@@ -77,7 +78,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--rates", type=float, nargs="+", default=[2.0, 3.5], help="new chats per second")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--draws", type=int, default=3, help="runs of each policy, with other seeds; reported together")
-    parser.add_argument("--out", default="", help="result file; default: the committed one")
+    parser.add_argument("--out", type=Path, default=RESULTS / "router" / "quality.json", help="result file")
     given = parser.parse_args(arguments)
     names = [*POLICIES, TREE, COPIES]
     config = SimConfig()
@@ -98,7 +99,7 @@ def main(arguments: list[str] | None = None) -> None:
         "runs": runs,
         "tenants": tenants(given.duration / 3, given.seed, config),
     }
-    path = write("quality", result, given.out)
+    write(given.out, result)
     panels = []
     for rate, entry in zip(given.rates, runs, strict=True):
         policies = entry["policies"]
@@ -106,8 +107,7 @@ def main(arguments: list[str] | None = None) -> None:
             (f"p99 TTFT in s, {rate:g} chats/s", {name: policies[name]["ttft_p99_s"] for name in names}),  # type: ignore[index]
             (f"hit rate in %, {rate:g} chats/s", {name: 100 * policies[name]["hit_rate"] for name in names}),  # type: ignore[index]
         ]
-    picture = path.with_suffix(".svg") if given.out else RESULTS / "quality.svg"
-    picture.write_text(bars(panels, columns=2), encoding="utf-8")
+    given.out.with_suffix(".svg").write_text(bars(panels, columns=2), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ cost of a token.
 from __future__ import annotations
 
 import dataclasses
-import json
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -16,13 +15,13 @@ from pathlib import Path
 import psutil
 
 from diptych.bench.part import running_part
+from diptych.bench.result import surroundings, write
 from diptych.cli.bench.run import Place, opened, run_async
 from diptych.cli.models.store import resolve_model
 from diptych.cli.progress import progress_on
 from diptych.common.errors import ConfigError
 from diptych.loadtest import live
 from diptych.loadtest.config import BenchConfig
-from diptych.loadtest.environment import describe_environment
 from diptych.loadtest.result import RunRecord, measure
 
 SHORT, LONG = 1, 65
@@ -115,12 +114,5 @@ def _write(costs: Sequence[RouterCost], requests: int, out: Path) -> None:
             f"{cost.face:<18}{cost.per_request_us:>12.0f}{cost.per_token_us:>10.1f}{cost.requests_per_core:>17.0f}"
             f"{cost.tokens_per_core:>15.0f}{cost.chunks_per_token:>14.2f}"
         )
-    out.mkdir(parents=True, exist_ok=True)
-    path = out / "router.json"
-    body = {
-        "environment": describe_environment().as_dict(),
-        "requests": requests,
-        "faces": [asdict(cost) for cost in costs],
-    }
-    path.write_text(json.dumps(body, indent=1) + "\n")
-    print(path)
+    faces = [asdict(cost) for cost in costs]
+    write(out / "router.json", {"environment": surroundings(), "requests": requests, "faces": faces})

@@ -72,5 +72,5 @@ def test_whole_bench_on_a_tiny_model(tiny_dir, tmp_path, capsys):
     assert [(r["scenario"], r["same_ids"]) for r in record["rows"]] == [
         ("decode, batch 3", 3), ("ragged, batch 4", 4), ("prefill 40", 1),
     ]  # fmt: skip
-    assert record["runs"][0]["machine"]["torch"]
+    assert record["runs"][0]["machine"]["versions"]["torch"]
     assert "prefill 40" in capsys.readouterr().out

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import random
 
-from diptych.bench.router.decision import HEADER, Scene
+from diptych.bench.router.decision import HEADER, Setup
 from diptych.common.clock import FakeClock
 from diptych.common.store.memory import MemoryStore
 from diptych.router.cluster.cluster import Cluster
@@ -44,16 +44,16 @@ def in_production(clock: FakeClock) -> Placer:
 
 
 async def test_the_benchmark_builds_what_production_builds():
-    scene = Scene(8, 100_000, library=choose_library("auto"))
+    setup = Setup(8, 100_000, library=choose_library("auto"))
     placer = in_production(FakeClock())
-    records = [scene.placer.fleet.records[i] for i in range(8)]
+    records = [setup.placer.fleet.records[i] for i in range(8)]
     for record in records:
         placer._index.register(record.worker_id, "i", 0, 0)
     sides = [
         [Candidate(record, 0.0, HEADER) for record in records if record.role == role] for role in ("prefill", "decode")
     ]
     placer.set_workers(*sides, {}, {})
-    assert graph(placer) == graph(scene.placer)
+    assert graph(placer) == graph(setup.placer)
     assert type(placer.policy).__name__ == "CheapestPair"
-    assert len(placer._groups) == len(scene.placer._groups) == 1
-    assert graph(placer._groups[0]) == graph(scene.placer._groups[0])
+    assert len(placer._groups) == len(setup.placer._groups) == 1
+    assert graph(placer._groups[0]) == graph(setup.placer._groups[0])

@@ -50,7 +50,7 @@ def a_worker(name, role, header, chance):
     )  # fmt: skip
 
 
-class Scene:
+class Setup:
     """The same index, workers and pending work behind two placers."""
 
     def __init__(self, seed, library, num_workers=12, policy="cost", host=True, headers=HEADERS, replicates=False):
@@ -130,40 +130,40 @@ def same(one, other):
 
 @pytest.mark.parametrize("seed", range(8))
 def test_both_place_alike(seed, library):
-    scene = Scene(seed, library, host=seed % 3 > 0, headers=HEADERS[: 1 + seed % 2])
-    told = [scene.ask() for _ in range(30)]
+    setup = Setup(seed, library, host=seed % 3 > 0, headers=HEADERS[: 1 + seed % 2])
+    told = [setup.ask() for _ in range(30)]
     for one, other in told:
         same(one, other)
     assert len({one.chosen.decode.worker_id for one, _ in told if isinstance(one, Placement)}) > 1
 
 
 def test_both_place_alike_beyond_64_workers(library):
-    scene = Scene(5, library, num_workers=150)
+    setup = Setup(5, library, num_workers=150)
     for _ in range(4):
-        same(*scene.ask())
+        same(*setup.ask())
 
 
 @pytest.mark.parametrize("policy", ["random", "round-robin", "least-loaded", "power-of-two", "session-affinity"])
 def test_other_policies_see_the_same_charges(policy, library):
-    scene = Scene(3, library, policy=policy)
+    setup = Setup(3, library, policy=policy)
     for _ in range(20):
-        same(*scene.ask())
+        same(*setup.ask())
 
 
 def test_copies_of_hot_prefixes_go_to_the_same_worker(library):
-    scene = Scene(8, library, headers=HEADERS[:1], replicates=True)
+    setup = Setup(8, library, headers=HEADERS[:1], replicates=True)
     for _ in range(40):
-        same(*scene.ask(local_prefill_max_tokens=0))
-    assert scene.placers[0].num_copies == scene.placers[1].num_copies > 0
+        same(*setup.ask(local_prefill_max_tokens=0))
+    assert setup.placers[0].num_copies == setup.placers[1].num_copies > 0
 
 
 def test_a_worker_that_computes_alone_for_the_margins_sake_is_the_same(library):
-    scene = Scene(2, library, headers=HEADERS[:1])
+    setup = Setup(2, library, headers=HEADERS[:1])
     told = []
     for i in range(100, 3000):
-        scene.reservations.reserve(str(i), Reservation(f"p{i % 6}", "d0", 50_000))
+        setup.reservations.reserve(str(i), Reservation(f"p{i % 6}", "d0", 50_000))
     for _ in range(40):
-        told.append(scene.ask(colocated_margin=0.1, local_prefill_max_tokens=8, allow_local_fallback=True))
+        told.append(setup.ask(colocated_margin=0.1, local_prefill_max_tokens=8, allow_local_fallback=True))
     for one, other in told:
         same(one, other)
     assert any(one.colocated for one, _ in told)
@@ -177,12 +177,12 @@ def test_nobody_and_nothing_cached(library):
 
 
 def test_an_explanation_told_later_is_of_the_time_of_the_decision(library):
-    scene = Scene(4, library, headers=HEADERS[:1])
-    one, other = scene.ask(needs_kv=True)
+    setup = Setup(4, library, headers=HEADERS[:1])
+    one, other = setup.ask(needs_kv=True)
     before = other.best(None)
     for i in range(100, 160):
-        scene.reservations.reserve(str(i), Reservation("p0", "d0", 500))
-        scene.ask()
+        setup.reservations.reserve(str(i), Reservation("p0", "d0", 500))
+        setup.ask()
     assert other.best(None) == before == one.best(None)
 
 
