@@ -244,6 +244,17 @@ def _check_together(params: SamplingParams) -> None:
             raise InvalidRequestError(f"{name} is for beam search only", param=name)
 
 
+_IN_BEAM_SEARCH = frozenset({
+    "max_tokens", "seed", "ignore_eos", "stop_token_ids", "presence_penalty", "frequency_penalty", "repetition_penalty",
+    "logit_bias", "allowed_token_ids", "bad_words", "min_tokens", "include_stop_str_in_output", "n", "logprobs",
+    "prompt_logprobs", "beam_width", "length_penalty", "early_stopping",
+})  # fmt: skip
+"""Parameters that act in beam search, or change nothing there. Any other one is rejected, not ignored."""
+_NOT_IN_BEAM_SEARCH = tuple(
+    (name, 0.0 if name == "temperature" else DEFAULTS[name]) for name in SAMPLING if name not in _IN_BEAM_SEARCH
+)
+
+
 def _check_beam_search(params: SamplingParams) -> None:
     """Beam search neither samples nor decodes text. Raises: InvalidRequestError naming a value that conflicts with it.
     """
@@ -251,13 +262,14 @@ def _check_beam_search(params: SamplingParams) -> None:
         raise InvalidRequestError(
             f"beam_width must be between n={params.n} and {MAX_CHOICES}, got {params.beam_width}", param="beam_width"
         )
-    for name, neutral in (("temperature", 0.0), ("top_p", 1.0), ("top_k", 0), ("min_p", 0.0), ("best_of", 0)):
-        if getattr(params, name) != neutral:
-            raise InvalidRequestError(
-                f"{name} cannot be combined with beam search, which does not sample: leave it out or set it to {neutral:g}",
-                param=name,
-            )
     if params.stop:
         raise InvalidRequestError("stop strings cannot be combined with beam search: use stop_token_ids", param="stop")
     if params.grammar is not None:
         raise InvalidRequestError("grammar cannot be combined with beam search", param="grammar")
+    for name, neutral in _NOT_IN_BEAM_SEARCH:
+        if getattr(params, name) != neutral:
+            off = f"{neutral:g}" if isinstance(neutral, (int, float)) else neutral
+            raise InvalidRequestError(
+                f"{name} cannot be combined with beam search, which does not sample: leave it out or set it to {off}",
+                param=name,
+            )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -16,8 +16,12 @@ pytest.importorskip("triton", reason="Triton is not installed")
 from triton import knobs
 
 from diptych.common.errors import InternalError
+from diptych.common.grammar import Grammar
 from diptych.common.kv_format import full_format
-from diptych.common.sampling import SamplingParams
+from diptych.common.sampling import SAMPLING, EarlyStopping, SamplingParams, row
+from diptych.common.sampling_table import Number
+from diptych.engine.exec import sampler
+from diptych.engine.exec.cuda import draw
 from diptych.engine.exec.cuda.batch import lay_out
 from diptych.engine.exec.cuda.block_tables import BlockTables
 from diptych.engine.exec.cuda.draw import DeviceDraw
@@ -187,6 +191,65 @@ def test_constrained_draws_and_logprobs_are_the_samplers(rows):
             other.token_id, other.rank, [t for t, _ in other.top])  # fmt: skip
         assert entry.logprob == pytest.approx(other.logprob, abs=1e-5)
     assert torch.isnan(logits[0, 5]) == (len(rows) == 4), "logits are left alone"
+
+
+@dataclass(frozen=True, slots=True)
+class NewParams(SamplingParams):
+    """The table with one more row."""
+
+    top_n_sigma: float = row(0.0, Number(0.0, 9.0), "sampling", "a parameter that exists in this test only")
+
+
+@pytest.fixture
+def new_filter(monkeypatch):
+    """Its use in the reference, as a newcomer writes it."""
+    before = sampler._filter
+
+    def with_top_n_sigma(scaled, params):
+        for i, some in enumerate(params):
+            if isinstance(some, NewParams) and some.top_n_sigma:
+                scaled[i].masked_fill_(scaled[i] < -some.top_n_sigma * scaled[i].std(), float("-inf"))
+        return before(scaled, params)
+
+    monkeypatch.setattr(sampler, "_filter", with_top_n_sigma)
+
+
+@interpreted
+@pytest.mark.usefixtures("new_filter")
+@pytest.mark.parametrize("more", [{}, {"repetition_penalty": 1.3}])
+def test_a_parameter_that_only_the_reference_knows_is_not_ignored(model_dir_of, driver_of, more):
+    """Drawn in a step, and in steps that are launched ahead."""
+    folder = model_dir_of("LlamaForCausalLM", **SMALL)
+    prompts = prompts_of(3, 9)
+    params = NewParams(max_tokens=9, seed=5, temperature=1.8, top_n_sigma=0.3, **more)
+    expected = driver_of(folder).generate(prompts, 5, sampling=params)
+    assert expected != driver_of(folder).generate(prompts, 5, sampling=replace(params, top_n_sigma=0.0))
+    assert driver_of(folder, backend="triton").generate(prompts, 5, sampling=params) == expected
+    assert driver_of(folder, backend="triton").generate_ahead(prompts, 5, sampling=params) == expected
+
+
+OTHER_VALUES = {
+    "seed": 3, "temperature": 0.5, "top_p": 0.6, "top_k": 3, "ignore_eos": True, "stop_token_ids": (5,), "stop": ("a",),
+    "min_p": 0.3, "presence_penalty": 0.5, "frequency_penalty": 0.5, "repetition_penalty": 1.5, "logit_bias": ((3, 2.0),),
+    "allowed_token_ids": (3, 4), "bad_words": ((3,),), "min_tokens": 2, "include_stop_str_in_output": True, "n": 2,
+    "best_of": 2, "logprobs": 1, "prompt_logprobs": 1, "grammar": Grammar("regex", "a"), "beam_width": 2,
+    "length_penalty": 0.5, "early_stopping": EarlyStopping.ON, "max_tokens": 7,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SAMPLING)
+def test_a_row_that_the_device_does_not_list_takes_the_reference(monkeypatch, name):
+    """Of every parameter of the table, as if it were the newest one."""
+    monkeypatch.setattr(draw, "IMPLEMENTED", draw.IMPLEMENTED - {name})
+    monkeypatch.setattr(draw, "_others", draw._others.__wrapped__)
+    set_to = SamplingParams(**{"max_tokens": 9, name: OTHER_VALUES[name]})
+    assert not draw.is_implemented(set_to)
+    assert not draw.is_plain(ScheduledSeq("a", [1], 0, [0], True, set_to, 0))
+    assert draw.is_implemented(SamplingParams(9)) == (name != "max_tokens")
+
+
+def test_the_device_lists_only_parameters_of_the_table():
+    assert set(SAMPLING) >= draw.IMPLEMENTED
 
 
 def seq_of(attempt, table, *, tokens=1, start=0, sample=True):

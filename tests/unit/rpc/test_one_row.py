@@ -1,4 +1,5 @@
 """A plain sampling parameter is one row and one field of the proto file: bodies, gRPC form, SDK, docs and checks follow.
+Beam search, which does not use it, rejects it by name.
 
 Shown with a parameter that does not exist, in a copy of the checkout.
 """
@@ -38,6 +39,10 @@ for call, body in (chat_call, {"messages": messages}), (completion_call, {"promp
     print(call({**body, "top_a": 0.25}, features=features, unknown=refused).spec.sampling["top_a"])
 try:
     check_sampling(vocab_size=9, top_a=0.75)
+except InvalidRequestError as error:
+    print(error.param)
+try:
+    check_sampling(vocab_size=9, beam_width=2, temperature=0.0, top_a=0.25)
 except InvalidRequestError as error:
     print(error.param)
 """
@@ -80,4 +85,4 @@ def test_a_scalar_parameter_is_one_row_and_one_proto_field(checkout: Path) -> No
     python("docs/make_sampling.py")  # make sdk-reference
     assert "    top_a: float | None\n" in (checkout / "client" / "sampling_options.py").read_text("utf-8")
     assert "| `top_a` | number | 0 | 0 (off) to 0.5; since 9.9 |" in (checkout / "docs" / "api.md").read_text("utf-8")
-    assert python("-c", ANSWERS) == ["True", "0.25", "0.25", "0.25", "0.25", "top_a"]
+    assert python("-c", ANSWERS) == ["True", "0.25", "0.25", "0.25", "0.25", "top_a", "top_a"]
