@@ -15,9 +15,13 @@ from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from types import MappingProxyType
 from typing import Any
 
 from blake3 import blake3
+
+from diptych.common.errors import InvalidRequestError
+from diptych.common.request import Prompt
 
 KEY_BYTES = 16
 IDENTITY_FACTS = ("model_revision", "kv_rule", "method", "compute_dtype", "attention_version", "backend")
@@ -80,8 +84,37 @@ class IdentityHeader:
             self.tokenizer_revision,
         )  # fmt: skip
 
-    def with_salt(self, salt: bytes) -> IdentityHeader:
-        return self if salt == self.salt else replace(self, salt=salt)
+
+NO_ADAPTERS: Mapping[str, str] = MappingProxyType({})
+
+
+def header_of_request(
+    header: IdentityHeader, prompt: Prompt, adapters: Mapping[str, str] = NO_ADAPTERS
+) -> IdentityHeader:
+    """The header of one request's blocks. Routers and workers name blocks by this function only, so that nothing of a
+    prompt is left out at one of them.
+
+    Args:
+        header: the worker's.
+        adapters: name of an adapter -> hash of its tensors and its configuration.
+    Raises: InvalidRequestError naming an adapter that is not in `adapters`, or media: blocks of such prompts must not
+        be taken for those of the same tokens without them.
+    """
+    if prompt.media:
+        raise InvalidRequestError("blocks of a prompt with media have no identity yet", param="media")
+    adapter = ""
+    if prompt.adapter:
+        adapter = adapters.get(prompt.adapter, "")
+        if not adapter:
+            raise InvalidRequestError(f"the adapter {prompt.adapter!r} is not known here", param="adapter")
+    return _of_request(header, prompt.cache_salt, adapter)
+
+
+@lru_cache(8192)
+def _of_request(header: IdentityHeader, salt: bytes, adapter: str) -> IdentityHeader:
+    if (salt, adapter) == (header.salt, header.adapter):
+        return header
+    return replace(header, salt=salt, adapter=adapter)
 
 
 @lru_cache(8192)

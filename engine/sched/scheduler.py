@@ -19,7 +19,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from diptych.common.block_identity import IdentityHeader
+from diptych.common.block_identity import IdentityHeader, header_of_request
 from diptych.common.errors import DiptychError, InternalError, RequestCancelledError
 from diptych.engine.config import EngineConfig
 from diptych.engine.messages import (
@@ -105,10 +105,10 @@ class Scheduler:
         self._arrivals += 1
         try:
             output = check_request(engine_request, self.config, self.limits, live.detokenizer_factory)
+            header = header_of_request(self._identity, engine_request.prompt)
         except DiptychError as error:
             self.outbox.fail(attempt, error)
             return
-        header = self._identity.with_salt(engine_request.prompt.cache_salt)
         request = Request(engine_request, self._arrivals, header, self.limits.max_model_len, output, now)
         live.add(request)
         if output is not None and output.finish is not None:  # the forced tokens ended it

@@ -5,11 +5,10 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 
 import numpy as np
 
-from diptych.common.block_identity import IdentityHeader, block_keys
+from diptych.common.block_identity import IdentityHeader, block_keys, header_of_request
 from diptych.common.request import Prompt
 from diptych.common.store.worker_record import WorkerRecord
 from diptych.router.placement.block_table import NUM_TIERS, Keys, as_keys
@@ -32,9 +31,6 @@ Incarnation = tuple[str, str]
 """(worker id, incarnation)"""
 
 
-_salted = lru_cache(4096)(IdentityHeader.with_salt)
-
-
 @dataclass(slots=True)
 class PromptBlocks:
     """A prompt and the identities of its blocks, cached for each identity header."""
@@ -46,11 +42,11 @@ class PromptBlocks:
         """[blocks, 2]. `library`: hashes in C."""
         keys = self._keys.get(header)
         if keys is None:
-            salted = _salted(header, self.prompt.cache_salt)
+            own = header_of_request(header, self.prompt)
             if library is None:
-                keys = as_keys(block_keys(salted, self.prompt.token_ids))
+                keys = as_keys(block_keys(own, self.prompt.token_ids))
             else:
-                keys = library.block_keys(salted, self.prompt.token_ids)
+                keys = library.block_keys(own, self.prompt.token_ids)
             self._keys[header] = keys
         return keys
 

@@ -1,6 +1,7 @@
 """The frontend over real gRPC against decode workers without an engine; the store is in memory."""
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 from structlog.testing import capture_logs
@@ -169,7 +170,7 @@ async def test_a_worker_of_another_secret_is_never_placed_on(fleet):
 
 async def test_index_follows_events_and_fetches_snapshots(fleet):
     await fleet.add("p0", "prefill")
-    keys = tuple(block_keys(fleet.header.with_salt(tenant_salt(fleet.secret, "")), [1] * 64))
+    keys = tuple(block_keys(replace(fleet.header, salt=tenant_salt(fleet.secret, "")), [1] * 64))
     decode = await fleet.add("d0", event_epoch=0, tiers=(TierState("device", 5),))
     decode.dump = (0, 5, keys[:1])
     await fleet.until_ready()

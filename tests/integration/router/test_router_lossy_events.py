@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+from dataclasses import replace
 
 from diptych.common.block_identity import block_keys
 from diptych.common.secret import tenant_salt
@@ -31,7 +32,7 @@ async def test_the_index_is_the_workers_truth_two_seconds_after_lossy_news(model
     rng = random.Random(7)
     async with running(model_folder, tmp_path) as fleet:
         prompts = [[i] * 17 for i in range(60)]
-        header = fleet.header.with_salt(tenant_salt(fleet.secret, ""))
+        header = replace(fleet.header, salt=tenant_salt(fleet.secret, ""))
         keys = [block_keys(header, prompt)[0] for prompt in prompts]
         workers = {name: await fleet.add(name, role) for name, role in (("p0", "prefill"), ("d0", "decode"))}
         await fleet.until_ready()

@@ -4,6 +4,7 @@ import asyncio
 import json
 import shutil
 import subprocess
+from dataclasses import replace
 
 import httpx
 import pytest
@@ -106,7 +107,7 @@ async def test_a_model_must_be_named_and_known(two, other_folder):
 async def test_each_model_has_blocks_of_its_own(two, other_folder):
     _, _, header = await start_all(two, other_folder)
     salt = tenant_salt(two.secret, "")
-    keys = tuple(block_keys(header.with_salt(salt), [1] * 64))
+    keys = tuple(block_keys(replace(header, salt=salt), [1] * 64))
     await two.store.append_events("p1", [KvEvent("i1", 0, 1, "stored", keys)])
     big = two.frontend._models["big"].cluster
     await two.until(lambda: big._index.hit_blocks("p1", keys) == 4)

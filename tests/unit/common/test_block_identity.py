@@ -1,7 +1,9 @@
 """Two blocks have one identity only where everything that decides their KV is the same."""
 
+import re
 from dataclasses import fields, replace
 from itertools import combinations
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -14,11 +16,15 @@ from diptych.common.block_identity import (
     IdentityHeader,
     block_keys,
     golden_key,
+    header_of_request,
     identity_facts,
     identity_of,
 )
 from diptych.common.compat import Compat, as_strings, identified
+from diptych.common.errors import InvalidRequestError
 from diptych.common.kv_format import KvFormat, KvGroup, KvKind, full_format, windowed_format
+from diptych.common.request import Prompt
+from diptych.router.placement.placer import PromptBlocks
 
 BASE = IdentityHeader(
     bytes(32), "model", "tokenizer", "float16", 16, "adapter", b"salt", "fp8", "bfloat16", "triton-1", "triton"
@@ -89,6 +95,61 @@ def test_a_block_is_named_by_all_tokens_up_to_its_end():
 def test_the_golden_key_is_the_same_for_every_tenant_and_not_for_every_adapter():
     assert golden_key(BASE) == golden_key(OTHERS["salt"])
     assert golden_key(BASE) != golden_key(OTHERS["adapter"])
+
+
+# ---- of one request ----
+
+BARE = replace(BASE, adapter="", salt=b"")
+ADAPTERS = {"french": "hash-1", "german": "hash-2", "french-again": "hash-1"}
+
+
+def test_prompts_that_differ_in_their_adapter_only_never_share_a_key():
+    """Drill: both sides of the wire named blocks by the salt alone, each in its own line."""
+    keys = {
+        name: set(block_keys(header_of_request(BARE, Prompt(TOKENS, b"t", name), ADAPTERS), TOKENS))
+        for name in ("", *ADAPTERS)
+    }
+    assert keys["french"] == keys["french-again"], "what an adapter is counts, not its name"
+    different = [keys[name] for name in ("", "french", "german")]
+    assert all(not one & other for one, other in combinations(different, 2))
+    retrained = header_of_request(BARE, Prompt(TOKENS, b"t", "french"), {**ADAPTERS, "french": "hash-3"})
+    assert not keys["french"] & set(block_keys(retrained, TOKENS))
+
+
+def test_a_prompt_without_an_adapter_is_named_as_before():
+    assert header_of_request(BARE, Prompt(TOKENS), ADAPTERS) is BARE
+    assert header_of_request(BARE, Prompt(TOKENS, b"salt")) == replace(BARE, salt=b"salt")
+
+
+@pytest.mark.parametrize(
+    ("prompt", "param"), [(Prompt((1,), adapter="klingon"), "adapter"), (Prompt((1,), media=(b"png",)), "media")]
+)
+def test_what_has_no_identity_is_refused_and_not_left_out(prompt, param):
+    with pytest.raises(InvalidRequestError) as error:
+        header_of_request(BARE, prompt, ADAPTERS)
+    assert error.value.param == param
+    with pytest.raises(InvalidRequestError):
+        PromptBlocks(prompt).keys(BARE)
+
+
+CALLERS = {"engine/sched/scheduler.py", "router/placement/placer.py"}
+BY_HAND = re.compile(r"\breplace\([^)]*\b(?:salt|adapter)=|\.with_salt\(")
+
+
+def test_no_other_code_makes_the_header_of_a_request():
+    """Whoever admits adapters passes their hashes to header_of_request in these two places."""
+    root = Path(__file__).resolve().parents[3]
+    calls, by_hand = set(), []
+    for room in ("client", "decode", "engine", "kvtransfer", "prefill", "router", "rpc", "worker", "common"):
+        for path in sorted((root / room).rglob("*.py")):
+            text, name = path.read_text(), str(path.relative_to(root))
+            if name == "common/block_identity.py":
+                continue
+            if "header_of_request(" in text:
+                calls.add(name)
+            by_hand += [f"{name}: {line}" for line in text.splitlines() if BY_HAND.search(line)]
+    assert (calls, by_hand) == (CALLERS, [])
+    assert BY_HAND.search("own = replace(header, salt=prompt.cache_salt)")
 
 
 @pytest.mark.parametrize(("key", "block_size"), [(bytes(31), 16), (bytes(32), 0)])

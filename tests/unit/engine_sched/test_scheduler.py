@@ -189,6 +189,18 @@ def test_another_salt_never_hits_and_the_same_one_does(kit):
     assert [r.num_cached_tokens for r in results] == [0, 0, 8, 0]
 
 
+def test_lifting_the_refusal_of_adapters_shares_no_block(kit, monkeypatch):
+    """Drill: the scheduler admits an adapter, and nobody told it the adapter's hash."""
+    monkeypatch.setattr("diptych.engine.sched.admission._check_text_only", lambda prompt: None)
+    engine = kit.make_engine()
+    [base] = engine.generate([kit.make_request("base", 9, 2)])
+    assert base.num_cached_tokens == 0
+    engine.send(kit.make_request("adapted", prompt=Prompt(tuple(range(100, 109)), adapter="a")))
+    (failed,) = engine.step()
+    assert isinstance(failed, Failed)
+    assert failed.error.param == "adapter"
+
+
 def test_the_cache_can_be_off(kit):
     engine = kit.make_engine(enable_prefix_caching=False)
     results = engine.generate([kit.make_request(n, 9, 2) for n in "ab"], arrivals=[0, 9])
@@ -210,7 +222,7 @@ def test_stored_events_name_the_keys_of_the_identity(kit):
     engine = kit.make_engine()
     engine.send(kit.make_request(prompt=9, max_tokens=1, cache_salt=b"t"))
     (stored,) = [e for e in engine.step() if isinstance(e, BlocksStored)]
-    assert list(stored.keys) == block_keys(kit.IDENTITY.with_salt(b"t"), range(100, 109))
+    assert list(stored.keys) == block_keys(replace(kit.IDENTITY, salt=b"t"), range(100, 109))
 
 
 # ---- forced tokens, ends ----
