@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import fields
-from functools import cache
 from typing import Any
 
 import torch
@@ -45,10 +44,15 @@ IMPLEMENTED = frozenset({
 that sets it takes the reference."""
 
 
-@cache
+_OTHERS: dict[type[SamplingParams], tuple[tuple[str, Any], ...]] = {}
+
+
 def _others(table: type[SamplingParams]) -> tuple[tuple[str, Any], ...]:
     """Parameters that are not implemented here, with their defaults."""
-    return tuple((row.name, row.default) for row in fields(table) if row.name not in IMPLEMENTED)
+    found = _OTHERS.get(table)
+    if found is None:
+        found = _OTHERS[table] = tuple((row.name, row.default) for row in fields(table) if row.name not in IMPLEMENTED)
+    return found
 
 
 def is_implemented(params: SamplingParams) -> bool:

@@ -241,7 +241,7 @@ OTHER_VALUES = {
 def test_a_row_that_the_device_does_not_list_takes_the_reference(monkeypatch, name):
     """Of every parameter of the table, as if it were the newest one."""
     monkeypatch.setattr(draw, "IMPLEMENTED", draw.IMPLEMENTED - {name})
-    monkeypatch.setattr(draw, "_others", draw._others.__wrapped__)
+    monkeypatch.setattr(draw, "_OTHERS", {})
     set_to = SamplingParams(**{"max_tokens": 9, name: OTHER_VALUES[name]})
     assert not draw.is_implemented(set_to)
     assert not draw.is_plain(ScheduledSeq("a", [1], 0, [0], True, set_to, 0))
