@@ -9,8 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
 import msgspec
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +58,24 @@ class TierState(msgspec.Struct, frozen=True):
     num_bytes: int = 0
     bytes_per_s: float = 0.0
     eviction: str = "lru"
+
+
+def in_order(by_name: Mapping[str, T], missing: T) -> tuple[T, ...]:
+    """A value for each tier, in the order of TIERS. `missing`: of tiers that are not in `by_name`. Raises: ValueError for
+    a name that is no tier's."""
+    for name in by_name:
+        tier_index(name)
+    return tuple(by_name.get(name, missing) for name in TIER_NAMES)
+
+
+def tier_states(sizes: Mapping[str, int], bytes_per_s: Mapping[str, float]) -> tuple[TierState, ...]:
+    """The tiers that a worker has, nearest first. By name: their sizes in bytes (0, or missing: it has no such tier), and
+    the measured rates of copies to the first tier. Raises: ValueError for a name that is no tier's."""
+    return tuple(
+        TierState(tier.name, num_bytes=size, bytes_per_s=rate, eviction=tier.eviction)
+        for tier, size, rate in zip(TIERS, in_order(sizes, 0), in_order(bytes_per_s, 0.0), strict=True)
+        if size
+    )
 
 
 def sequences_of(tiers: Iterable[TierState]) -> tuple[int, ...]:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from diptych.common.errors import ConfigError
+from diptych.common.tiers import DEVICE, HOST
 
 POLICIES = ("sojourn", "fcfs", "priority", "sjf", "fair")
 PREEMPTION_MODES = ("auto", "recompute", "swap")
@@ -83,6 +85,11 @@ class EngineConfig:
         rate = self.initial_prefill_tokens_per_s
         if not (math.isfinite(rate) and rate > 0):
             raise ConfigError("initial_prefill_tokens_per_s", rate, "must be a positive number")
+
+    @property
+    def tier_blocks(self) -> Mapping[str, int]:
+        """Blocks of each tier, by its name in common.tiers: the only place where a tier meets its setting."""
+        return {DEVICE: self.num_blocks, HOST: self.num_host_blocks}
 
     @property
     def tenant_cache_blocks(self) -> int | None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from diptych.common.tiers import TierDump
+from diptych.common.tiers import HOST, TierDump
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,3 +104,8 @@ class EngineStats:
     block_ages: BlockAgeStats = BlockAgeStats()
     alive: bool = True
     """False: the step thread has ended (a bug in it, or close); nothing will be answered but refusals. Not ready."""
+
+    @property
+    def tier_bytes_per_s(self) -> Mapping[str, float]:
+        """Measured rates of copies to the pool, of each lower tier that has one."""
+        return {HOST: self.copy_bytes_per_s}

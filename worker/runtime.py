@@ -25,7 +25,7 @@ from diptych.common.sampling import SamplingParams
 from diptych.common.store.interface import Store
 from diptych.common.store.registration import WorkerRegistration
 from diptych.common.store.worker_record import WorkerLoad, WorkerRecord
-from diptych.common.tiers import TIERS, TierState
+from diptych.common.tiers import TierState, tier_states
 from diptych.common.tls import load_cluster_tls
 from diptych.engine.api import EngineClient
 from diptych.engine.config import EngineConfig
@@ -119,25 +119,26 @@ class WorkerRuntime:
         self.ended = asyncio.Event()
         """Set when the worker cannot continue: its engine failed, or a younger incarnation took its name."""
         runner = model.runner
+        self._engine_config = EngineConfig(
+            num_blocks=runner.capabilities.num_blocks,
+            block_size=config.block_size,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_step_time_s=config.max_step_time_s or None,
+            mixed_step_time_s=config.mixed_step_time_s or None,
+            enable_prefix_caching=config.enable_prefix_caching,
+            scheduling_policy=config.scheduling_policy,
+            long_prefill_token_threshold=config.long_prefill_token_threshold,
+            tenant_cache_share=config.tenant_cache_share,
+            num_host_blocks=config.num_host_blocks,
+            slab_quota_per_peer=max(4, config.num_slabs // 2),
+            preemption_mode=config.preemption_mode,
+            steps_ahead=config.steps_ahead,
+            check_invariants=config.check_invariants,
+        )
         self.engine = EngineClient(
             LocalExecutor(runner),
-            EngineConfig(
-                num_blocks=runner.capabilities.num_blocks,
-                block_size=config.block_size,
-                max_num_seqs=config.max_num_seqs,
-                max_num_batched_tokens=config.max_num_batched_tokens,
-                max_step_time_s=config.max_step_time_s or None,
-                mixed_step_time_s=config.mixed_step_time_s or None,
-                enable_prefix_caching=config.enable_prefix_caching,
-                scheduling_policy=config.scheduling_policy,
-                long_prefill_token_threshold=config.long_prefill_token_threshold,
-                tenant_cache_share=config.tenant_cache_share,
-                num_host_blocks=config.num_host_blocks,
-                slab_quota_per_peer=max(4, config.num_slabs // 2),
-                preemption_mode=config.preemption_mode,
-                steps_ahead=config.steps_ahead,
-                check_invariants=config.check_invariants,
-            ),
+            self._engine_config,
             model.identity,
             model.detokenizer_factory,
             self._on_events,
@@ -306,13 +307,8 @@ class WorkerRuntime:
     def tiers(self) -> tuple[TierState, ...]:
         """Sizes and rates of the tiers that this worker has, nearest first."""
         block_bytes = self.model.compat.kv.block_bytes
-        sizes = (self.model.runner.capabilities.num_blocks * block_bytes, self.config.num_host_blocks * block_bytes)
-        rates = (0.0, self.engine.stats().copy_bytes_per_s)
-        return tuple(
-            TierState(tier.name, num_bytes=size, bytes_per_s=rate, eviction=tier.eviction)
-            for tier, size, rate in zip(TIERS, sizes, rates, strict=True)
-            if size
-        )
+        sizes = {name: blocks * block_bytes for name, blocks in self._engine_config.tier_blocks.items()}
+        return tier_states(sizes, self.engine.stats().tier_bytes_per_s)
 
     async def audit(self, *, full: bool) -> worker_pb2.AuditResponse:
         engine, transfer = await asyncio.gather(self.engine.audit(full), self.transfer.audit(full))

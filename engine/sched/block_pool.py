@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from diptych.common.tiers import TierDump
+from diptych.common.tiers import DEVICE, TierDump, in_order
 from diptych.engine.messages import (
     BlockCopy,
     BlockCounts,
@@ -275,8 +275,11 @@ class BlockPool:
     def dump(self) -> CacheDump:
         """The cache as of `sequence`. Call `take_events` first, so that no event is outstanding."""
         self._flush_cache_events()
-        below = TierDump(self.host.sequence, self.host.keys)
-        return CacheDump(self.epoch, (TierDump(self.sequence, tuple(self._by_key)), below))
+        dumps = {
+            DEVICE: TierDump(self.sequence, tuple(self._by_key)),
+            self.host.name: TierDump(self.host.sequence, self.host.keys),
+        }
+        return CacheDump(self.epoch, in_order(dumps, TierDump()))
 
     def _forget_key(self, block: int) -> None:
         key = self._keys[block]

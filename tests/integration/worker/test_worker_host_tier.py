@@ -12,6 +12,7 @@ from diptych.common.block_identity import block_keys
 from diptych.common.clock import MonotonicClock
 from diptych.common.store.interface import KvEvent
 from diptych.common.store.memory import MemoryStore
+from diptych.common.tiers import TIER_NAMES
 from diptych.decode.server import DecodeRole
 from diptych.router.cluster.worker_link import WorkerLink
 from diptych.router.placement.block_table import as_keys
@@ -56,7 +57,8 @@ async def all_events(store: MemoryStore, worker: WorkerRuntime) -> list[KvEvent]
         found = (await store.read_events({"decode-0": "0"}, block_s=0.0)).get("decode-0", [])
         events[:] = [event for _, event in found]
         last = {event.tier: event.sequence for event in events}
-        return (last.get("device"), last.get("host")) == tuple(tier.sequence for tier in dump.tiers)
+        expected = dict(zip(TIER_NAMES, (tier.sequence for tier in dump.tiers), strict=True))
+        return all(last.get(name) == expected[name] for name in ("device", "host"))
 
     await waiting.until(caught_up)
     return events

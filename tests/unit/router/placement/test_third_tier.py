@@ -31,7 +31,7 @@ assert module.TIER_NAMES == ("device", "host", "disk")
 
 
 def test_a_third_tier_is_one_line(tmp_path: Path) -> None:
-    """The tests of the lookup in C, and a walk over sets, with three tiers."""
+    """The tests of the lookup in C, a walk over sets, and those of a worker's lease, dumps and statistics, with three tiers."""
     (tmp_path / "third_tier_plugin.py").write_text(PLUGIN)
     paths = [str(tmp_path), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     if str(ROOT / "src") not in paths:
@@ -40,6 +40,7 @@ def test_a_third_tier_is_one_line(tmp_path: Path) -> None:
         str(ROOT / "tests/unit/router/placement" / name)
         for name in ("test_router_native.py", "test_tiers_in_the_index.py")
     ]
+    files.append(str(ROOT / "tests/integration/worker/test_worker_host_tier.py"))
     ended = subprocess.run(
         [
             sys.executable, "-P", "-m", "pytest", "-q", "-p", "third_tier_plugin", "-p", "no:cacheprovider",
