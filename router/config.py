@@ -10,6 +10,11 @@ from diptych.common.errors import ConfigError
 from diptych.router.api.http_options import HttpOptions
 from diptych.router.placement.rollout import Rollout
 
+PLACEMENT_POLICIES = ("cost", "round-robin", "random", "least-loaded", "power-of-two", "session-affinity")
+"""The names of router.placement.policies, which is not imported for them: a command reads its settings before it loads numpy."""
+ADMISSION_MODES = ("off", "shadow", "on")
+"""Those of router.fairness.admission."""
+
 
 @dataclass(frozen=True, slots=True)
 class RouterConfig:
@@ -189,6 +194,9 @@ class RouterConfig:
             raise ConfigError(
                 "host", self.host, f"other machines can reach it: set {missing} as well, or --insecure if you must"
             )
+        for name, known in (("placement_policy", PLACEMENT_POLICIES), ("admission", ADMISSION_MODES)):
+            if getattr(self, name) not in known:
+                raise ConfigError(name, getattr(self, name), f"must be one of {', '.join(known)}")
         if self.reasoning_parser not in ("auto", "none", "think"):
             raise ConfigError("reasoning_parser", self.reasoning_parser, 'must be "auto", "think" or "none"')
         if self.placement_backend not in ("auto", "native", "numpy"):

@@ -1,10 +1,14 @@
 import random
+import subprocess
+import sys
 from collections import Counter
 
 import pytest
 
 from diptych.common.errors import ConfigError
 from diptych.common.store.worker_record import WorkerLoad, WorkerRecord
+from diptych.router.config import ADMISSION_MODES, PLACEMENT_POLICIES, RouterConfig
+from diptych.router.fairness.admission import MODES
 from diptych.router.placement.cost import choose_placement
 from diptych.router.placement.policies import POLICIES, policy_by_name
 from diptych.router.placement.types import Placement, PlacementRequest, WorkerView
@@ -107,3 +111,18 @@ def test_sessions_stay_and_a_worker_that_leaves_moves_only_its_own():
 def test_an_unknown_policy_is_refused_by_name():
     with pytest.raises(ConfigError, match="placement_policy"):
         policy_by_name("best")
+
+
+def test_the_settings_know_every_name_before_anything_is_loaded():
+    """Drill: a wrong name was found when the router had started already."""
+    assert tuple(POLICIES) == PLACEMENT_POLICIES
+    assert set(ADMISSION_MODES) == set(MODES)
+    for field, known in (("placement_policy", PLACEMENT_POLICIES), ("admission", ADMISSION_MODES)):
+        with pytest.raises(ConfigError, match=f"must be one of {', '.join(known)}") as error:
+            RouterConfig(**{field: "best"})
+        assert error.value.field == field
+        for name in known:
+            RouterConfig(**{field: name})
+    code = "import sys, diptych.router.config; print({'numpy', 'diptych.router.placement.policies'} & set(sys.modules))"
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=True)
+    assert ran.stdout.strip() == "set()"
