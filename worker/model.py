@@ -162,6 +162,7 @@ def _load(config: WorkerConfig, folder: Path, hashing: CheckpointHash) -> Loaded
         compute_dtype=config.dtype,
         attention_version=attention_version(config.device),
         sampler_version=SAMPLER_VERSION,
+        method=parsed.method,
         backend=runner.backend,
     )
     identity, compat = identified(compat, identity_key(config))

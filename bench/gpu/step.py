@@ -26,6 +26,7 @@ from diptych.bench.kernels.timing import machine, matmul_peak, read_bandwidth
 from diptych.common.sampling import SamplingParams
 from diptych.engine.exec.backends.registry import plan_for
 from diptych.engine.exec.cuda import decoder
+from diptych.engine.exec.kv_pool import kv_format_of
 from diptych.engine.exec.loading import PlacedModel, load_weights
 from diptych.engine.exec.model_runner import TorchModelRunner
 from diptych.engine.exec.models.description import ModelDescription
@@ -54,7 +55,7 @@ class RandomTensors:
     """Implements engine.exec.loading.WholeModel: every tensor is random bf16 on the GPU, scaled so that activations stay near
     one; norms are ones."""
 
-    def take(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+    def take(self, name: str, shape: tuple[int, ...], *, as_stored: bool = False) -> torch.Tensor:
         if len(shape) == 1:
             return torch.ones(shape, device="cuda", dtype=torch.bfloat16)
         scale = 1.0 if "embed" in name else shape[1] ** -0.5
@@ -69,7 +70,8 @@ class RandomTensors:
 
 def random_weights(description: ModelDescription) -> PlacedModel:
     """bf16 on the GPU."""
-    return load_weights(RandomTensors(), plan_for(description, device_type="cuda", dtype=torch.bfloat16))
+    kv = kv_format_of(description, block_size=BLOCK_SIZE, dtype="bfloat16")
+    return load_weights(RandomTensors(), plan_for(description, kv, device_type="cuda", dtype=torch.bfloat16))
 
 
 def _seqs(runner: TorchModelRunner, batch: int, context: int, params: SamplingParams) -> list[ScheduledSeq]:

@@ -29,6 +29,7 @@ from diptych.bench.kernels.timing import machine, read_bandwidth
 from diptych.engine.exec.cuda import decoder
 from diptych.engine.exec.cuda.backend import CudaBackend
 from diptych.engine.exec.kv_pool import KvPool, kv_format_of
+from diptych.engine.exec.methods.base import StepRows
 from diptych.engine.exec.models.registry import describe
 from diptych.kernels import pdl
 from diptych.kernels.triton_matmul import MatmulShape
@@ -113,11 +114,13 @@ def _left_out(part: str) -> Any:
     if part == "attention":
         return patch.object(decoder.CudaDecoder, "_attend", lambda self, index, q, step: some(q, *q.shape))
     if part == "gate_up":
-        return patch.object(decoder.CudaDecoder, "_gate_up", lambda self, block, layer, x: some(x, x.shape[0], 14_336))
+        return patch.object(
+            decoder.CudaDecoder, "_gate_up", lambda self, block, layer, x, rows: some(x, x.shape[0], 14_336)
+        )
     linear = decoder.CudaDecoder._linear
 
-    def skip(self: Any, name: str, layer: Any, x: Tensor) -> Tensor:
-        return some(x, x.shape[0], layer.weight.shape[0]) if name == part else linear(self, name, layer, x)
+    def skip(self: Any, name: str, layer: Any, x: Tensor, rows: StepRows) -> Tensor:
+        return some(x, x.shape[0], layer.weight.shape[0]) if name == part else linear(self, name, layer, x, rows)
 
     return patch.object(decoder.CudaDecoder, "_linear", skip)
 

@@ -23,6 +23,7 @@ from diptych.common.errors import InternalError
 from diptych.common.kv_format import KvFormat, KvGroup
 from diptych.engine.exec.kv_pool import GroupPool, KvPool
 from diptych.engine.exec.layers.attention import Attention
+from diptych.engine.exec.methods.base import PLAIN_ROWS, StepRows
 from diptych.engine.exec.models.description import ModelDescription
 from diptych.engine.messages import ScheduledSeq
 from diptych.kernels.dispatch import attention_ops
@@ -93,6 +94,7 @@ class StepBatch:
         order: sequence index of each group of rows, in row order.
         token_ids, positions: [num_rows] int64.
         sample_rows: rows whose logits are wanted; sample_seqs: the sequence index of each.
+        rows: what methods of linear layers ask of the rows.
     """
 
     order: list[int]
@@ -101,6 +103,7 @@ class StepBatch:
     groups: list[GroupBatch]
     sample_rows: list[int]
     sample_seqs: list[int]
+    rows: StepRows = PLAIN_ROWS
 
 
 def check_step(seqs: Sequence[ScheduledSeq], pool: KvPool, max_model_len: int) -> None:

@@ -49,7 +49,7 @@ class Checkpoint:
     def __init__(self, folder: Path, *, dtype: torch.dtype, device: torch.device) -> None:
         self._folder, self._dtype, self._device = folder, dtype, device
         self._shards: dict[str, tuple[Path, Any]] = {}
-        self._taken: list[tuple[str, Path, Tensor]] = []
+        self._taken: list[tuple[str, Path, torch.dtype, Tensor]] = []
         for path in weight_files(folder):
             file = _open(path)
             names = file.keys()
@@ -67,7 +67,7 @@ class Checkpoint:
         self._shards.clear()
         self._taken.clear()
 
-    def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
+    def take(self, name: str, shape: tuple[int, ...], *, as_stored: bool = False) -> Tensor:
         """See TensorSource.take. Whether it holds numbers only, `finish` says: on a GPU that costs one sync for all."""
         path, file = self._shards.pop(name, (self._folder, None))
         if file is None:
@@ -79,10 +79,13 @@ class Checkpoint:
         if tuple(tensor.shape) != shape:
             found = f"tensor {name} has shape {tuple(tensor.shape)}, where config.json asks for {shape}"
             raise ConfigError("model", str(path), found)
-        if not tensor.dtype.is_floating_point:
+        floats = tensor.dtype.is_floating_point
+        if not floats and not as_stored:
             raise ConfigError("model", str(path), f"tensor {name} holds {tensor.dtype}, not floating-point numbers")
-        tensor = tensor.to(device=self._device, dtype=self._dtype)
-        self._taken.append((name, path, tensor.sum(dtype=torch.float32)))
+        tensor = tensor.to(device=self._device, dtype=tensor.dtype if as_stored else self._dtype)
+        if floats:
+            summed = tensor.float() if tensor.itemsize == 1 else tensor  # torch adds up no floats of 8 bits
+            self._taken.append((name, path, tensor.dtype, summed.sum(dtype=torch.float32)))
         return tensor
 
     def drop(self, suffixes: Iterable[str]) -> None:
@@ -96,13 +99,14 @@ class Checkpoint:
             name, (path, _) = min(self._shards.items())
             raise ConfigError("model", str(path), f"tensor {name} is unexpected, one of {len(self._shards)}")
         if self._taken:
-            finite = torch.stack([total for _, _, total in self._taken]).isfinite().tolist()
-            for (name, path, _), good in zip(self._taken, finite, strict=True):
-                if not good and not self._all_numbers(name, path):
-                    dtype = str(self._dtype).removeprefix("torch.")
-                    raise ConfigError("model", str(path), f"tensor {name} holds NaN or infinity in {dtype}")
+            finite = torch.stack([total for *_, total in self._taken]).isfinite().tolist()
+            for (name, path, dtype, _), good in zip(self._taken, finite, strict=True):
+                if not good and not _all_numbers(name, path, dtype):
+                    kind = str(dtype).removeprefix("torch.")
+                    raise ConfigError("model", str(path), f"tensor {name} holds NaN or infinity in {kind}")
 
-    def _all_numbers(self, name: str, path: Path) -> bool:
-        """The sum alone may have overflowed."""
-        tensor: Tensor = _open(path).get_tensor(name)
-        return bool(tensor.to(self._dtype).isfinite().all())
+
+def _all_numbers(name: str, path: Path, dtype: torch.dtype) -> bool:
+    """The sum alone may have overflowed."""
+    tensor: Tensor = _open(path).get_tensor(name)
+    return bool(tensor.to(dtype).float().isfinite().all())

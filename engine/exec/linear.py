@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from diptych.engine.exec.methods.base import LinearMethod, LinearWeights, LoadedLinear
+from diptych.engine.exec.methods.base import LinearMethod, LinearWeights, LoadedLinear, StepRows
 from diptych.engine.exec.methods.plain import PlainWeights
 
 _PACK_FOR_ROWS = 32
@@ -29,7 +29,7 @@ class DenseLinear:
     def num_bytes(self) -> int:
         return self.weight.nbytes + bias_bytes(self.bias)
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, step: StepRows) -> Tensor:
         return linear(x, self.weight, self.bias)
 
 
@@ -51,7 +51,7 @@ class WideCpuLinear:
     def num_bytes(self) -> int:
         return 2 * self._transposed.nbytes + bias_bytes(self._bias)  # the packed form does not tell its own size
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, step: StepRows) -> Tensor:
         if x.shape[0] > 1:
             out: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, self._bias, "none", [], "")
             return out
@@ -72,8 +72,8 @@ class MethodLinear:
     def num_bytes(self) -> int:
         return self._weights.num_bytes
 
-    def __call__(self, x: Tensor) -> Tensor:
-        return self._method.apply(self._weights, x)
+    def __call__(self, x: Tensor, step: StepRows) -> Tensor:
+        return self._method.apply(self._weights, x, step)
 
 
 def make_linear(weight: Tensor, bias: Tensor | None = None) -> DenseLinear | WideCpuLinear:

@@ -46,7 +46,7 @@ class _Once:
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = tensor
 
-    def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
+    def take(self, name: str, shape: tuple[int, ...], *, as_stored: bool = False) -> Tensor:
         return self._tensor
 
 

@@ -214,7 +214,7 @@ class TorchModelRunner:
             raise ConfigError("max_model_len", length, f"must be between 1 and the model's {description.max_position}")
         kv = kv_format_of(description, block_size=block_size, dtype=dtype, window_groups=demand is not None)
         check_pool(kv, num_host_blocks)
-        plan = plan_for(description, device_type=device, dtype=DTYPES[dtype], wanted=backend)
+        plan = plan_for(description, kv, device_type=device, dtype=DTYPES[dtype], wanted=backend)
         try:
             with Checkpoint(folder, dtype=DTYPES[dtype], device=_device(device)) as source:
                 model = load_weights(source, plan)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Container, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, Protocol
 
 from torch import Tensor
 
 from diptych.common.errors import ConfigError
+from diptych.common.kv_format import COMPUTE_DTYPES, KvFormat, KvKind
 from diptych.engine.exec.kv_pool import KvPool
 from diptych.engine.exec.layers.block import DecoderBlock
 from diptych.engine.exec.layers.embedding import Embedding, LmHead
@@ -96,8 +97,8 @@ class Backend(Protocol):
 
     name: str
 
-    def refusal(self, block: AnyBlock) -> str | None:
-        """Why it cannot run this block; None: it can."""
+    def refusal(self, block: AnyBlock, kv: KvFormat) -> str | None:
+        """Why it cannot run this block over a pool of this format; None: it can."""
         ...
 
     def keep(self, method: LinearMethod, weights: LinearWeights) -> LoadedLinear:
@@ -107,6 +108,60 @@ class Backend(Protocol):
     def runtime(self, weights: ModelWeights, pool: KvPool, max_model_len: int) -> Runtime:
         """Once weights and pool are there."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class Takes:
+    """The fields of a kind of layer that a back end implements, by name. required: they must not be None."""
+
+    required: tuple[str, ...]
+    optional: tuple[str, ...] = ()
+
+
+def field_refusal(layer: object, takes: Mapping[type, Takes]) -> str | None:
+    """Why a back end that implements `takes` cannot run a layer: it is of another kind, lacks a required field, or has a
+    field that is not implemented and not at its default. Layers in its fields are looked at, too. None: it can.
+
+    So a field that a newcomer adds to a layer is never ignored by a back end that does not know it.
+    """
+    known = next((some for kind, some in takes.items() if isinstance(layer, kind)), None)
+    name = type(layer).__name__
+    if known is None:
+        return f"it has no layer {name}"
+    for field in fields(layer):  # type: ignore[arg-type]
+        value = getattr(layer, field.name)
+        if field.name in known.required and value is None:
+            return f"it needs {field.name} of {name}"
+        if field.name not in known.required + known.optional and value != field.default:
+            return f"it does not know {field.name} of {name}"
+        if is_dataclass(value) and (reason := field_refusal(value, takes)) is not None:
+            return reason
+    return None
+
+
+def method_refusal(block: AnyBlock, methods: Container[str]) -> str | None:
+    """Why a back end with these methods cannot run the linear layers of a block; None: it can."""
+    if isinstance(block, Embedding):
+        return None
+    if isinstance(block, DecoderBlock):
+        linears = [block.attention.qkv, block.attention.o, block.mlp.gate_up, block.mlp.down]
+    else:
+        linears = [block.linear]
+    unknown = sorted({linear.method for linear in linears if linear.method not in methods})
+    return f"it has no linear method {unknown[0]}" if unknown else None
+
+
+def kv_refusal(kv: KvFormat) -> str | None:
+    """Why no back end can use a pool of this format: engine.exec.kv_pool holds elements that are computed with, and no
+    scales. None: it can."""
+    for group in kv.groups:
+        if group.kind not in (KvKind.FULL, KvKind.WINDOW):
+            return f"the KV pool has no {group.kind} group"
+        if group.scale_dtype:
+            return f"the KV pool has no scales: {group.name} has them in {group.scale_dtype}"
+        if group.dtype not in COMPUTE_DTYPES:
+            return f"the KV pool holds no {group.dtype}"
+    return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,10 +250,13 @@ def _listed(names: list[str]) -> str:
     return names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}" if len(names) > 2 else " and ".join(names)
 
 
-def make_plan(description: ModelDescription, backends: Sequence[Backend], unusable: Sequence[Refusal] = ()) -> Plan:
+def make_plan(
+    description: ModelDescription, kv: KvFormat, backends: Sequence[Backend], unusable: Sequence[Refusal] = ()
+) -> Plan:
     """Give every block to the first back end that takes it; the ends of the model rather to the one beside them.
 
     Args:
+        kv: of the pool.
         backends: in the order in which they are asked.
         unusable: back ends that cannot be used here at all.
     Raises: ConfigError naming the block that none takes, with every reason.
@@ -208,7 +266,7 @@ def make_plan(description: ModelDescription, backends: Sequence[Backend], unusab
     def owner(block: AnyBlock, name: str, asked: Sequence[Backend]) -> Backend:
         reasons = []
         for backend in asked:
-            reason = backend.refusal(block)
+            reason = backend.refusal(block, kv)
             if reason is None:
                 return backend
             refusals.append(Refusal(backend.name, name, reason))

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-from diptych.engine.exec.backends.base import AnyBlock
+from dataclasses import fields
+
+from diptych.common.kv_format import KvFormat
+from diptych.engine.exec.backends.base import AnyBlock, Takes, field_refusal, kv_refusal, method_refusal
 from diptych.engine.exec.kv_pool import KvPool
+from diptych.engine.exec.layers.attention import Attention
 from diptych.engine.exec.layers.block import DecoderBlock
-from diptych.engine.exec.layers.embedding import Embedding
-from diptych.engine.exec.layers.linear import PLAIN
+from diptych.engine.exec.layers.embedding import Embedding, LmHead
+from diptych.engine.exec.layers.linear import PLAIN, Linear
+from diptych.engine.exec.layers.mlp import Mlp
+from diptych.engine.exec.layers.norm import Norm
+from diptych.engine.exec.layers.rope import Rope
 from diptych.engine.exec.methods.base import LinearMethod, LinearWeights, LoadedLinear
 from diptych.engine.exec.methods.plain import PlainWeights
 from diptych.engine.exec.models.description import ModelDescription
@@ -15,6 +22,24 @@ from diptych.engine.exec.native.weights import Packer
 from diptych.engine.exec.weights import ModelWeights
 from diptych.kernels.dispatch import NATIVE
 from diptych.kernels.native.api import Library
+
+_METHODS = frozenset({PLAIN})
+_TAKES = {
+    Embedding: Takes(("name", "vocab_size", "size", "scale")),
+    DecoderBlock: Takes(
+        ("attention_norm", "attention", "mlp_norm", "mlp"), ("attention_output_norm", "mlp_output_norm")
+    ),
+    LmHead: Takes(("norm", "linear", "tied"), ("softcap",)),
+    Attention: Takes(
+        ("qkv", "o", "num_heads", "num_kv_heads", "head_dim", "rope", "scale"),
+        ("q_norm", "k_norm", "softcap", "window"),
+    ),
+    Mlp: Takes(("gate_up", "down", "activation")),
+    Linear: Takes(("parts", "inputs", "bias", "shard", "method", "settings")),
+    Norm: Takes(("name", "size", "eps", "offset")),
+    Rope: Takes(tuple(field.name for field in fields(Rope))),
+}
+"""Rope: tables come from engine.exec.rope, whatever its fields."""
 
 
 class NativeBackend:
@@ -26,16 +51,10 @@ class NativeBackend:
         self._library, self._first = library, description.blocks[0]
         self._packer = Packer(library)
 
-    def refusal(self, block: AnyBlock) -> str | None:
+    def refusal(self, block: AnyBlock, kv: KvFormat) -> str | None:
         """See Backend.refusal. The kernels step through a row in whole vectors and panels."""
-        if not isinstance(block, DecoderBlock):
-            linears = [] if isinstance(block, Embedding) else [block.linear]
-        else:
-            if (reason := self._misfit(block)) is not None:
-                return reason
-            linears = [block.attention.qkv, block.attention.o, block.mlp.gate_up, block.mlp.down]
-        methods = sorted({linear.method for linear in linears} - {PLAIN})
-        return f"it has no linear method {methods[0]}" if methods else None
+        reason = kv_refusal(kv) or field_refusal(block, _TAKES) or method_refusal(block, _METHODS)
+        return reason or (self._misfit(block) if isinstance(block, DecoderBlock) else None)
 
     def _misfit(self, block: DecoderBlock) -> str | None:
         attention, mlp, first = block.attention, block.mlp, self._first
@@ -44,11 +63,9 @@ class NativeBackend:
         )
         if misfit is not None:
             return misfit
-        norms = [block.attention_norm, block.mlp_norm, attention.q_norm, attention.k_norm]
-        norms += [block.attention_output_norm, block.mlp_output_norm]
         for name, same in (
             ("intermediate_size", mlp.size == first.mlp.size),
-            ("rms_norm_eps", {norm.eps for norm in norms if norm is not None} == {first.attention_norm.eps}),
+            ("rms_norm_eps", len(_epsilons(block) | _epsilons(first)) == 1),
         ):
             if not same:
                 return f"{name} is not the first layer's"
@@ -63,3 +80,10 @@ class NativeBackend:
     def runtime(self, weights: ModelWeights, pool: KvPool, max_model_len: int) -> NativeRuntime:
         """See Backend.runtime."""
         return NativeRuntime(self._library, weights, pool, max_model_len)
+
+
+def _epsilons(block: DecoderBlock) -> set[float]:
+    attention = block.attention
+    norms = [block.attention_norm, block.mlp_norm, attention.q_norm, attention.k_norm]
+    norms += [block.attention_output_norm, block.mlp_output_norm]
+    return {norm.eps for norm in norms if norm is not None}

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 
 from diptych.common.errors import ConfigError
+from diptych.common.kv_format import KvFormat
 from diptych.engine.exec.backends.base import EVERY_BLOCK, Backend, Plan, Refusal, make_plan
 from diptych.engine.exec.backends.native import NativeBackend
 from diptych.engine.exec.backends.torch import TorchBackend
@@ -52,10 +53,13 @@ _CONSEQUENCES = {
 }
 
 
-def plan_for(description: ModelDescription, *, device_type: str, dtype: torch.dtype, wanted: str | None = None) -> Plan:
+def plan_for(
+    description: ModelDescription, kv: KvFormat, *, device_type: str, dtype: torch.dtype, wanted: str | None = None
+) -> Plan:
     """Which back end runs which block. What the fastest one refuses is logged as a warning, with its reasons.
 
     Args:
+        kv: of the pool.
         wanted: "native", "torch" or "triton": this one or none; None: the device's own, and torch for what that refuses.
     Raises: ConfigError when the one that is wanted cannot be used or refuses a block.
     """
@@ -71,7 +75,7 @@ def plan_for(description: ModelDescription, *, device_type: str, dtype: torch.dt
             unusable.append(made)
         else:
             backends.append(made)
-    plan = make_plan(description, backends, unusable)
+    plan = make_plan(description, kv, backends, unusable)
     if wanted is not None and plan.refusals:
         raise ConfigError("backend", wanted, f"{_UNUSABLE[wanted]}: {plan.reasons()[0][1]}")
     for name, line in plan.reasons():

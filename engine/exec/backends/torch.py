@@ -9,13 +9,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import gelu, silu
 
+from diptych.common.kv_format import KvFormat
 from diptych.engine.exec.attention import BatchBuilder, PagedAttention, StepBatch
-from diptych.engine.exec.backends.base import AnyBlock, Hooks, Segment
+from diptych.engine.exec.backends.base import AnyBlock, Hooks, Segment, kv_refusal
 from diptych.engine.exec.ends import cap, embed, wanted_rows
 from diptych.engine.exec.kv_pool import KvPool
 from diptych.engine.exec.layers.attention import Attention
 from diptych.engine.exec.linear import keep_linear
-from diptych.engine.exec.methods.base import LinearMethod, LinearWeights, LoadedLinear
+from diptych.engine.exec.methods.base import PLAIN_ROWS, LinearMethod, LinearWeights, LoadedLinear, StepRows
 from diptych.engine.exec.rope import rotate, table_of_each
 from diptych.engine.exec.weights import BlockWeights, ModelWeights
 from diptych.engine.messages import ScheduledSeq
@@ -35,9 +36,9 @@ class TorchBackend:
 
     name = TORCH
 
-    def refusal(self, block: AnyBlock) -> str | None:
-        """None, always."""
-        return None
+    def refusal(self, block: AnyBlock, kv: KvFormat) -> str | None:
+        """See Backend.refusal. It has every layer and every method."""
+        return kv_refusal(kv)
 
     def keep(self, method: LinearMethod, weights: LinearWeights) -> LoadedLinear:
         """See Backend.keep."""
@@ -65,7 +66,9 @@ class TorchRuntime:
 
     def lay_out(self, seqs: Sequence[ScheduledSeq]) -> StepBatch:
         """See Runtime.lay_out."""
-        return self._batches.build(seqs)
+        batch = self._batches.build(seqs)
+        batch.rows = _step_rows([seqs[i] for i in batch.order], batch.token_ids.device)
+        return batch
 
     def begin(self, batch: StepBatch) -> None:
         """See Runtime.begin."""
@@ -75,7 +78,7 @@ class TorchRuntime:
 
     def run(self, x: Tensor | None, batch: StepBatch, segment: Segment, hooks: Hooks) -> Tensor | None:
         """See Runtime.run."""
-        description, weights = self._description, self._weights
+        description, weights, rows = self._description, self._weights, batch.rows
         if x is None:
             x = embed(batch.token_ids, weights.embedding, description.embedding)
         turned = {rope: (cos[batch.positions], sin[batch.positions]) for rope, (cos, sin) in self._tables.items()}
@@ -86,28 +89,38 @@ class TorchRuntime:
                 hooks.on_layers(index)
             layer, block = weights.blocks[index], description.blocks[index]
             is_last = index == description.num_layers - 1
-            q, k, v = _qkv(block.attention, layer, layer.attention_norm(x), *turned[self._ropes[index]])
+            q, k, v = _qkv(block.attention, layer, layer.attention_norm(x), rows, *turned[self._ropes[index]])
             self._attention[index].write(k, v, batch)
             if is_last and not batch.sample_rows:
                 return None
             attended = self._attention[index].attend(q, k, v, batch)
-            if is_last and (rows := wanted_rows(batch.sample_rows, x)) is not None:
-                attended, x = attended[rows], x[rows]
-            out = layer.o(attended)
+            if is_last and (wanted := wanted_rows(batch.sample_rows, x)) is not None:
+                attended, x, rows = attended[wanted], x[wanted], rows.only(wanted)
+            out = layer.o(attended, rows)
             x = x + (out if layer.attention_output_norm is None else layer.attention_output_norm(out))
-            gate, up = layer.gate_up(layer.mlp_norm(x)).chunk(2, dim=-1)
-            out = layer.down(_ACTIVATIONS[block.mlp.activation](gate).mul_(up))
+            gate, up = layer.gate_up(layer.mlp_norm(x), rows).chunk(2, dim=-1)
+            out = layer.down(_ACTIVATIONS[block.mlp.activation](gate).mul_(up), rows)
             x = x + (out if layer.mlp_output_norm is None else layer.mlp_output_norm(out))
         if segment.head:
-            return cap(weights.lm_head(weights.norm(x)), description.head.softcap)
+            if segment.first == segment.last:
+                rows = rows.only(wanted_rows(batch.sample_rows, batch.token_ids))
+            return cap(weights.lm_head(weights.norm(x), rows), description.head.softcap)
         return x
 
 
+def _step_rows(seqs: Sequence[ScheduledSeq], device: torch.device) -> StepRows:
+    """Args: seqs: in the order of their rows."""
+    if all(seq.adapter < 0 for seq in seqs):
+        return PLAIN_ROWS
+    adapters = [seq.adapter for seq in seqs for _ in seq.token_ids]
+    return StepRows(torch.tensor(adapters, dtype=torch.int32, device=device))
+
+
 def _qkv(
-    attention: Attention, layer: BlockWeights, x: Tensor, cos: Tensor, sin: Tensor
+    attention: Attention, layer: BlockWeights, x: Tensor, rows: StepRows, cos: Tensor, sin: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     heads, kv_heads = attention.num_heads, attention.num_kv_heads
-    qkv = layer.qkv(x).view(x.shape[0], heads + 2 * kv_heads, attention.head_dim)
+    qkv = layer.qkv(x, rows).view(x.shape[0], heads + 2 * kv_heads, attention.head_dim)
     qk, v = qkv[:, : heads + kv_heads], qkv[:, heads + kv_heads :]
     if layer.q_norm is not None and layer.k_norm is not None:
         q, k = qk[:, :heads], qk[:, heads:]

@@ -17,6 +17,7 @@ from torch import Tensor
 from diptych.common.errors import InternalError
 from diptych.common.kv_format import KvFormat
 from diptych.engine.exec.attention import check_tables
+from diptych.engine.exec.methods.base import PLAIN_ROWS, StepRows
 from diptych.engine.messages import ScheduledSeq
 
 
@@ -64,6 +65,7 @@ class StepTensors:
         chunks, tiles: see paged_prefill; None: no chunks.
         sample_rows: [num_samples]; None: all rows, in order.
         splits: of the context, in decode attention.
+        rows: what methods of linear layers ask of the rows.
     """
 
     token_ids: Tensor
@@ -75,6 +77,7 @@ class StepTensors:
     tiles: Tensor | None
     sample_rows: Tensor | None
     splits: int
+    rows: StepRows = PLAIN_ROWS
 
 
 def lay_out(seqs: Sequence[ScheduledSeq], kv: KvFormat, max_model_len: int) -> CudaBatch:

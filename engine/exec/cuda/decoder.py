@@ -13,7 +13,7 @@ from diptych.engine.exec.ends import cap, embed
 from diptych.engine.exec.kv_pool import KvPool
 from diptych.engine.exec.layers.block import DecoderBlock
 from diptych.engine.exec.linear import DenseLinear
-from diptych.engine.exec.methods.base import LoadedLinear
+from diptych.engine.exec.methods.base import LoadedLinear, StepRows
 from diptych.engine.exec.norm import RmsNorm
 from diptych.engine.exec.rope import table_of_each
 from diptych.engine.exec.weights import BlockWeights, ModelWeights
@@ -73,11 +73,11 @@ class CudaDecoder:
             wanted.
         Raises: StepAborted when should_abort() turned true between two layers.
         """
-        description, weights = self._description, self._weights
+        description, weights, rows = self._description, self._weights, step.rows
         segment = segment or self._whole
         residual = embed(step.token_ids, weights.embedding, description.embedding) if x is None else x
         if segment.first == segment.last:
-            return self._head(_norm(residual, weights.norm)) if segment.head else residual
+            return self._head(_norm(residual, weights.norm), rows.only(step.sample_rows)) if segment.head else residual
         x = _norm(residual, weights.blocks[segment.first].attention_norm)
         last = description.num_layers - 1
         for index in range(segment.first, segment.last):
@@ -91,24 +91,25 @@ class CudaDecoder:
             if index == last and step.sample_rows is not None:
                 # Behind the last attention only the rows whose logits are wanted matter, in the order wanted.
                 attended, residual = (t.index_select(0, step.sample_rows) for t in (attended, residual))
-            out = self._linear("o", layer.o, attended)
+                rows = rows.only(step.sample_rows)
+            out = self._linear("o", layer.o, attended, rows)
             x = _added(out, layer.attention_output_norm, layer.mlp_norm, residual)
-            out = self._linear("down", layer.down, self._gate_up(block, layer.gate_up, x))
+            out = self._linear("down", layer.down, self._gate_up(block, layer.gate_up, x, rows), rows)
             if index + 1 < segment.last:
                 after = weights.blocks[index + 1].attention_norm
             else:  # who comes after the segment norms for itself
                 after = weights.norm
             x = _added(out, layer.mlp_output_norm, after, residual)
-        return self._head(x) if segment.head else residual
+        return self._head(x, rows) if segment.head else residual
 
-    def _head(self, x: Tensor) -> Tensor:
-        return cap(self._linear("lm_head", self._weights.lm_head, x), self._description.head.softcap)
+    def _head(self, x: Tensor, rows: StepRows) -> Tensor:
+        return cap(self._linear("lm_head", self._weights.lm_head, x, rows), self._description.head.softcap)
 
     def _project(self, index: int, layer: BlockWeights, block: DecoderBlock, x: Tensor, step: StepTensors) -> Tensor:
         """Stores K and V. Returns: the queries, rotated."""
         cos, sin = self._turns[index]
         return rope_write(
-            self._linear("qkv", layer.qkv, x),
+            self._linear("qkv", layer.qkv, x, step.rows),
             self._layers[index],
             cos,
             sin,
@@ -121,19 +122,19 @@ class CudaDecoder:
             offset=0.0 if layer.q_norm is None else layer.q_norm.offset,
         )
 
-    def _linear(self, name: str, layer: LoadedLinear, x: Tensor) -> Tensor:
+    def _linear(self, name: str, layer: LoadedLinear, x: Tensor, rows: StepRows) -> Tensor:
         """Returns: [rows, columns]; of qkv, o and down maybe [splits, rows, columns], see small_matmul."""
         shape = self._shape(name, layer, x)
         if shape is not None and isinstance(layer, DenseLinear):
             return small_matmul(x, layer.weight, shape=shape)
-        return layer(x)
+        return layer(x, rows)
 
-    def _gate_up(self, block: DecoderBlock, layer: LoadedLinear, x: Tensor) -> Tensor:
+    def _gate_up(self, block: DecoderBlock, layer: LoadedLinear, x: Tensor, rows: StepRows) -> Tensor:
         activation = block.mlp.activation
         shape = self._shape("gate_up", layer, x) if activation == "silu" else None
         if shape is not None and isinstance(layer, DenseLinear):
             return small_matmul(x, layer.weight, silu=True, shape=shape)
-        return gate_mul(layer(x), activation)
+        return gate_mul(layer(x, rows), activation)
 
     def _shape(self, name: str, layer: LoadedLinear, x: Tensor) -> MatmulShape | None:
         """How our kernel is cut for this projection; None: cuBLAS takes it."""

@@ -32,7 +32,9 @@ class Linear:
     """y = x @ weight.T + bias. Several parts are merged along the outputs, in the order given.
 
     Args:
-        method: how weights are kept and applied; a key of engine.exec.methods.registry.METHODS.
+        method: how weights are kept and applied; a key of engine.exec.methods.registry.METHODS. Families leave it plain:
+            the checkpoint's quantization_config says which layers have another.
+        settings: of the method, by name: bits, group size.
     """
 
     parts: tuple[Part, ...]
@@ -40,6 +42,7 @@ class Linear:
     bias: bool = False
     shard: ShardBy = ShardBy.REPLICATED
     method: str = PLAIN
+    settings: tuple[tuple[str, int | float | str | bool], ...] = ()
 
     @property
     def outputs(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -17,12 +18,33 @@ WHOLE = Shard()
 class TensorSource(Protocol):
     """Tensors by name: a checkpoint, or what stands in for one."""
 
-    def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
+    def take(self, name: str, shape: tuple[int, ...], *, as_stored: bool = False) -> Tensor:
         """The tensor, in the dtype and on the device that the source was opened for; each may be taken once.
 
-        Raises: ConfigError naming file and tensor when it is missing or has another shape.
+        Args: as_stored: in the checkpoint's own dtype, which may be one of integers: quantized weights and their scales.
+        Raises: ConfigError naming file and tensor when it is missing or has another shape; without `as_stored` also when
+            it holds no floating-point numbers.
         """
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class StepRows:
+    """What a step says of the rows that a linear layer computes.
+
+    Args:
+        adapters: [rows] int32 on the model's device: the adapter of each row, -1: none. None: no row has one.
+    """
+
+    adapters: Tensor | None = None
+
+    def only(self, rows: Tensor | None) -> StepRows:
+        """Of some rows, in this order. Args: rows: [n], indices; None: all."""
+        return self if rows is None or self.adapters is None else StepRows(self.adapters[rows])
+
+
+PLAIN_ROWS = StepRows()
+"""Of a step in which no row has an adapter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,14 +64,24 @@ class LinearWeights(Protocol):
 
 
 class LinearMethod(Protocol):
-    """Create, load and apply a linear layer. A method keeps no state: what a layer needs lies in its weights, and what
-    depends on a step in buffers that they name.
+    """Create, load and apply a linear layer. A method keeps no state: what a layer needs lies in its weights and in
+    `layer.settings`, and what depends on a step is in StepRows.
 
     A back end may apply a method's weights with kernels of its own (see backends.base.Backend.keep); `apply` is the
     reference.
     """
 
     name: str
+    quant_methods: tuple[str, ...]
+    """What quantization_config of config.json calls it; (): no checkpoint asks for it."""
+
+    def declare(self, layer: Linear, config: Mapping[str, Any]) -> Linear:
+        """A layer that the description declares as plain, as the checkpoint holds it: with this method and its settings.
+
+        Args: config: quantization_config, decoded.
+        Raises: ConfigError naming the field of the config that it cannot do.
+        """
+        ...
 
     def create(self, layer: Linear, shard: Shard) -> list[TensorPart]:
         """The tensors that it reads, in the order in which they are merged. Raises: ConfigError where a shard cannot be cut."""
@@ -59,8 +91,8 @@ class LinearMethod(Protocol):
         """Returns: the weights, of the method's own type. Raises: what the source raises."""
         ...
 
-    def apply(self, weights: Any, x: Tensor) -> Tensor:
-        """x: [rows, inputs of the shard]. Returns: [rows, outputs of the shard]."""
+    def apply(self, weights: Any, x: Tensor, step: StepRows) -> Tensor:
+        """x: [rows, inputs of the shard]; step: of the same rows. Returns: [rows, outputs of the shard]."""
         ...
 
 
@@ -70,6 +102,6 @@ class LoadedLinear(Protocol):
     @property
     def num_bytes(self) -> int: ...
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """x: [rows, inputs]. Returns: [rows, outputs]."""
+    def __call__(self, x: Tensor, step: StepRows) -> Tensor:
+        """x: [rows, inputs]; step: of the same rows. Returns: [rows, outputs]."""
         ...

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,7 +13,7 @@ from torch.nn.functional import linear
 from diptych.common.errors import ConfigError
 from diptych.common.kv_format import Shard
 from diptych.engine.exec.layers.linear import PLAIN, Linear, Part, ShardBy
-from diptych.engine.exec.methods.base import TensorPart, TensorSource
+from diptych.engine.exec.methods.base import StepRows, TensorPart, TensorSource
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +51,11 @@ class PlainMethod:
     """Implements methods.base.LinearMethod."""
 
     name = PLAIN
+    quant_methods: tuple[str, ...] = ()
+
+    def declare(self, layer: Linear, config: Mapping[str, Any]) -> Linear:
+        """See LinearMethod.declare."""
+        return layer
 
     def create(self, layer: Linear, shard: Shard) -> list[TensorPart]:
         """See LinearMethod.create."""
@@ -64,6 +71,6 @@ class PlainMethod:
         weight = weights[0] if len(weights) == 1 else torch.cat(weights)
         return PlainWeights(weight, torch.cat(biases) if has_bias else None)
 
-    def apply(self, weights: PlainWeights, x: Tensor) -> Tensor:
+    def apply(self, weights: PlainWeights, x: Tensor, step: StepRows) -> Tensor:
         """See LinearMethod.apply."""
         return linear(x, weights.weight, weights.bias)

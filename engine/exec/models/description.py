@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 from diptych.common.errors import ConfigError
 from diptych.engine.exec.layers.block import DecoderBlock
 from diptych.engine.exec.layers.embedding import Embedding, LmHead
+from diptych.engine.exec.layers.linear import PLAIN, Linear
 from diptych.engine.exec.layers.norm import Norm
 
 
@@ -65,6 +67,28 @@ class ModelDescription:
     def windows(self) -> tuple[int | None, ...]:
         """For each layer the tokens that a query sees, itself included; None: all."""
         return tuple(block.attention.window for block in self.blocks)
+
+    def with_linears(self, change: Callable[[Linear], Linear], *, head: bool) -> ModelDescription:
+        """The same with other linear layers. Args: head: also that of the head, where it is not the embedding's."""
+
+        def changed(block: DecoderBlock) -> DecoderBlock:
+            attention, mlp = block.attention, block.mlp
+            return replace(
+                block,
+                attention=replace(attention, qkv=change(attention.qkv), o=change(attention.o)),
+                mlp=replace(mlp, gate_up=change(mlp.gate_up), down=change(mlp.down)),
+            )
+
+        last = replace(self.head, linear=change(self.head.linear)) if head and not self.head.tied else self.head
+        return replace(self, blocks=tuple(changed(block) for block in self.blocks), head=last)
+
+    @property
+    def method(self) -> str:
+        """Of its linear layers: plain, or the names of the other ones. Part of the identity of its KV."""
+        linears = [self.head.linear]
+        for block in self.blocks:
+            linears += [block.attention.qkv, block.attention.o, block.mlp.gate_up, block.mlp.down]
+        return "+".join(sorted({linear.method for linear in linears} - {PLAIN})) or PLAIN
 
     def plain_tensors(self) -> dict[str, tuple[int, ...]]:
         """The checkpoint's tensors where every linear layer is plain: name -> shape."""

@@ -47,7 +47,11 @@ def describe(raw: Mapping[str, Any]) -> ModelDescription:
     Raises: ConfigError naming the field, for an architecture, activation, rope kind or quantization that is not built, and
         for missing or impossible sizes.
     """
-    family = family_of(raw)
-    if raw.get("quantization_config"):
-        raise ConfigError("quantization_config", raw["quantization_config"], "quantized weights are not supported")
-    return family.describe(raw)
+    description, quantization = family_of(raw).describe(raw), raw.get("quantization_config")
+    if not quantization:
+        return description
+    # Here and not above: methods import torch.
+    from diptych.engine.exec.methods.registry import declared_by
+
+    declare = declared_by(quantization)
+    return description.with_linears(declare, head=quantization.get("lm_head") is True)

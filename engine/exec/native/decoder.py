@@ -12,7 +12,7 @@ from diptych.engine.exec.backends.base import Hooks, Segment
 from diptych.engine.exec.ends import embed
 from diptych.engine.exec.kv_pool import KvPool
 from diptych.engine.exec.layers.block import DecoderBlock
-from diptych.engine.exec.methods.base import LoadedLinear
+from diptych.engine.exec.methods.base import PLAIN_ROWS, LoadedLinear
 from diptych.engine.exec.native.batch import NativeBatch, NativeBatchBuilder
 from diptych.engine.exec.native.weights import PackedLinear
 from diptych.engine.exec.norm import RmsNorm
@@ -82,7 +82,7 @@ class NativeRuntime:
                 return None
         if segment.head:
             norm = weights.norm
-            logits = weights.lm_head(library.norm(x, norm.scale, norm.eps))
+            logits = weights.lm_head(library.norm(x, norm.scale, norm.eps), PLAIN_ROWS)
             if description.head.softcap is not None:
                 library.softcap(logits, description.head.softcap)
             return logits

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from diptych.engine.exec.linear import bias_bytes
+from diptych.engine.exec.methods.base import StepRows
 from diptych.kernels.native.api import HugePages, Library
 
 
@@ -22,8 +23,8 @@ class PackedLinear:
     def num_bytes(self) -> int:
         return self.packed.nbytes + bias_bytes(self.bias)
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """x: [rows, inputs]. Returns: [rows, outputs]."""
+    def __call__(self, x: Tensor, step: StepRows) -> Tensor:
+        """See LoadedLinear."""
         return self._library.linear(x.contiguous(), self.packed, self.bias, self._outputs, torch.get_num_threads())
 
 

@@ -5,26 +5,35 @@ from __future__ import annotations
 import importlib.util
 import logging
 import random
+from dataclasses import fields, is_dataclass, make_dataclass, replace
 
 import pytest
 import torch
 
 from diptych.common.errors import ConfigError
-from diptych.common.kv_format import Shard
+from diptych.common.kv_format import KvFormat, KvGroup, KvKind, Shard, full_format
 from diptych.engine.exec.backends.base import make_plan
 from diptych.engine.exec.backends.native import NativeBackend
 from diptych.engine.exec.backends.torch import TorchBackend
+from diptych.engine.exec.layers.attention import Attention
 from diptych.engine.exec.layers.block import DecoderBlock
 from diptych.engine.exec.layers.embedding import Embedding, LmHead
 from diptych.engine.exec.layers.linear import Linear, Part, ShardBy
-from diptych.engine.exec.methods.base import WHOLE
+from diptych.engine.exec.layers.mlp import Mlp
+from diptych.engine.exec.layers.norm import Norm
+from diptych.engine.exec.layers.rope import Rope
+from diptych.engine.exec.methods.base import PLAIN_ROWS, WHOLE
 from diptych.engine.exec.methods.plain import PlainMethod
 from diptych.engine.exec.models.registry import ARCHITECTURES, describe
+from diptych.engine.exec.native.library import load_library
 
 RAW = {
     "architectures": ["LlamaForCausalLM"], "vocab_size": 100, "hidden_size": 64, "intermediate_size": 128,
     "num_hidden_layers": 6, "num_attention_heads": 8, "num_key_value_heads": 2, "max_position_embeddings": 512,
 }  # fmt: skip
+
+
+KV = full_format(6, 2, 8, block_size=8, dtype="float32")
 
 
 class Picky(TorchBackend):
@@ -35,7 +44,7 @@ class Picky(TorchBackend):
     def __init__(self, refused):
         self.refused = refused
 
-    def refusal(self, block):
+    def refusal(self, block, kv):
         return "not to its taste" if self.refused(block) else None
 
 
@@ -46,7 +55,7 @@ def layer_is(*indices):
 
 def test_the_next_back_end_takes_what_one_refuses():
     model, torch_backend = describe(RAW), TorchBackend()
-    plan = make_plan(model, [Picky(layer_is(2, 5)), torch_backend])
+    plan = make_plan(model, KV, [Picky(layer_is(2, 5)), torch_backend])
     assert [owner.name for owner in plan.block_owners] == ["picky", "picky", "torch", "picky", "picky", "torch"]
     assert plan.summary() == "picky (embedding, layers 0-1 and 3-4), torch (layers 2 and 5, head)"
     assert plan.reasons() == [("picky", "picky refuses layer 2 and layer 5: not to its taste")]
@@ -58,7 +67,7 @@ def test_the_next_back_end_takes_what_one_refuses():
 
 
 def test_the_ends_may_be_refused_as_well():
-    ends = make_plan(describe(RAW), [Picky(lambda block: isinstance(block, (Embedding, LmHead))), TorchBackend()])
+    ends = make_plan(describe(RAW), KV, [Picky(lambda block: isinstance(block, (Embedding, LmHead))), TorchBackend()])
     assert ends.summary() == "picky (layers 0-5), torch (embedding, head)"
     assert [(s.first, s.last, s.embedding, s.head) for _, s in ends.segments()] == [
         (0, 0, True, False), (0, 6, False, False), (6, 6, False, True),
@@ -67,7 +76,74 @@ def test_the_ends_may_be_refused_as_well():
 
 def test_a_block_that_no_back_end_runs_is_named_with_every_reason():
     with pytest.raises(ConfigError, match=r"no back end runs layer 3: picky: not to its taste"):
-        make_plan(describe(RAW), [Picky(layer_is(3))])
+        make_plan(describe(RAW), KV, [Picky(layer_is(3))])
+
+
+def fast_backends(compiler):
+    """Those beside torch: each refuses what it does not implement, torch then takes it."""
+    found = [NativeBackend(load_library(torch.float32), describe(TAKEN))]
+    if importlib.util.find_spec("triton") is not None:
+        from diptych.engine.exec.backends.triton import TritonBackend
+
+        found.append(TritonBackend())
+    return found
+
+
+TAKEN = {**RAW, "hidden_size": 96, "intermediate_size": 160, "num_attention_heads": 6, "head_dim": 32}
+"""What every back end takes."""
+BLOCK = describe(TAKEN).blocks[0]
+
+
+def test_a_block_without_a_required_norm_is_refused_by_name(compiler):
+    """Drill: a family that norms behind a layer only (OLMo 2) ended in an AttributeError of the C back end."""
+    for backend in fast_backends(compiler):
+        assert backend.refusal(BLOCK, KV) is None
+        for name in ("attention_norm", "mlp_norm"):
+            assert backend.refusal(replace(BLOCK, **{name: None}), KV) == f"it needs {name} of DecoderBlock"
+
+
+def places_of(layer):
+    """(the layer with a replacement of one of its layers, path) -> each layer inside and itself."""
+    yield (lambda new: new), layer
+    for field in fields(layer):
+        inner = getattr(layer, field.name)
+        if is_dataclass(inner):
+            for put, found in places_of(inner):
+                yield (lambda new, put=put, name=field.name: replace(layer, **{name: put(new)})), found
+
+
+def test_a_field_that_a_back_end_does_not_know_is_never_ignored(compiler):
+    """Of every kind of layer, wherever it stands: a newcomer adds a field and its use in torch."""
+    normed = replace(BLOCK, attention=replace(BLOCK.attention, q_norm=Norm("q", 32, 1e-6), k_norm=Norm("k", 32, 1e-6)))
+    model = describe(TAKEN)
+    kinds = set()
+    for whole in (normed, model.embedding, model.head):
+        for put, layer in places_of(whole):
+            kind = type(layer)
+            newer = make_dataclass(kind.__name__, [("surprise", int, 0)], bases=(kind,), frozen=True, slots=True)
+            values = {field.name: getattr(layer, field.name) for field in fields(layer)}
+            kinds.add(kind)
+            for backend in fast_backends(compiler):
+                assert backend.refusal(put(newer(**values)), KV) is None
+                expected = f"it does not know surprise of {kind.__name__}"
+                assert backend.refusal(put(newer(**values, surprise=1)), KV) == expected
+    assert kinds == {DecoderBlock, Attention, Linear, Norm, Mlp, Rope, Embedding, LmHead}
+
+
+@pytest.mark.parametrize(
+    ("kv", "reason"),
+    [
+        (full_format(6, 2, 8, block_size=8, dtype="float8_e4m3fn", scale_dtype="float32"), "no scales"),
+        (full_format(6, 2, 8, block_size=8, dtype="float8_e4m3fn"), "no float8_e4m3fn"),
+        (KvFormat((KvGroup(KvKind.LATENT, tuple(range(6)), 1, (16,), "float32", 8),)), "no latent group"),
+    ],
+)
+def test_kv_that_the_pool_does_not_hold_is_refused_by_name(compiler, kv, reason):
+    """Drill: the format counted scales, and the pool had none."""
+    for backend in (*fast_backends(compiler), TorchBackend()):
+        assert reason in backend.refusal(BLOCK, kv)
+    with pytest.raises(ConfigError, match=rf"no back end runs layer 0: torch: the KV pool .*{reason}"):
+        make_plan(describe(RAW), kv, [TorchBackend()])
 
 
 def test_an_unknown_architecture_is_refused_with_the_known_ones():
@@ -101,7 +177,9 @@ def test_compiled_kernels_and_torch_take_turns(tiny_dir, driver_of, monkeypatch,
     """Embedding and head go with the layer beside them; the order of the rows is the same for both."""
     own = NativeBackend.refusal
     monkeypatch.setattr(
-        NativeBackend, "refusal", lambda self, block: "the test" if layer_is(*refused)(block) else own(self, block)
+        NativeBackend,
+        "refusal",
+        lambda self, block, kv: "the test" if layer_is(*refused)(block) else own(self, block, kv),
     )
     with caplog.at_level(logging.WARNING):
         mixed = driver_of(tiny_dir)
@@ -133,7 +211,9 @@ def test_triton_and_torch_take_turns(model_dir_of, driver_of, monkeypatch, refus
     expected = run(driver_of(folder, backend="torch"))
     own = TritonBackend.refusal
     monkeypatch.setattr(
-        TritonBackend, "refusal", lambda self, block: "the test" if layer_is(*refused)(block) else own(self, block)
+        TritonBackend,
+        "refusal",
+        lambda self, block, kv: "the test" if layer_is(*refused)(block) else own(self, block, kv),
     )
     monkeypatch.setattr(registry, "choose_backend", lambda device, wanted: "triton")
     mixed = driver_of(folder)
@@ -150,7 +230,7 @@ class Tensors:
     def __init__(self):
         self.made = {}
 
-    def take(self, name, shape):
+    def take(self, name, shape, *, as_stored=False):
         return self.made.setdefault(name, torch.randn(shape, generator=torch.Generator().manual_seed(len(name))))
 
 
@@ -158,15 +238,15 @@ class Tensors:
 def test_shards_of_a_linear_layer_make_the_whole(rule):
     layer = Linear((Part("a.q", 8), Part("a.kk", 4)), 12, bias=True, shard=rule)
     method, source, x = PlainMethod(), Tensors(), torch.randn(3, 12)
-    whole = method.apply(method.load(layer, source, WHOLE), x)
+    whole = method.apply(method.load(layer, source, WHOLE), x, PLAIN_ROWS)
     shards = [method.load(layer, source, Shard(rank, 2)) for rank in range(2)]
     if rule is ShardBy.INPUTS:
-        got = sum(method.apply(shard, part) for shard, part in zip(shards, x.chunk(2, 1), strict=True))
+        got = sum(method.apply(shard, part, PLAIN_ROWS) for shard, part in zip(shards, x.chunk(2, 1), strict=True))
     elif rule is ShardBy.OUTPUTS:  # of each part, one after the other
-        outs = [method.apply(shard, x) for shard in shards]
+        outs = [method.apply(shard, x, PLAIN_ROWS) for shard in shards]
         got = torch.cat([out[:, span] for span in (slice(4), slice(4, 6)) for out in outs], 1)
     else:
-        got = method.apply(shards[1], x)
+        got = method.apply(shards[1], x, PLAIN_ROWS)
     torch.testing.assert_close(got, whole)
     if rule is not ShardBy.REPLICATED:
         with pytest.raises(ConfigError, match="cannot be divided among 5 ranks"):
