@@ -84,7 +84,7 @@ class Checkpoint:
             raise ConfigError("model", str(path), f"tensor {name} holds {tensor.dtype}, not floating-point numbers")
         tensor = tensor.to(device=self._device, dtype=tensor.dtype if as_stored else self._dtype)
         if floats:
-            summed = tensor.float() if tensor.itemsize == 1 else tensor  # torch adds up no floats of 8 bits
+            summed = tensor.float() if as_stored else tensor  # torch adds up no floats of 8 bits
             self._taken.append((name, path, tensor.dtype, summed.sum(dtype=torch.float32)))
         return tensor
 

