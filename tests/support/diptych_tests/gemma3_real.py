@@ -1,6 +1,6 @@
 """The real Gemma 3 270M: its GGUF file, twenty prompts, and what transformers answers, greedy.
 
-python tests/gemma3_real.py FOLDER    prints prompts and answers as JSON, in a process of its own: it takes a gigabyte
+`python .../gemma3_real.py FOLDER` prints prompts and answers as JSON, from a process of its own, which takes a gigabyte.
 """
 
 from __future__ import annotations
