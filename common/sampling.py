@@ -27,7 +27,8 @@ from diptych.common.sampling_table import (
 )
 
 MAX_TOP_LOGPROBS = 20
-MAX_CHOICES = 64
+MAX_CHOICES = 16
+"""Of one request, also with best_of and as beams."""
 MAX_REPETITION_PENALTY = 10.0
 MAX_LENGTH_PENALTY = 10.0
 
@@ -133,7 +134,8 @@ class SamplingParams:
         0, Integer(), "stopping", "before this many tokens only max_tokens ends the answer", required=True)
     include_stop_str_in_output: bool = row(
         False, Flag(), "stopping", "the text includes the stop string")
-    n: int = row(1, Integer(1, MAX_CHOICES), "choices", "number of choices, at most 16", required=True, responses=False)
+    n: int = row(
+        1, Integer(1, MAX_CHOICES), "choices", f"number of choices, at most {MAX_CHOICES}", required=True, responses=False)
     best_of: int = row(
         0, Integer(), "choices", "choices that are computed; the n likeliest are returned; in HTTP not for streams",
         default_text="n", required=True, responses=False)
@@ -147,7 +149,7 @@ class SamplingParams:
     grammar: Grammar | None = row(None, GrammarCheck(), "constraints", "see the fields of constraints")  # noqa: RUF009 - it never changes
     beam_width: int = row(
         0, Integer(0, MAX_CHOICES), "beam search",
-        "beam search with this many beams, at most 16; the n best answers are returned, nothing is sampled; 0 is off")
+        f"beam search with this many beams, at most {MAX_CHOICES}; the n best answers are returned, nothing is sampled; 0 is off")
     length_penalty: float = row(
         1.0, Number(-MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY), "beam search",
         "-10 to 10; sums of logprobs are divided by the length to this power")

@@ -13,6 +13,7 @@ import signal
 import socket
 import time
 from collections.abc import Awaitable, Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -228,7 +229,8 @@ class ApiServers:
             tokens, requests = shared or own
             refused = metrics.refused if isinstance(metrics, RouterMetrics) else lambda reason, tenant: None
             router_api = metered = MeteredRouterApi(router_api, tokens, refused, requests=requests)
-        self._grpc.add_generic_rpc_handlers((RouterService(router_api, self._bodies).handler(),))
+        parsing = metrics.parsing if isinstance(metrics, RouterMetrics) else nullcontext
+        self._grpc.add_generic_rpc_handlers((RouterService(router_api, self._bodies, parsing).handler(),))
         await self._health.install(self._grpc)
         if self._reflection:
             names = (SERVICE, "grpc.health.v1.Health", grpc_reflection.SERVICE_NAME)
@@ -236,7 +238,9 @@ class ApiServers:
         await self._grpc.start()
         options = self._options
         refuse = options.unknown_fields == "refuse"
-        app = create_app(router_api, metrics, metered, status, self._bodies, refuse_unknown_fields=refuse)
+        app = create_app(
+            router_api, metrics, metered, status, self._bodies, refuse_unknown_fields=refuse, parsing=parsing
+        )
         self._http = _HttpServer(
             uvicorn.Config(
                 guarded(app, self._keys, open_metrics=self._open_metrics, cors_origins=options.cors_origins),

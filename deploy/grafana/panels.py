@@ -54,7 +54,10 @@ OVERVIEW: list[Panel] = [
     ("Inter-token latency", "s", quantiles("inter_token_latency_seconds")),
     ("End to end", "s", quantiles("e2e_request_latency_seconds")),
     ("Answers by finish reason", "reqps", rate("request_success_total", "finished_reason")),
-    ("Failed requests by reason", "reqps", rate("request_errors_total", "reason")),
+    ("Failed requests by reason", "reqps", [
+        *rate("request_errors_total", "reason"),
+        (f"sum by (reason) (rate(diptych_unparsed_requests_total{WINDOW}))", "not read: {{reason}}"),
+    ]),
     ("Tokens a second", "short", [
         (f'sum(rate(diptych_prompt_tokens_total{{role="router"}}{WINDOW}))', "prompt"),
         (f'sum(rate(diptych_generation_tokens_total{{role="router"}}{WINDOW}))', "generated"),
@@ -199,7 +202,8 @@ DESCRIPTIONS: dict[str, str] = {
         "stop: a stop token or string; length: max_tokens or the context's end; tool_calls: a call."
     ),
     "Failed requests by reason": (
-        "The error's reason, as clients get it. OVERLOADED is shed load; INVALID_ARGUMENT is the client's fault."
+        "The error's reason, as clients get it. OVERLOADED is shed load; INVALID_ARGUMENT is the client's fault. "
+        "not read: requests whose body could not be parsed."
     ),
     "Tokens a second": "Prompt tokens of answered requests, and tokens sent to clients, over all routers.",
     "Requests running": "Requests in each worker's running batch. Decode's share of max_num_seqs is how full it is.",

@@ -6,7 +6,8 @@ deserializer would report INTERNAL.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
 import grpc
@@ -40,11 +41,18 @@ SERVICE = "diptych.rpc.v1.Router"
 
 class RouterService:
     """Parse, prepare, relay. A client that cancels ends the method's task, which closes the frontend's iterator and so
-    cancels the request on its workers. `bodies`: parses large requests; closed by its owner."""
+    cancels the request on its workers. `bodies`: parses large requests; closed by its owner.
+    `parsing`: entered while a request for an answer is read; an error leaves it."""
 
-    def __init__(self, router_api: RouterApi, bodies: Bodies | None = None) -> None:
+    def __init__(
+        self,
+        router_api: RouterApi,
+        bodies: Bodies | None = None,
+        parsing: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
         self._router_api = router_api
         self._bodies = bodies or Bodies()
+        self._parsing = parsing
 
     def handler(self) -> grpc.GenericRpcHandler:
         """For `server.add_generic_rpc_handlers`."""
@@ -82,7 +90,8 @@ class RouterService:
             features = self._router_api.features(request.model)
             return request, features, *spec_from(request, remaining_s, features)
 
-        request, features, spec, offer = await self._bodies.off_loop(read, len(body))
+        with self._parsing():
+            request, features, spec, offer = await self._bodies.off_loop(read, len(body))
         spec = replace(
             spec,
             tenant=current_caller.get().tenant,

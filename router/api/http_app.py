@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -70,6 +71,7 @@ def create_app(
     bodies: Bodies | None = None,
     *,
     refuse_unknown_fields: bool = False,
+    parsing: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> FastAPI:
     """The ASGI application.
 
@@ -80,12 +82,13 @@ def create_app(
         status: the content of the status page, if given.
         bodies: parses large bodies; closed by its owner.
         refuse_unknown_fields: reject them; else name them in a response header.
+        parsing: entered while the body of a request for an answer is read; an error leaves it.
     """
     app = FastAPI(title="Diptych", version=package_version(), docs_url=None, redoc_url=None)
     http_errors.install(app)
     bodies = bodies or Bodies()
     unknown = UnknownFields(refuse=refuse_unknown_fields)
-    _add_generation(app, router_api, bodies, quotas, unknown)
+    _add_generation(app, router_api, bodies, quotas, unknown, parsing)
     _add_tokens(app, router_api, bodies, unknown)
     _add_models(app, router_api)
     _add_operations(app, router_api, metrics)
@@ -126,7 +129,12 @@ def package_version() -> str:
 
 
 def _add_generation(
-    app: FastAPI, router_api: RouterApi, bodies: Bodies, quotas: MeteredRouterApi | None, unknown: UnknownFields
+    app: FastAPI,
+    router_api: RouterApi,
+    bodies: Bodies,
+    quotas: MeteredRouterApi | None,
+    unknown: UnknownFields,
+    parsing: Callable[[], AbstractContextManager[None]],
 ) -> None:
     def limits(tenant: str) -> dict[str, str]:
         return {} if quotas is None else quotas.headers(tenant)
@@ -135,7 +143,8 @@ def _add_generation(
         def made(body: dict[str, Any]) -> ParsedRequest:
             return build(body, features=router_api.features(body.get("model")), unknown=unknown)
 
-        call = await bodies.object_of(await read_body(request), made)
+        with parsing():
+            call = await bodies.object_of(await read_body(request), made)
         return GenerationResponse(router_api, _with_headers(request, call), extra_headers=limits)
 
     @app.post("/v1/chat/completions", openapi_extra=_body_schema("ChatCompletionRequest"))

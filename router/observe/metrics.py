@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 from diptych.common.clock import Clock
 from diptych.common.errors import DiptychError
@@ -98,6 +99,9 @@ class RouterMetrics(Metrics):
         )
         self.success = self.counter("request_success", "Finished answers by finish reason", ["finished_reason"])
         self.errors = self.counter("request_errors", "Requests that failed, by reason", ["reason"])
+        self.unparsed = self.counter(
+            "unparsed_requests", "Requests whose body could not be read, by reason; not in requests_total", ["reason"]
+        )
         self.placements = self.counter("placements", "Attempts by where the prompt was placed", ["prefill"])
         self.replacements = self.counter("replacements", "Requests that were placed again before their first token")
         self.admission = self.counter("admission", "Requests by admission decision", ["verdict"])
@@ -131,6 +135,15 @@ class RouterMetrics(Metrics):
         self.gauge(
             "degraded", "1 while the store is unavailable or read-only: the view of the cluster may be stale"
         ).set_function(lambda: float(degraded()))
+
+    @contextmanager
+    def parsing(self) -> Iterator[None]:
+        """Counts an error of the block as a request that could not be read."""
+        try:
+            yield
+        except DiptychError as error:
+            self.unparsed.labels(error.reason).inc()
+            raise
 
     def refused(self, reason: str, tenant: str) -> None:
         """A request was rejected, or failed where nothing else counts it."""

@@ -43,8 +43,6 @@ _MAX_DETOKENIZED = 1_000_000
 _MAX_BAD_WORD_CHARS = 256
 _THINK_TAIL_TOKENS = 8
 _BYTES_A_TOKEN = 4
-MAX_CHOICES = 16
-"""Most choices of one request, also with best_of."""
 
 
 class TextToIds(Protocol):
@@ -383,10 +381,6 @@ class RequestPreprocessor:
         return known if "seed" in spec.sampling else with_seed(known, self._rng.getrandbits(63))
 
     def _check_sampling(self, spec: UncheckedRequest, room: int, bad_words: object) -> SamplingParams:
-        for name in ("n", "best_of", "beam_width"):
-            value = spec.sampling.get(name)
-            if type(value) is int and value > MAX_CHOICES:
-                raise InvalidRequestError(f"{name} must be at most {MAX_CHOICES}, got {value}", param=name)
         return sampling_of(
             spec,
             vocab_size=self._tokenizer.vocab_size,

@@ -6,7 +6,7 @@ import math
 import pytest
 
 from diptych.common.errors import InvalidRequestError
-from diptych.common.sampling import SamplingParams, check_sampling, with_seed
+from diptych.common.sampling import MAX_CHOICES, SAMPLING, SamplingParams, check_sampling, with_seed
 
 VOCAB = 100
 
@@ -20,6 +20,16 @@ def test_defaults_are_neutral():
     assert params == SamplingParams(max_tokens=10)
     assert not params.constrained
     assert params.num_choices == 1
+
+
+@pytest.mark.parametrize("name", ["n", "best_of", "beam_width"])
+def test_4_one_bound_of_choices_is_told_everywhere(name: str) -> None:
+    more = {"temperature": 0.0} if name == "beam_width" else {}
+    assert getattr(check(**{name: MAX_CHOICES}, **more), name) == MAX_CHOICES
+    with pytest.raises(InvalidRequestError, match=rf"{name} must be between .* and {MAX_CHOICES}, got 17") as caught:
+        check(**{name: MAX_CHOICES + 1}, **more)
+    assert caught.value.param == name
+    assert f"at most {MAX_CHOICES}" in SAMPLING[name].text or name == "best_of"
 
 
 def test_everything_at_once():

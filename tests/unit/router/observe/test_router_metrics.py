@@ -1,3 +1,4 @@
+import contextlib
 import random
 from dataclasses import replace
 
@@ -7,7 +8,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.openmetrics.exposition import generate_latest as openmetrics_text
 
 from diptych.common.clock import FakeClock
-from diptych.common.errors import WorkerLostError
+from diptych.common.errors import InvalidRequestError, WorkerLostError
 from diptych.common.observe.metrics import ITL_BUCKETS_S, TOKEN_BUCKETS, Metrics
 from diptych.common.request import Prompt
 from diptych.common.sampling import FinishReason, SamplingParams
@@ -96,6 +97,8 @@ def test_every_series_moves(clock):
     metrics.judged(None)
     metrics.judged(True)
     metrics.tokenize.observe(0.002)
+    with contextlib.suppress(InvalidRequestError), metrics.parsing():
+        raise InvalidRequestError("not JSON")
     clock.advance(0.1)
     two = RequestTimer(metrics, request(clock.now()), clock)
     for offset in range(2):
