@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -171,11 +171,11 @@ def _load(config: WorkerConfig, folder: Path, hashing: CheckpointHash) -> Loaded
     if config.role == "decode":
         tokenizer = ModelTokenizer(folder)
 
-        def factory(sampling: SamplingParams) -> RequestDetokenizer:
-            return RequestDetokenizer(tokenizer, sampling.stop)
+        def factory(sampling: SamplingParams, prompt: Sequence[int]) -> RequestDetokenizer:
+            return RequestDetokenizer(tokenizer, sampling.stop, prompt=prompt)
 
         # The first one builds the tokenizer's byte table, which takes 0.1 s.
-        factory(SamplingParams(max_tokens=1))
+        factory(SamplingParams(max_tokens=1), ())
         if config.grammar_backend != "none":
             grammars = make_grammars(config, tokenizer)
 

@@ -1,7 +1,8 @@
 """Incremental detokenization, and stop strings in the text. Pure: no I/O, no clock.
 
-`IncrementalDetokenizer` returns text that no later token can change: all pieces and the flush, joined, equal the full
-decode byte for byte. `StopChecker` cuts that text at a stop string. `RequestDetokenizer` combines the two.
+`IncrementalDetokenizer` returns text that no later token can change: all pieces and the flush, joined, equal byte for
+byte what decoding the output adds to the decoded prompt. `StopChecker` cuts that text at a stop string.
+`RequestDetokenizer` combines the two.
 
 The winning stop string does not depend on how the text was cut into tokens. Text is read character by character, and
 the first stop string to be *complete* wins; of several that end at the same character the longest, which starts
@@ -11,6 +12,7 @@ earliest.
 from __future__ import annotations
 
 import codecs
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Protocol
@@ -20,6 +22,8 @@ from tokenizers import Tokenizer, decoders
 from diptych.common.text.tokenizer import ModelTokenizer
 
 _REPLACEMENT = "\ufffd"
+_LOOK_BACK = 64
+"""Tokens of a prompt among which one with text is looked for."""
 
 
 class _Decoder(Protocol):
@@ -29,11 +33,15 @@ class _Decoder(Protocol):
 
 
 class IncrementalDetokenizer:
-    """Text of one output, without special tokens. The first one of a tokenizer builds a table (tens of milliseconds)."""
+    """Text of one output, without special tokens. The first one of a tokenizer builds a table (tens of milliseconds).
 
-    def __init__(self, tokenizer: ModelTokenizer) -> None:
+    Args:
+        prompt: tokens that the output follows: SentencePiece cuts a leading space at the beginning of a text only.
+    """
+
+    def __init__(self, tokenizer: ModelTokenizer, prompt: Sequence[int] = ()) -> None:
         table = byte_table(tokenizer.raw)
-        self._decoder: _Decoder = _WindowDecoder(tokenizer) if table is None else _ByteLevelDecoder(table)
+        self._decoder: _Decoder = _WindowDecoder(tokenizer, prompt) if table is None else _ByteLevelDecoder(table)
 
     def push(self, token_id: int) -> str:
         """The text completed by this token; "" while a character is incomplete."""
@@ -97,17 +105,24 @@ class _WindowDecoder:
     invalid.
     """
 
-    def __init__(self, tokenizer: ModelTokenizer) -> None:
+    def __init__(self, tokenizer: ModelTokenizer, prompt: Sequence[int]) -> None:
         self._tokenizer = tokenizer
         self._byte_ids = _byte_fallback_ids(tokenizer.raw)
-        self._ids: list[int] = []
-        self._context = 0  # leading ids of the window whose text was returned
-        self._context_text = ""
+        # Not a byte: the output's bytes would join its run.
+        last = (token_id for token_id in reversed(prompt[-_LOOK_BACK:]) if token_id not in self._byte_ids)
+        self._ids = [token_id for token_id in last if self._has_text(token_id)][:1]
+        self._context = len(self._ids)  # leading ids of the window whose text was returned
+        self._context_text = self._tokenizer.decode(self._ids)
+
+    def _has_text(self, token_id: int) -> bool:
+        return (
+            token_id not in self._tokenizer.special_token_ids and self._tokenizer.raw.id_to_token(token_id) is not None
+        )
 
     def push(self, token_id: int) -> str:
         # A token without text is not added to the window: it would split a run of bytes, or stand where a leading space
         # is cut.
-        if token_id in self._tokenizer.special_token_ids or self._tokenizer.raw.id_to_token(token_id) is None:
+        if not self._has_text(token_id):
             return ""
         self._ids.append(token_id)
         if token_id in self._byte_ids:
@@ -194,8 +209,8 @@ class RequestDetokenizer:
     a stop string.
     """
 
-    def __init__(self, tokenizer: ModelTokenizer, stops: tuple[str, ...] = ()) -> None:
-        self._detokenizer = IncrementalDetokenizer(tokenizer)
+    def __init__(self, tokenizer: ModelTokenizer, stops: tuple[str, ...] = (), *, prompt: Sequence[int] = ()) -> None:
+        self._detokenizer = IncrementalDetokenizer(tokenizer, prompt)
         self._stops = StopChecker(stops)
 
     def push(self, token_id: int) -> TextPiece:

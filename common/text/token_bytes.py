@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import codecs
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
 
 from diptych.common.text.detokenizer import IncrementalDetokenizer, byte_table
@@ -30,7 +30,9 @@ class Tokens(Protocol):
     def is_text(self, token_id: int) -> bool:
         """False: the token adds no text to an output."""
 
-    def offsets(self) -> TextOffsets: ...
+    def offsets(self, prompt: Sequence[int] = ()) -> TextOffsets:
+        """Of the tokens of one output. `prompt`: what it follows."""
+        ...
 
 
 class TokenBytes:
@@ -55,10 +57,10 @@ class TokenBytes:
     def is_text(self, token_id: int) -> bool:
         return token_id not in self._tokenizer.special_token_ids and bool(self.of(token_id))
 
-    def offsets(self) -> TextOffsets:
+    def offsets(self, prompt: Sequence[int] = ()) -> TextOffsets:
         if self._table is not None:
             return _ByteOffsets(self)
-        return _WindowOffsets(self._tokenizer, self)
+        return _WindowOffsets(self._tokenizer, self, prompt)
 
 
 class ByteTokens:
@@ -71,7 +73,7 @@ class ByteTokens:
     def is_text(self, token_id: int) -> bool:
         return token_id not in self._special and bool(self.of(token_id))
 
-    def offsets(self) -> TextOffsets:
+    def offsets(self, prompt: Sequence[int] = ()) -> TextOffsets:
         return _ByteOffsets(self)
 
 
@@ -120,8 +122,8 @@ class _CharacterCount:
 class _WindowOffsets:
     """Offsets of text decoded as in common/text/detokenizer.py: by the library, a run of byte tokens as a whole."""
 
-    def __init__(self, tokenizer: ModelTokenizer, tokens: Tokens) -> None:
-        self._detokenizer = IncrementalDetokenizer(tokenizer)
+    def __init__(self, tokenizer: ModelTokenizer, tokens: Tokens, prompt: Sequence[int]) -> None:
+        self._detokenizer = IncrementalDetokenizer(tokenizer, prompt)
         self._name = tokenizer.raw.id_to_token
         self._tokens = tokens
         self._whole = 0

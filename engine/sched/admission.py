@@ -84,7 +84,7 @@ def check_request(
         )
     if beam_width:
         _check_beams(beam_width, -(-(total - 1) // size), config)
-    output = make_output(request.sampling, limits, total - num_prompt, detokenizer_factory)
+    output = make_output(request.sampling, prompt, limits, total - num_prompt, detokenizer_factory)
     output.prime(forced)
     return output
 
@@ -113,6 +113,7 @@ def _check_beams(width: int, blocks_of_each: int, config: EngineConfig) -> None:
 
 def make_output(
     sampling: SamplingParams,
+    prompt: Sequence[int],
     limits: ModelLimits,
     max_outputs: int,
     detokenizer_factory: DetokenizerFactory | None,
@@ -122,9 +123,10 @@ def make_output(
     detokenizer: RequestDetokenizer | None = None
     try:
         if detokenizer_factory is not None and sampling.min_tokens and sampling.stop:
-            detokenizer = LateStops(detokenizer_factory(replace(sampling, stop=())), sampling.stop, sampling.min_tokens)
+            inner = detokenizer_factory(replace(sampling, stop=()), prompt)
+            detokenizer = LateStops(inner, sampling.stop, sampling.min_tokens)
         elif detokenizer_factory is not None:
-            detokenizer = detokenizer_factory(sampling)
+            detokenizer = detokenizer_factory(sampling, prompt)
     except DiptychError:
         raise
     except Exception as error:

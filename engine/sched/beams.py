@@ -92,7 +92,10 @@ class Beams:
         events: list[EngineEvent] = []
         finishes: list[ChoiceFinished] = []
         for number, answer in enumerate(found[:wanted], self._first):
-            output = make_output(beam.sampling, limits, beam.max_tokens_total - beam.num_prompt, detokenizer_factory)
+            prompt = beam.token_ids[: beam.num_prompt]
+            output = make_output(
+                beam.sampling, prompt, limits, beam.max_tokens_total - beam.num_prompt, detokenizer_factory
+            )
             _, text = output.push_all(answer.token_ids)
             finish = _end_of(answer, output.finish, beam)
             tokens = answer.token_ids

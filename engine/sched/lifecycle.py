@@ -122,7 +122,11 @@ class Lifecycle:
         forked = []
         for choice in group.numbers[1:]:
             output = make_output(
-                request.sampling, self.limits, request.max_tokens_total - request.num_prompt, self.detokenizer_factory
+                request.sampling,
+                request.token_ids[: request.num_prompt],
+                self.limits,
+                request.max_tokens_total - request.num_prompt,
+                self.detokenizer_factory,
             )
             other = request.fork_choice(choice, output)
             self._enter_fork(request, other)

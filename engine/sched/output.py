@@ -45,8 +45,8 @@ class RequestDetokenizer(Protocol):
         ...
 
 
-DetokenizerFactory = Callable[[SamplingParams], RequestDetokenizer]
-"""Makes the detokenizer of one request; the sampling parameters carry its stop strings."""
+DetokenizerFactory = Callable[[SamplingParams, Sequence[int]], RequestDetokenizer]
+"""Makes the detokenizer of one request, of its sampling parameters, which carry its stop strings, and its prompt's tokens."""
 
 
 class LateStops:

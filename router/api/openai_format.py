@@ -319,7 +319,8 @@ class CompletionForm(_Answer):
         most = context.prepared.sampling.logprobs
         self._with_logprobs = most is not None
         self._logprobs = [
-            CompletionLogprobs(self.names, most or 0, len(self._prompt_of(choice).echo)) for choice in self.choices
+            CompletionLogprobs(self.names, most or 0, len(prompt.echo), prompt.prompt.token_ids)
+            for prompt in map(self._prompt_of, self.choices)
         ]
 
     def _prompt_number(self, choice: Choice) -> int:

@@ -86,13 +86,14 @@ def chat_logprobs(entries: Sequence[TokenLogprobs], names: TokenNames) -> dict[s
 
 class CompletionLogprobs:
     """The `logprobs` object of a completions choice: parallel lists. Offsets continue over the chunks of a stream.
-    `most`: candidates requested at each position. `echo`: characters of the prompt before the answer."""
+    `most`: candidates requested at each position. `echo`: characters of the prompt before the answer. `prompt`: its tokens.
+    """
 
-    def __init__(self, names: TokenNames, most: int, echo: int = 0) -> None:
+    def __init__(self, names: TokenNames, most: int, echo: int = 0, prompt: Sequence[int] = ()) -> None:
         self._names = names
         self._most = most
         self._echo = echo
-        self._offsets = names.tokens.offsets()
+        self._offsets = names.tokens.offsets(prompt)
 
     def echoed(
         self, token_ids: Sequence[int], entries: Sequence[TokenLogprobs], offsets: Sequence[int]

@@ -160,7 +160,7 @@ async def _running(pd, folder: Path, tmp_path: Path) -> AsyncIterator[Served]:
         model,
         compat=compat,
         identity=identity,
-        detokenizer_factory=lambda sampling: RequestDetokenizer(tokenizer, sampling.stop),
+        detokenizer_factory=lambda sampling, prompt: RequestDetokenizer(tokenizer, sampling.stop, prompt=prompt),
     )
     worker = WorkerRuntime(worker_config, model, make_transfer=make_transfer, make_role=DecodeRole, store=store)
     router_config = RouterConfig(

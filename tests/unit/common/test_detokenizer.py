@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import decoders
 
 from diptych.common.text.detokenizer import IncrementalDetokenizer, RequestDetokenizer, StopChecker
 from diptych.common.text.tokenizer import ModelTokenizer
@@ -30,8 +31,8 @@ def byte_level(byte_level_model: Path) -> ModelTokenizer:
     return ModelTokenizer(byte_level_model)
 
 
-def stream(tokenizer: ModelTokenizer, ids: list[int]) -> list[str]:
-    detokenizer = IncrementalDetokenizer(tokenizer)
+def stream(tokenizer: ModelTokenizer, ids: list[int], prompt: list[int] | None = None) -> list[str]:
+    detokenizer = IncrementalDetokenizer(tokenizer, prompt or ())
     return [*map(detokenizer.push, ids), detokenizer.flush()]
 
 
@@ -44,6 +45,31 @@ def test_the_joined_stream_equals_the_full_decode_for_any_tokens(
     few = st.sampled_from([0, 2, 3, 3 + 0xE4, 3 + 0xBD, 3 + 0xA0, 3 + 0x41, 3 + 0xF0, 259, 260, 264, 266, 271])
     ids = data.draw(st.lists(st.one_of(any_id, few), max_size=30))
     assert "".join(stream(tokenizer, ids)) == tokenizer.decode(ids)
+
+
+@settings(deadline=None, max_examples=150)
+@given(data=st.data())
+def test_8_the_stream_is_what_the_output_adds_to_the_prompt(tokenizer: ModelTokenizer, data: st.DataObject) -> None:
+    some_id = st.integers(0, tokenizer.vocab_size + 3)
+    byte_ids = {tokenizer.raw.token_to_id(f"<0x{byte:02X}>") for byte in range(256)}
+    prompt = data.draw(st.lists(some_id.filter(lambda i: i not in byte_ids), max_size=5))
+    ids = data.draw(st.lists(some_id, max_size=10))
+    if isinstance(tokenizer.raw.decoder, decoders.ByteLevel):  # there a prompt may end within a character
+        prompt = tokenizer.encode("the a")
+    before = tokenizer.decode(prompt)
+    assert before + "".join(stream(tokenizer, ids, prompt)) == tokenizer.decode([*prompt, *ids])
+
+
+def test_8_the_first_words_space_is_there_after_a_prompt_and_not_at_the_beginning(sentencepiece_model: Path) -> None:
+    tokenizer = ModelTokenizer(sentencepiece_model)
+    ids = tokenizer.encode("the a", add_special_tokens=False)
+    prompt = tokenizer.encode("the")
+    assert "".join(stream(tokenizer, ids, prompt)) == " the a"
+    assert "".join(stream(tokenizer, ids, [*prompt, tokenizer.eos_token_ids[0]])) == " the a"
+    assert "".join(stream(tokenizer, ids, [1])) == "the a"  # nothing but a special token before it
+    detokenizer = RequestDetokenizer(tokenizer, (" a",), prompt=prompt)
+    pieces = [detokenizer.push(i) for i in ids]
+    assert ("".join(piece.text for piece in pieces), pieces[-1].stop) == (" the", " a")
 
 
 @settings(deadline=None, max_examples=100)

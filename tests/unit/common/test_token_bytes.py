@@ -84,16 +84,20 @@ SAID = [
 ]
 
 
+@pytest.mark.parametrize("prompt", ["", "the"])
 @pytest.mark.parametrize("text", SAID)
 @pytest.mark.parametrize("model", ["byte_level_model", "sentencepiece_model"])
-def test_text_from_an_offset_on_begins_with_the_token(model: str, text: str, request: pytest.FixtureRequest) -> None:
+def test_text_from_an_offset_on_begins_with_the_token(
+    model: str, text: str, prompt: str, request: pytest.FixtureRequest
+) -> None:
     tokenizer = ModelTokenizer(request.getfixturevalue(model))
     tokens = TokenBytes(tokenizer)
     ids = tokenizer.encode(text, False)
     ids = [min(tokenizer.special_token_ids), *ids[:2], max(tokenizer.special_token_ids), *ids[2:]]
-    detokenizer = IncrementalDetokenizer(tokenizer)
+    before = tokenizer.encode(prompt, False)
+    detokenizer = IncrementalDetokenizer(tokenizer, before)
     whole = "".join(map(detokenizer.push, ids)) + detokenizer.flush()
-    offsets = tokens.offsets()
+    offsets = tokens.offsets(before)
     seen = 0
     for token in ids:
         offset = offsets.push(token)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import pytest
@@ -22,7 +23,7 @@ class Piece:
 class ToyDetokenizer:
     """Token i is the character chr(i); a token above 1000 is held back until the next one comes."""
 
-    def __init__(self, sampling: SamplingParams) -> None:
+    def __init__(self, sampling: SamplingParams, prompt: Sequence[int] = ()) -> None:
         self._held = ""
         self._stops = StopChecker(sampling.stop)
 
@@ -134,7 +135,7 @@ def test_a_detokenizer_that_breaks_ends_its_request_alone(kit):
             raise ValueError("no such token")
 
     engine = kit.make_engine()
-    engine.core.scheduler.live.detokenizer_factory = lambda sampling: Broken()
+    engine.core.scheduler.live.detokenizer_factory = lambda sampling, prompt: Broken()
     forced, fresh = engine.generate([kit.make_request("forced", output_token_ids=(5,)), kit.make_request("fresh")])
     assert "no such token" in str(forced.error)
     assert "no such token" in str(fresh.error)
@@ -157,7 +158,7 @@ def test_stop_strings_count_from_min_tokens_on(sent):
     def make_late():
         sampling = SamplingParams(max_tokens=20, stop=("ab",), min_tokens=4)
         limits = ModelLimits(100, 2000, frozenset({EOS}), 1)
-        return make_output(sampling, limits, 20, ToyDetokenizer)
+        return make_output(sampling, (), limits, 20, ToyDetokenizer)
 
     output = make_late()
     assert "".join(feed(output, "ababxab")) == "ababx"
@@ -170,6 +171,6 @@ def test_stop_strings_count_from_min_tokens_on(sent):
 
 def test_a_stop_string_may_end_at_the_min_tokens_th_token():
     limits = ModelLimits(100, 2000, frozenset({EOS}), 1)
-    output = make_output(SamplingParams(max_tokens=20, stop=("b",), min_tokens=2), limits, 20, ToyDetokenizer)
+    output = make_output(SamplingParams(max_tokens=20, stop=("b",), min_tokens=2), (), limits, 20, ToyDetokenizer)
     assert "".join(feed(output, "bb")) == "b"
     assert output.finish is not None
