@@ -105,8 +105,8 @@ bench-vllm: $(VENV)/.serve model $(VLLM_ENV)/.ready ## vLLM on the CPU beside ou
 	@$(BIN)/diptych bench vllm $(VLLM_ENV) --mode colocated --loads users:1,users:8 --rounds 5 $(ARGS)
 	@$(BIN)/diptych bench vllm $(VLLM_ENV) --mode colocated --loads users:32 --rounds 5 $(ARGS)
 
-test-gpu: ## the tests that need a CUDA device, with the Python that GPU_PYTHON names
-	@PYTHONPATH="src$${PYTHONPATH:+:$$PYTHONPATH}" TRITON_INTERPRET=0 $(GPU_PYTHON) -m pytest -m gpu tests/kernels tests/unit/engine_exec $(ARGS)
+test-gpu: ## the tests that need a GPU, and whole clusters on two of them, with the Python that GPU_PYTHON names: 5 minutes
+	@PYTHONPATH="src$${PYTHONPATH:+:$$PYTHONPATH}" TRITON_INTERPRET=0 $(GPU_PYTHON) -P tests/gpu/run.py $(ARGS)
 
 bench-gpu: ## kernels alone, and whole steps of a model of 8 billion random weights; results into bench/results/
 	@PYTHONPATH="src$${PYTHONPATH:+:$$PYTHONPATH}" TRITON_INTERPRET=0 $(GPU_PYTHON) -m diptych.bench.kernels.kernels --out bench/results/gpu-kernels.json

@@ -88,9 +88,11 @@ def _group(file: str) -> str:
 
 
 @pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
-    """With several processes (make test). xdist's own groups are written into ids, which pytest 9.2 does not let it change: each
-    test went to any process, and each process started every cluster, 12 GB in all."""
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object | None:
+    """With several processes and --dist loadscope (make test). xdist's own groups are written into ids, which pytest 9.2
+    does not let it change: each test went to any process, and each process started every cluster, 12 GB in all."""
+    if config.getoption("dist") != "loadscope":
+        return None  # xdist's own
     from xdist.scheduler import LoadScopeScheduling
 
     class ByGroup(LoadScopeScheduling):

@@ -21,6 +21,7 @@ class Answer:
         begun: send time; like `times` on the monotonic clock.
         times, counts: of each message with tokens, and the number of tokens.
         kv_bytes: transferred from prefill to decode.
+        kv_ranges, kv_ranges_overlapped: messages with KV, and those sent while the prompt was computed.
     """
 
     begun: float
@@ -28,6 +29,8 @@ class Answer:
     counts: list[int] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     kv_bytes: int = 0
+    kv_ranges: int = 0
+    kv_ranges_overlapped: int = 0
     error: str = ""
 
     @property
@@ -120,7 +123,10 @@ def read(pieces: Sequence[tuple[float, bytes]], answer: Answer) -> None:
         if "error" in event:
             answer.error = answer.error or str(event["error"])[:300]
             return
-        answer.kv_bytes = (event.get("diptych") or {}).get("kv_bytes", answer.kv_bytes)
+        told = event.get("diptych") or {}
+        answer.kv_bytes = told.get("kv_bytes", answer.kv_bytes)
+        answer.kv_ranges = told.get("kv_ranges", answer.kv_ranges)
+        answer.kv_ranges_overlapped = told.get("kv_ranges_overlapped", answer.kv_ranges_overlapped)
         ids = [token for choice in event.get("choices", ()) for token in choice.get("token_ids") or ()]
         if ids:
             answer.times.append(pieces[bisect_right(starts, end + 1) - 1][0])

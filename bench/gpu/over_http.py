@@ -233,7 +233,7 @@ class Bench:
     async def hand_off(self, lengths: Sequence[int]) -> Row:
         rows: Row = {}
         for length in lengths:
-            gaps, steps, firsts = [], [], []
+            gaps, steps, firsts, early = [], [], [], []
             for number in range(9):
                 answer = await self.one(self.prompt(length), 24)
                 if number < 2 or len(answer.times) < 3:
@@ -242,9 +242,11 @@ class Bench:
                 firsts.append(answer.times[0] - answer.begun)
                 gaps.append(answer.times[1] - answer.times[0] - step)
                 steps.append(step)
+                early.append(f"{answer.kv_ranges_overlapped} of {answer.kv_ranges}")
             if gaps:
                 middle = {"ttft_ms": firsts, "step_ms": steps, "exposed_ms": gaps}
                 rows[str(length)] = {name: round(1e3 * statistics.median(of), 2) for name, of in middle.items()}
+                rows[str(length)]["ranges_overlapped"] = sorted(set(early))
         return rows
 
     async def closed(self, users: int, each: int, length: int = 512, max_tokens: int = 128) -> Row:
