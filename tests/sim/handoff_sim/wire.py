@@ -98,14 +98,14 @@ class Wires:
         return 0 if self.chance(self.faults.lose) else 2 if self.chance(self.faults.twice) else 1
 
     def forgery(self, body: bytes) -> bytes:
-        """A handle without a valid signature."""
+        """A handle without a valid signature: each change makes another handle, of one byte, too."""
         handle = handles.decode(body)
         change = self.rng.choice(
             [
                 {"attempt": handle.attempt + "x"},
                 {"slab": handle.slab ^ 1},
                 {"generation": handle.generation + self.rng.choice([-1, 1])},
-                {"size_bytes": max(1, handle.size_bytes - 1)},
+                {"size_bytes": handle.size_bytes - 1 or 2},
                 {"expires_ns": handle.expires_ns + 1},
                 {"slab": 99},
             ]
