@@ -60,16 +60,10 @@ def _router(config: RouterConfig) -> int:
     return run_router(config) or 0
 
 
-def _prefill(config: WorkerConfig) -> int:
-    from diptych.prefill.server import run_prefill
+def _worker(config: WorkerConfig) -> int:
+    from diptych.cli.worker_roles import run_worker
 
-    return run_prefill(config) or 0
-
-
-def _decode(config: WorkerConfig) -> int:
-    from diptych.decode.server import run_decode
-
-    return run_decode(config) or 0
+    return run_worker(config) or 0
 
 
 def _serve(config: ServeConfig) -> int:
@@ -128,8 +122,8 @@ _SETTINGS_COMMANDS: Mapping[str, tuple[str, Callable[[typer.Typer, str], None]]]
     "up": ("Start a cluster on this machine and supervise it; Ctrl-C stops it.", _add_up),
     "serve": ("Serve one model in one process, without a cluster.", _add_serve),
     "router": ("Run a router.", _add_router),
-    "prefill": ("Run a prefill worker.", _add_worker("prefill", _prefill)),
-    "decode": ("Run a decode worker.", _add_worker("decode", _decode)),
+    "prefill": ("Run a prefill worker.", _add_worker("prefill", _worker)),
+    "decode": ("Run a decode worker.", _add_worker("decode", _worker)),
 }
 
 
@@ -161,7 +155,7 @@ def build_app(only: str | None = None) -> typer.Typer:
     return app
 
 
-LAYERED = frozenset({"chat", "explain", "what-if", "doctor", "top", "capacity"})
+LAYERED = frozenset({"chat", "explain", "what-if", "doctor", "top", "role", "capacity"})
 
 
 def _not_built() -> None:

@@ -1,4 +1,4 @@
-"""The commands `diptych doctor`, `diptych top` and `diptych restart`. Heavy imports happen inside."""
+"""The commands `diptych doctor`, `top`, `restart` and `role`. Heavy imports happen inside."""
 
 from __future__ import annotations
 
@@ -56,6 +56,30 @@ def register(app: typer.Typer) -> None:
 
         client = StatusClient(url, tls_ca=tls_ca, server_name=tls_server_name)
         raise typer.Exit(run_top(client, every_s=every_s, count=count))
+
+    @app.command()
+    def role(
+        worker: Annotated[str, typer.Argument(help="Worker id, as in /status.")],
+        role: Annotated[str, typer.Argument(help="prefill or decode.")],
+        url: Annotated[str, _URL] = "",
+        timeout_s: Annotated[
+            float, typer.Option(min=1.0, help="Seconds for the worker's drain and until the router uses it.")
+        ] = 120.0,
+        tls_ca: TLS_CA = None,
+        tls_server_name: TLS_SERVER_NAME = "",
+        cluster_ca: CLUSTER_CA = "",
+        cluster_cert: CLUSTER_CERT = "",
+        cluster_key: CLUSTER_KEY = "",
+        cluster_tls_name: CLUSTER_TLS_NAME = "",
+    ) -> None:
+        """Make a running worker a prefill or a decode worker: it drains, and serves as the other one. A restart undoes it."""
+        from diptych.cli.role import run_role
+        from diptych.cli.router_access import cluster_tls
+        from diptych.cli.status_client import StatusClient
+
+        tls = cluster_tls(cluster_ca, cluster_cert, cluster_key, cluster_tls_name, here=not url)
+        client = StatusClient(url, tls_ca=tls_ca, server_name=tls_server_name)
+        raise typer.Exit(run_role(client, worker, role, timeout_s=timeout_s, cluster_tls=tls))
 
     @app.command()
     def restart(

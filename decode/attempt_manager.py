@@ -44,7 +44,7 @@ from diptych.worker.ports import Engine
 log = structlog.get_logger(__name__)
 
 
-async def _no_grammars(grammar: Grammar) -> tuple[Program, bytes]:
+async def no_grammars(grammar: Grammar) -> tuple[Program, bytes]:
     raise InvalidRequestError("grammar: not supported by this worker (see --grammar-backend)", param="grammar")
 
 
@@ -95,7 +95,7 @@ class AttemptManager:
         self._context = context
         self._limits = limits
         self._path = path
-        self._compile_grammar = compile_grammar or _no_grammars
+        self._compile_grammar = compile_grammar or no_grammars
         self._max_attempts = max_attempts
         self._max_buffer_bytes = max_buffer_bytes
         self._attempts: dict[str, tuple[Attempt, Session]] = {}
@@ -220,7 +220,10 @@ class AttemptManager:
         if not self._attempts:
             self._idle.set()
 
-    # ---- shutdown ----
+    # ---- shutdown, and change of role ----
+
+    def accept(self) -> None:
+        self._accepting = True
 
     def stop_accepting(self) -> None:
         self._accepting = False

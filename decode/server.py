@@ -1,18 +1,17 @@
-"""The decode worker's process."""
+"""What a decode worker serves: requests, from Submit to End."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import NoReturn
-
-import grpc
+from typing import Any
 
 from diptych.common.errors import DiptychError
+from diptych.common.grammar import Grammar
 from diptych.common.secret import derive_key, load_secret
 from diptych.common.ticket import PURPOSE
-from diptych.decode.attempt_manager import AttemptManager
+from diptych.decode.attempt_manager import AttemptManager, no_grammars
 from diptych.decode.direct_server import DirectEndpoint
 from diptych.decode.link_rate import LinkRates
 from diptych.decode.refetch_policy import PrefillRates
@@ -20,26 +19,25 @@ from diptych.decode.remote_prefill import RemotePrefillContext
 from diptych.decode.service import DecodeServicer
 from diptych.decode.slab_unpacker import SlabUnpacker
 from diptych.decode.ticket_verifier import TicketVerifier
+from diptych.engine.grammar.compiler import GrammarCompiler
+from diptych.engine.grammar.program import Program
 from diptych.engine.messages import EngineEvent
 from diptych.rpc.channels import open_channel
 from diptych.rpc.stubs import add_decode
-from diptych.worker.config import WorkerConfig
 from diptych.worker.incoming import Limits
 from diptych.worker.peers import PeerDirectory
-from diptych.worker.process import run_process
 from diptych.worker.runtime import WorkerRuntime
 
 
-class DecodeRole:
-    """See worker.role.Role."""
+class DecodeService:
+    """See worker.role.Service."""
 
     def __init__(self, runtime: WorkerRuntime) -> None:
         able, config = runtime.model.runner.capabilities, runtime.config
         reader = runtime.metrics.metered(runtime.transfer)
         self._links = LinkRates()
-        self._grammars = runtime.model.grammars
-        if self._grammars is not None and config.grammar_warm_up:
-            self._grammars.warm_up()
+        self._runtime = runtime
+        self._grammars: GrammarCompiler | None = None
         self._peers = PeerDirectory(
             runtime.compat,
             forget=runtime.transfer.forget,
@@ -47,10 +45,11 @@ class DecodeRole:
             allow_conversion=config.allow_kv_conversion,
             open_channel=partial(open_channel, tls=runtime.cluster_tls),
         )
+        self._unpacker = SlabUnpacker(runtime.engine, reader)
         context = RemotePrefillContext(
             peers=self._peers,
             reader=reader,
-            unpacker=SlabUnpacker(runtime.engine, reader),
+            unpacker=self._unpacker,
             links=self._links,
             rates=PrefillRates(),
             clock=runtime.clock,
@@ -65,19 +64,27 @@ class DecodeRole:
             Limits(runtime.worker_id, runtime.incarnation, able.vocab_size, able.max_model_len, able.block_size),
             path=runtime.transfer.path,
             max_attempts=config.max_queue,
-            compile_grammar=None if self._grammars is None else self._grammars.compile_with_mask,
+            compile_grammar=self._compile_grammar,
         )
         self._endpoint: DirectEndpoint | None = None
         if config.client_port is not None:
             key = derive_key(load_secret(Path(config.secret_file)), PURPOSE)
             self._endpoint = DirectEndpoint(config, self.intake, TicketVerifier(key, now=runtime.clock.now))
 
-    def add_to(self, server: grpc.aio.Server) -> None:
+    def add_to(self, server: Any) -> None:
         add_decode(DecodeServicer(self.intake), server)
 
     async def open(self) -> None:
+        self._grammars = await self._runtime.load_text()
+        if self._grammars is not None and self._runtime.config.grammar_warm_up:
+            self._grammars.warm_up()
         if self._endpoint is not None:
             await self._endpoint.open()
+
+    async def _compile_grammar(self, grammar: Grammar) -> tuple[Program, bytes]:
+        if self._grammars is None:
+            return await no_grammars(grammar)
+        return await self._grammars.compile_with_mask(grammar)
 
     @property
     def client_address(self) -> str:
@@ -93,11 +100,15 @@ class DecodeRole:
     def link_rates(self) -> dict[str, float]:
         return self._links.snapshot()
 
+    def accept(self) -> None:
+        self.intake.accept()
+
     def stop_accepting(self) -> None:
         self.intake.stop_accepting()
 
     async def drained(self) -> None:
         await self.intake.drained()
+        await self._unpacker.drained()
 
     def fail_all(self, error: DiptychError | None = None) -> None:
         self.intake.fail_all(error)
@@ -108,11 +119,3 @@ class DecodeRole:
         await self._peers.close()
         if self._grammars is not None:
             await self._grammars.close()
-
-
-def run_decode(config: WorkerConfig) -> NoReturn:
-    """Run a decode worker until a signal, then end the process. Raises: ConfigError."""
-    run_process(config, DecodeRole)
-
-
-main = run_decode

@@ -20,10 +20,16 @@ class SlabUnpacker:
         self._reader = reader
         self._jobs = count(1)
         self._open: dict[int, tuple[ReceivedSlab | None, asyncio.Future[bool]]] = {}
+        self._idle = asyncio.Event()
+        self._idle.set()
 
     @property
     def num_open(self) -> int:
         return len(self._open)
+
+    async def drained(self) -> None:
+        """Wait until the step thread has no slab."""
+        await self._idle.wait()
 
     async def unpack_converted(self, attempt: str, part: ConvertedRange, *, other_values: bool) -> bool:
         """As `unpack`, for converted bytes in separate memory. `other_values`: the conversion changed values."""
@@ -62,10 +68,13 @@ class SlabUnpacker:
         job = next(self._jobs)
         answer: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         self._open[job] = (slab, answer)
+        self._idle.clear()
         return job, answer
 
     def on_unpacked(self, event: RangeUnpacked) -> None:
         entry = self._open.pop(event.job, None)
+        if not self._open:
+            self._idle.set()
         if entry is None:
             return
         slab, answer = entry

@@ -87,6 +87,12 @@ class EngineClient:
         """The prefix cache as of its `sequence`; all events up to there were delivered before. Raises: as audit."""
         return await self._query(lambda core: core.scheduler.kv.pool.dump(), deadline_s)
 
+    async def set_detokenizer(
+        self, factory: DetokenizerFactory | None, *, deadline_s: float = _QUERY_DEADLINE_S
+    ) -> None:
+        """Used for requests that are sent from now on. Raises: as audit."""
+        await self._query(lambda core: core.scheduler.live.set_detokenizer(factory), deadline_s)
+
     async def reset_cache(self, *, deadline_s: float = _QUERY_DEADLINE_S) -> None:
         """Empty the prefix cache; CacheCleared follows as an event. Raises: as audit."""
         await self._query(lambda core: core.scheduler.kv.pool.clear(), deadline_s)

@@ -30,6 +30,7 @@ from diptych.engine.messages import (
     FirstToken,
     GrantSlabs,
     KvComplete,
+    PublishCached,
     RangeUnpacked,
     RunLocally,
     UnpackRange,
@@ -155,6 +156,8 @@ class EngineCore:
         match command:
             case EngineRequest() as request:
                 scheduler.add(request, self._clock.now())
+            case PublishCached():
+                scheduler.publish_cached(command, self._clock.now())
             case Cancel(attempt):
                 scheduler.cancel(attempt)
             case GrantSlabs(grants, overlap):

@@ -24,6 +24,7 @@ from diptych.engine.messages import (
     EngineStats,
     Failed,
     GrantSlabs,
+    PublishCached,
     RangeUnpacked,
     UnpackRange,
 )
@@ -241,7 +242,7 @@ class StepThread:
                 item = self._inbox.get_nowait()
             except Empty:
                 break
-            if isinstance(item, EngineRequest):
+            if isinstance(item, EngineRequest | PublishCached):
                 refused.append(Failed(item.attempt, error))
             elif isinstance(item, UnpackRange):
                 refused.append(RangeUnpacked(item.attempt, item.job, False))

@@ -7,6 +7,7 @@ A request's life by mode:
     LOCAL    EngineRequest -> Admitted -> TokensOut* -> Finished
     PREFILL  EngineRequest -> Admitted -> (RangePacked | PromptComputed TokensOut[first token])* -> PrefillComplete
              slabs are granted in advance by GrantSlabs; without a free slab computed blocks wait with the request
+    cached   PublishCached -> Admitted -> RangePacked* -> PrefillComplete, of blocks of the prefix cache
     REMOTE   EngineRequest -> Admitted (block count reserved, own prefix pinned)
              -> UnpackRange/RangeUnpacked* and FirstToken (any order) -> KvComplete -> TokensOut* -> Finished
              RunLocally at any time before KvComplete: drop what has arrived, compute the prompt here
@@ -116,6 +117,23 @@ class Cancel:
 
 
 @dataclass(frozen=True, slots=True)
+class PublishCached:
+    """Pack the KV of cached blocks for a peer. They are pinned until it is packed, and nothing is computed.
+
+    Args:
+        keys: of consecutive blocks, from the sequence's first one on. The leading ones that are cached are packed; Admitted
+            tells how many tokens these are. Without any the attempt is complete at once.
+        cached_tokens: leading tokens that the peer has; not packed. A multiple of the block size.
+        peer: worker id; slabs have a quota per peer.
+    """
+
+    attempt: str
+    keys: tuple[bytes, ...]
+    cached_tokens: int
+    peer: str
+
+
+@dataclass(frozen=True, slots=True)
 class SlabGrant:
     """A free slab of the staging ring for the step thread to pack into. `payload` is writable."""
 
@@ -200,6 +218,7 @@ class FetchAgain:
 
 Command = (
     EngineRequest
+    | PublishCached
     | Cancel
     | GrantSlabs
     | UnpackRange

@@ -1,26 +1,42 @@
-"""A PrefillRequest after all checks."""
+"""A PrefillRequest, or a FetchRequest, after all checks."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from diptych.common.block_identity import KEY_BYTES
 from diptych.common.errors import InvalidRequestError, PromptTooLongError
 from diptych.engine.grammar.program import FirstToken, mask_words
-from diptych.engine.messages import EngineRequest, KvMode
+from diptych.engine.messages import EngineRequest, KvMode, PublishCached
 from diptych.rpc import convert
 from diptych.rpc.v1 import prefill_pb2
 from diptych.worker.incoming import Limits, check_addressed
 from diptych.worker.refs import WorkerRef
+from diptych.worker.role_spec import PREFILL, SOURCE
 
 MAX_ATTEMPT_ID = 160
+SOURCE_ATTEMPT = "source/"
+"""In front of the attempt of a fetch: the worker itself may run the request that the reader's attempt names."""
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillSessionRequest:
-    engine_request: EngineRequest
+    """Args: decode: the worker that will read the KV."""
+
+    engine_request: EngineRequest | PublishCached
     request_id: str
     decode: WorkerRef
     remaining_s: float
+
+    @property
+    def service(self) -> str:
+        """That it came by."""
+        return PREFILL if isinstance(self.engine_request, EngineRequest) else SOURCE
+
+    @property
+    def samples(self) -> bool:
+        """A token is sampled: it is a prompt, and the next token is not forced."""
+        return isinstance(self.engine_request, EngineRequest) and not self.engine_request.output_token_ids
 
 
 def parse_request(message: prefill_pb2.PrefillRequest, limits: Limits) -> PrefillSessionRequest:
@@ -64,6 +80,35 @@ def parse_request(message: prefill_pb2.PrefillRequest, limits: Limits) -> Prefil
         ),
         request_id=message.request_id,
         decode=WorkerRef(message.decode.worker_id, message.decode.incarnation, message.decode.address),
+        remaining_s=convert.check_remaining(message.remaining_s),
+    )
+
+
+def parse_fetch(message: prefill_pb2.FetchRequest, limits: Limits) -> PrefillSessionRequest:
+    """Check everything in the message. Raises: InvalidRequestError naming the field; StaleReferenceError for another
+    incarnation of this worker."""
+    check_addressed(message.attempt, message.source, limits, max_attempt_id=MAX_ATTEMPT_ID)
+    if not message.reader.worker_id:
+        raise InvalidRequestError("the reading worker is missing", param="reader")
+    blob = message.block_keys
+    num_blocks, rest = divmod(len(blob), KEY_BYTES)
+    if rest or not 0 < num_blocks * limits.block_size <= limits.max_model_len:
+        raise InvalidRequestError(
+            f"block_keys has {len(blob)} bytes: it must have {KEY_BYTES} for each of the blocks of a context of "
+            f"{limits.max_model_len} tokens at most",
+            param="block_keys",
+        )
+    cached = message.cached_tokens
+    if cached % limits.block_size or cached >= num_blocks * limits.block_size:
+        raise InvalidRequestError(
+            f"cached_tokens={cached} must be a multiple of {limits.block_size} below the tokens of block_keys",
+            param="cached_tokens",
+        )
+    keys = tuple(blob[i : i + KEY_BYTES] for i in range(0, len(blob), KEY_BYTES))
+    return PrefillSessionRequest(
+        engine_request=PublishCached(SOURCE_ATTEMPT + message.attempt, keys, cached, message.reader.worker_id),
+        request_id=message.request_id,
+        decode=WorkerRef(message.reader.worker_id, message.reader.incarnation, message.reader.address),
         remaining_s=convert.check_remaining(message.remaining_s),
     )
 

@@ -1,30 +1,30 @@
-"""The prefill worker's process."""
+"""What a worker publishes: prompts that it computes for others, and blocks that it has cached."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Any
 
-import grpc
-
-from diptych.common.errors import DiptychError
-from diptych.engine.messages import EngineEvent, GrantSlabs
+from diptych.common.errors import ConfigError, DiptychError
+from diptych.engine.messages import EngineEvent, GrantSlabs, SlabGrant
 from diptych.engine.overlap import Overlap
-from diptych.prefill.service import PrefillServicer
+from diptych.kvtransfer.layout import payload_capacity
+from diptych.prefill.service import PrefillServicer, SourceServicer
 from diptych.prefill.sessions import PrefillSessions
-from diptych.rpc.stubs import add_prefill
-from diptych.worker.config import WorkerConfig
+from diptych.rpc.stubs import add_prefill, add_source
 from diptych.worker.incoming import Limits
-from diptych.worker.process import run_process
+from diptych.worker.role_spec import PREFILL, SOURCE
 from diptych.worker.runtime import WorkerRuntime
 
 
-class PrefillRole:
-    """See worker.role.Role."""
+class Publishing:
+    """A worker's sessions, and the slabs that it packs. They outlive a change of role."""
 
     def __init__(self, runtime: WorkerRuntime) -> None:
         able = runtime.model.runner.capabilities
-        self.handoffs = PrefillSessions(
+        self._runtime = runtime
+        self._began = False
+        self.sessions = PrefillSessions(
             runtime.engine,
             runtime.transfer,
             Limits(runtime.worker_id, runtime.incarnation, able.vocab_size, able.max_model_len, able.block_size),
@@ -32,27 +32,49 @@ class PrefillRole:
             alive_every_s=runtime.config.leg_silence_s / 3,
             why_stuck=runtime.why_stuck,
         )
-        engine = runtime.engine
-        transfer = runtime.transfer
-        overlap = Overlap(runtime.config.kv_overlap, transfer.bytes_per_s, transfer.message_s)
-        transfer.start(
-            lambda grants: engine.send(GrantSlabs(grants, overlap)), self.handoffs.on_settled, self.handoffs.on_silent
-        )
 
-    def add_to(self, server: grpc.aio.Server) -> None:
+    def begin(self) -> None:
+        """Grant slabs to the engine. Idempotent. Raises: ConfigError when a slab cannot hold a block."""
+        if self._began:
+            return
+        runtime, sessions = self._runtime, self.sessions
+        block_bytes, slab_bytes = runtime.compat.kv.block_bytes, runtime.config.slab_bytes
+        if payload_capacity(slab_bytes) < block_bytes:
+            raise ConfigError("slab_bytes", slab_bytes, f"a slab must hold a block of {block_bytes} bytes")
+        self._began = True
+        engine, transfer = runtime.engine, runtime.transfer
+        overlap = Overlap(runtime.config.kv_overlap, transfer.bytes_per_s, transfer.message_s)
+
+        def grant(grants: tuple[SlabGrant, ...]) -> None:
+            engine.send(GrantSlabs(grants, overlap))
+
+        transfer.start(grant, sessions.on_settled, sessions.on_silent)
+
+
+class PrefillService:
+    """See worker.role.Service. Sessions get their events through SourceService, which every role has."""
+
+    def __init__(self, publishing: Publishing) -> None:
+        self._publishing = publishing
+        self.handoffs = publishing.sessions
+
+    def add_to(self, server: Any) -> None:
         add_prefill(PrefillServicer(self.handoffs), server)
 
     async def open(self) -> None:
-        return
+        self._publishing.begin()
 
     def on_step(self, events: Sequence[EngineEvent]) -> None:
-        self.handoffs.on_step(events)
+        return
 
     def states(self) -> dict[str, int]:
-        return self.handoffs.states()
+        return self.handoffs.states(PREFILL)
 
     def link_rates(self) -> dict[str, float]:
         return {}
+
+    def accept(self) -> None:
+        self.handoffs.accept()
 
     def stop_accepting(self) -> None:
         self.handoffs.stop_accepting()
@@ -67,9 +89,17 @@ class PrefillRole:
         return
 
 
-def run_prefill(config: WorkerConfig) -> NoReturn:
-    """Run a prefill worker until a signal, then end the process. Raises: ConfigError."""
-    run_process(config, PrefillRole)
+class SourceService(PrefillService):
+    """See worker.role.Service: blocks of the prefix cache, by their identities."""
 
+    def add_to(self, server: Any) -> None:
+        add_source(SourceServicer(self.handoffs, self._publishing.begin), server)
 
-main = run_prefill
+    async def open(self) -> None:
+        """Slabs are granted with the first fetch: a worker that nobody reads from needs none."""
+
+    def on_step(self, events: Sequence[EngineEvent]) -> None:
+        self.handoffs.on_step(events)
+
+    def states(self) -> dict[str, int]:
+        return self.handoffs.states(SOURCE)

@@ -1,4 +1,4 @@
-"""The hand-off of one prompt to one decode worker: a session, from the call's start to its end.
+"""The hand-off of one prompt, or of cached blocks, to one worker: a session, from the call's start to its end.
 
     validate --fails--> typed status
        |
@@ -16,6 +16,8 @@
                     or decode sends nothing for a whole slab lease
                     -> CLOSED: engine Cancel, transfer.release; ranges that are packed later are returned as free grants
 
+A session of cached blocks (`fetch`) computes nothing: after PrefillStarted its ranges are packed at once.
+
 A slab packed for a session that has ended never leaves the worker: PrefillSessions returns its grant.
 
 Decode gives up a silent worker. So a session sends PrefillAlive after `alive_every_s` without other messages, while the
@@ -27,6 +29,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
 from enum import Enum
 
 import structlog
@@ -55,7 +58,7 @@ from diptych.engine.messages import (
 )
 from diptych.kvtransfer.api import SlabPublisher
 from diptych.kvtransfer.transport import peer_key
-from diptych.prefill.request import PrefillSessionRequest, parse_request
+from diptych.prefill.request import PrefillSessionRequest, parse_fetch, parse_request
 from diptych.rpc.convert import logprobs_to_proto
 from diptych.rpc.v1 import prefill_pb2, types_pb2
 from diptych.worker import wire
@@ -129,7 +132,7 @@ class PrefillSession:
                     num_ranges_overlapped=self._num_settled,
                     compute_s=event.compute_s,
                 )
-                if self.request.engine_request.output_token_ids:
+                if not self.request.samples:
                     # no token is sampled, but the KV is confirmed all the same
                     self._send_first_tokens(prefill_pb2.FirstTokens())
             case TokensOut():
@@ -186,7 +189,7 @@ class PrefillSession:
 
 
 class PrefillSessions:
-    """All sessions of this prefill worker.
+    """All sessions of this worker. A worker of any role has them.
 
     Args:
         max_sessions: sessions held at once, queued and computing; a further call is rejected with OverloadedError.
@@ -219,19 +222,35 @@ class PrefillSessions:
     def num_sessions(self) -> int:
         return len(self._sessions)
 
-    def states(self) -> dict[str, int]:
-        """Number of sessions by state, for the audit."""
+    def states(self, service: str = "") -> dict[str, int]:
+        """Number of sessions by state, for the audit. `service`: of these only."""
         out: dict[str, int] = {}
         for session in self._sessions.values():
+            if service and session.request.service != service:
+                continue
             out[session.state.value] = out.get(session.state.value, 0) + 1
         return out
 
     async def serve(self, message: prefill_pb2.PrefillRequest) -> AsyncGenerator[prefill_pb2.PrefillEvent, None]:
         """One call. Closing the iterator in any state frees everything of the session. Raises: InvalidRequestError,
         StaleReferenceError, OverloadedError before any work; then the engine's errors, or RequestDeadlineError."""
+        self._check_accepting()
+        async with aclosing(self._run(parse_request(message, self._limits))) as events:
+            async for event in events:
+                yield event
+
+    async def fetch(self, message: prefill_pb2.FetchRequest) -> AsyncGenerator[prefill_pb2.PrefillEvent, None]:
+        """As `serve`, for blocks of the prefix cache."""
+        self._check_accepting()
+        async with aclosing(self._run(parse_fetch(message, self._limits))) as events:
+            async for event in events:
+                yield event
+
+    def _check_accepting(self) -> None:
         if not self._accepting:
-            raise NoWorkerError("this prefill worker is draining", retry_after_s=1.0)
-        request = parse_request(message, self._limits)
+            raise NoWorkerError("this worker is draining", retry_after_s=1.0)
+
+    async def _run(self, request: PrefillSessionRequest) -> AsyncGenerator[prefill_pb2.PrefillEvent, None]:
         attempt = request.engine_request.attempt
         if attempt in self._sessions:
             raise InvalidRequestError(f"attempt {attempt} already exists", param="attempt")
@@ -303,7 +322,10 @@ class PrefillSessions:
             if session.peer == peer:
                 session.fail(TransferError(f"{peer} did not acknowledge its slabs for a whole lease"))
 
-    # ---- shutdown ----
+    # ---- shutdown, and change of role ----
+
+    def accept(self) -> None:
+        self._accepting = True
 
     def stop_accepting(self) -> None:
         self._accepting = False
@@ -314,4 +336,4 @@ class PrefillSessions:
 
     def fail_all(self, error: DiptychError | None = None) -> None:
         for session in self._sessions.values():
-            session.fail(error or WorkerLostError("this prefill worker shuts down"))
+            session.fail(error or WorkerLostError("this worker shuts down"))

@@ -37,6 +37,15 @@ class Health:
         for name in self._names:
             await self._servicer.set(name, SERVING if serving else NOT_SERVING)
 
+    async def offer(self, services: Iterable[str]) -> None:
+        """Other services from now on: those that are no longer offered are NOT_SERVING."""
+        before, self._names = self._names, ("", *services)
+        for name in before:
+            if name not in self._names:
+                await self._servicer.set(name, NOT_SERVING)
+        for name in self._names:
+            await self._servicer.set(name, SERVING if self._serving else NOT_SERVING)
+
     async def leave(self) -> None:
         """First step of a shutdown: NOT_SERVING permanently."""
         self._serving = False

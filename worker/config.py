@@ -30,6 +30,7 @@ MOST: Mapping[str, int] = {
     "threads": 1024,
     "slab_bytes": 1 << 30,
     "num_slabs": 65_536,
+    "num_second_slabs": 65_536,
     "kv_memory_bytes": 1 << 50,
     "max_queue": 1 << 20,
 }
@@ -43,7 +44,7 @@ class WorkerConfig:
     Args:
         model: local Hugging Face folder.
         served_model_name: the name clients use; empty: the folder's name.
-        role: "prefill" or "decode".
+        role: "prefill" or "decode": at the start; see WorkerRuntime.set_role.
         worker_id: unique in the cluster; a restart keeps it, with a new incarnation.
         host: interface of the gRPC server and, unless kv_host is set, of the KV transport. Use a private one: neither
             authenticates callers.
@@ -103,6 +104,9 @@ class WorkerConfig:
         slab_bytes: size of a slab of the staging ring, from which peers read KV; 0: by the device (4 MiB on a CPU; on a
             GPU the KV of 2,048 tokens).
         num_slabs: slabs of the staging ring; 0: by the device (8 on a CPU; on a GPU up to 16, within 8% of its memory).
+        num_second_slabs: slabs of the ring for what this role does seldom: a decode worker publishes KV from them, a prefill
+            worker reads into them. After a change of role they are what it mostly uses. 0: by the device (8
+            on a CPU, where unused ones take no memory; 2 on a GPU).
         slab_lease_s: how long a packed slab waits for decode.
         read_base_s: deadline of a KV read, in addition to the time for its bytes.
         max_queue: requests held at once, running and waiting; more are rejected.
@@ -176,6 +180,7 @@ class WorkerConfig:
     require_transport: str = ""
     slab_bytes: int = 0
     num_slabs: int = 0
+    num_second_slabs: int = 0
     slab_lease_s: float = 30.0
     read_base_s: float = 10.0
     max_queue: int = 512
@@ -194,8 +199,7 @@ class WorkerConfig:
     check_invariants: bool = False
 
     def __post_init__(self) -> None:
-        if self.role not in ROLES:
-            raise ConfigError("role", self.role, f"must be {' or '.join(ROLES)}")
+        self.check_role(self.role)
         for name in ("port", "metrics_port", "client_port"):
             if not 0 <= (getattr(self, name) or 0) <= 65_535:
                 raise ConfigError(name, getattr(self, name), "must be between 0 and 65535")
@@ -241,6 +245,7 @@ class WorkerConfig:
             "mixed_step_time_s",
             "slab_bytes",
             "num_slabs",
+            "num_second_slabs",
             "drain_s",
             "fault_corrupt_every",
         ):
@@ -257,17 +262,22 @@ class WorkerConfig:
                 "other machines can reach it: set cluster_ca, cluster_cert and cluster_key, or --insecure if you must"
             )
             raise ConfigError("host", self.host, rule)
-        if self.role == "prefill" and is_loopback(self.effective_kv_host) and not is_loopback(self.advertised_host):
+        if self.max_model_len == 1:
+            raise ConfigError("max_model_len", 1, "must be at least 2, a prompt and an answer of a token each, or 0")
+        if self.heartbeat_s >= self.lease_s:
+            raise ConfigError("heartbeat_s", self.heartbeat_s, f"must be below lease_s={self.lease_s}")
+
+    def check_role(self, role: str) -> None:
+        """Raises: ConfigError when a worker with these settings cannot have the role."""
+        if role not in ROLES:
+            raise ConfigError("role", role, f"must be {' or '.join(ROLES)}")
+        if ROLES[role].publishes and is_loopback(self.effective_kv_host) and not is_loopback(self.advertised_host):
             raise ConfigError(
                 "kv_host",
                 self.effective_kv_host,
                 f"peers on other hosts get {self.advertised_host}, and cannot read KV from a loopback address: name one "
                 "of this host",
             )
-        if self.max_model_len == 1:
-            raise ConfigError("max_model_len", 1, "must be at least 2, a prompt and an answer of a token each, or 0")
-        if self.heartbeat_s >= self.lease_s:
-            raise ConfigError("heartbeat_s", self.heartbeat_s, f"must be below lease_s={self.lease_s}")
 
     @property
     def advertised_host(self) -> str:

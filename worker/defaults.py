@@ -13,8 +13,10 @@ from typing import Any
 from diptych.common.kv_format import KvFormat
 from diptych.engine.capacity import kibibytes
 from diptych.engine.config import EngineConfig
+from diptych.kvtransfer.layout import SlabQuotas
 from diptych.kvtransfer.registry import transports
 from diptych.worker.config import AUTO, MOST, WorkerConfig
+from diptych.worker.role_spec import ROLES
 
 _ENGINE = EngineConfig(num_blocks=1)
 CPU: Mapping[str, Any] = {
@@ -26,10 +28,12 @@ CPU: Mapping[str, Any] = {
     "mixed_step_time_s": _ENGINE.mixed_step_time_s,
     "slab_bytes": 4 << 20,
     "num_slabs": 8,
+    "num_second_slabs": 8,
 }
 GPU_SEQS = 256
 GPU_BATCHED_TOKENS = 4096
 GPU_SLABS = 16
+GPU_SECOND_SLABS = 2
 GPU_SLAB_TOKENS = 2048
 """Half of a step: the first half of a long chunk is sent while the second is packed."""
 _RING_SHARE = 0.08
@@ -72,6 +76,12 @@ def settled(config: WorkerConfig, device: DeviceFacts, model: ModelFacts | None)
     return replace(config, **{name: value for name, (value, _) in chosen.items()}), lines
 
 
+def slab_quotas(config: WorkerConfig) -> SlabQuotas:
+    """The parts of the arena of a worker that begins with config.role."""
+    often, seldom = config.num_slabs, config.num_second_slabs
+    return SlabQuotas(often, seldom) if ROLES[config.role].publishes else SlabQuotas(seldom, often)
+
+
 def is_open(config: WorkerConfig, name: str) -> bool:
     """Whether it is unset. (0 seconds means no bound, and the transport "auto" is a setting.)"""
     value = getattr(config, name)
@@ -99,6 +109,7 @@ def _on_gpu(config: WorkerConfig, device: DeviceFacts, model: ModelFacts) -> dic
         "max_step_time_s": (0.0, "a GPU's steps are bounded by their tokens"),
         "mixed_step_time_s": (0.0, "a GPU's steps are bounded by their tokens"),
         "slab_bytes": (slab_bytes, why_bytes),
+        "num_second_slabs": (GPU_SECOND_SLABS, "they take GPU memory"),
         "num_slabs": (num_slabs, f"{num_slabs * slab_bytes / 2**30:.1f} GiB of staging for ranges under way"),
     }
 

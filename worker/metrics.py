@@ -41,7 +41,7 @@ _SLAB_STATES = ("free", "packed", "in_flight", "settled", "quarantined")
 
 
 class WorkerMetrics(Metrics):
-    """The metrics of one worker. `role`: "prefill" or "decode": a role registers only metrics that change there.
+    """The metrics of one worker. `role`: "prefill" or "decode": only metrics that change there are exposed.
     `stats`: the engine's current numbers; callable from any thread."""
 
     def __init__(self, role: str, *, stats: Callable[[], EngineStats], clock: Clock) -> None:
@@ -55,17 +55,24 @@ class WorkerMetrics(Metrics):
         self.external_tokens = 0
         self.gpu: GpuMonitor | None = None
         if role == "decode":
-            self.read_seconds = self.histogram(
-                "kv_transfer_seconds", "Time of one slab read, from its request to the verified KV", TRANSFER_BUCKETS_S
-            )
-            self.read_failures = self.counter(
-                "kv_transfer_failures", "Reads of slabs that failed, by reason", ["reason"]
-            )
+            self._register_reads()
         self.iteration_tokens = self.histogram(
             "iteration_tokens_total", "Tokens computed or sampled by an engine step", TOKEN_BUCKETS
         )
         self._seen: EngineStats | None = None
         self.registry.register(_Snapshot(self))
+
+    def set_role(self, role: str) -> None:
+        """Counters go on; those of reads stay once they were there."""
+        self.role = role
+        if role == "decode" and not hasattr(self, "read_seconds"):
+            self._register_reads()
+
+    def _register_reads(self) -> None:
+        self.read_seconds = self.histogram(
+            "kv_transfer_seconds", "Time of one slab read, from its request to the verified KV", TRANSFER_BUCKETS_S
+        )
+        self.read_failures = self.counter("kv_transfer_failures", "Reads of slabs that failed, by reason", ["reason"])
 
     def describe_cache(self, **labels: object) -> None:
         """The pool's constants, as labels of one series that is always 1 (for gateways' endpoint pickers)."""

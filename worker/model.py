@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +31,7 @@ from diptych.engine.grammar.vocabulary import vocabulary_of
 from diptych.engine.runner import ModelRunner
 from diptych.engine.sched.output import DetokenizerFactory
 from diptych.worker.config import AUTO, WorkerConfig
-from diptych.worker.defaults import DeviceFacts, ModelFacts, settled
-from diptych.worker.role_spec import ROLES
+from diptych.worker.defaults import DeviceFacts, ModelFacts, settled, slab_quotas
 
 log = structlog.get_logger(__name__)
 
@@ -40,12 +40,16 @@ _KV_MOST_BYTES = 1 << 30
 _GIB = 1 << 30
 
 
+LoadText = Callable[[], tuple[DetokenizerFactory, GrammarCompiler | None]]
+
+
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
     """A loaded model.
 
     Args:
-        detokenizer_factory, grammars: None on prefill, where decode handles text.
+        detokenizer_factory, grammars: None on a worker that begins as prefill, where decode handles text.
+        load_text: the two, made anew, for a worker that becomes a decode worker; takes seconds. None: the model has no text.
         config: the settings with the device's defaults filled in; None: of a CPU.
         kernels: the back ends: native, torch or triton, with their blocks where there are several.
         refused: which faster back end refuses which blocks, and why; empty: none.
@@ -57,6 +61,7 @@ class LoadedModel:
     identity: IdentityHeader
     detokenizer_factory: DetokenizerFactory | None
     grammars: GrammarCompiler | None = None
+    load_text: LoadText | None = None
     config: WorkerConfig | None = None
     kernels: str = ""
     refused: str = ""
@@ -169,16 +174,7 @@ def _load(config: WorkerConfig, folder: Path, hashing: CheckpointHash) -> Loaded
     factory: DetokenizerFactory | None = None
     grammars: GrammarCompiler | None = None
     if config.role == "decode":
-        tokenizer = ModelTokenizer(folder)
-
-        def factory(sampling: SamplingParams, prompt: Sequence[int]) -> RequestDetokenizer:
-            return RequestDetokenizer(tokenizer, sampling.stop, prompt=prompt)
-
-        # The first one builds the tokenizer's byte table, which takes 0.1 s.
-        factory(SamplingParams(max_tokens=1), ())
-        if config.grammar_backend != "none":
-            grammars = make_grammars(config, tokenizer)
-
+        factory, grammars = _load_text(config, folder)
     log.info("model loaded", seconds=round(time.monotonic() - began, 2))
     log.info(
         capacity_line(runner.num_blocks, config.block_size, runner.kv_bytes_per_token),
@@ -192,11 +188,23 @@ def _load(config: WorkerConfig, folder: Path, hashing: CheckpointHash) -> Loaded
         identity,
         factory,
         grammars,
+        partial(_load_text, config, folder),
         config,
         kernels=runner.backend,
         refused="; ".join(runner.refusals),
         gpu_uuid=device.uuid,
     )
+
+
+def _load_text(config: WorkerConfig, folder: Path) -> tuple[DetokenizerFactory, GrammarCompiler | None]:
+    tokenizer = ModelTokenizer(folder)
+
+    def factory(sampling: SamplingParams, prompt: Sequence[int]) -> RequestDetokenizer:
+        return RequestDetokenizer(tokenizer, sampling.stop, prompt=prompt)
+
+    # The first one builds the tokenizer's byte table, which takes 0.1 s.
+    factory(SamplingParams(max_tokens=1), ())
+    return factory, make_grammars(config, tokenizer) if config.grammar_backend != "none" else None
 
 
 def checkpoint_dtype(config: Mapping[str, Any]) -> str:
@@ -255,12 +263,9 @@ def identity_key(config: WorkerConfig) -> bytes:
 
 def _ring_on_gpu(config: WorkerConfig) -> int:
     """Bytes of the staging ring that may be in GPU memory, once the transport is known."""
-    from diptych.kvtransfer.config import TransferConfig
     from diptych.kvtransfer.registry import candidates
 
-    role = ROLES[config.role]
-    settings = TransferConfig(device=config.device, num_slabs=config.num_slabs, slab_bytes=config.slab_bytes)
-    quotas = settings.quotas_of(publishes=role.publishes, reads=role.reads)
+    quotas = slab_quotas(config)
     slabs = (spec.gpu_slabs(quotas) for spec in candidates(config.transport, config.device))
     return max(slabs, default=0) * config.slab_bytes
 

@@ -153,7 +153,7 @@ class PeerDirectory:
                 f"{ref.address} is {info.worker_id}/{info.incarnation}, not {ref.worker_id}/{ref.incarnation}"
             )
         if info.role != worker_pb2.WORKER_ROLE_PREFILL:
-            raise IncompatibleWorkersError(f"{ref.worker_id} is not a prefill worker")
+            raise StaleReferenceError(f"{ref.worker_id} is not a prefill worker now")  # not cached: it may become one
         theirs = convert.compat_from_proto(info.compat)
         different = differences(self._compat, theirs, converting=self._allow_conversion)
         if different:

@@ -27,9 +27,9 @@ from diptych.kvtransfer.config import TransferConfig
 from diptych.kvtransfer.faults import FaultSpec
 from diptych.kvtransfer.layout import layout_hash
 from diptych.worker.config import WorkerConfig
+from diptych.worker.defaults import slab_quotas
 from diptych.worker.model import load_model
-from diptych.worker.role_spec import ROLES
-from diptych.worker.runtime import RoleFactory, WorkerRuntime
+from diptych.worker.runtime import MakeServices, WorkerRuntime
 from diptych.worker.step_gate import hold_steps
 
 log = structlog.get_logger(__name__)
@@ -56,7 +56,7 @@ class Signals:
         self.once.set()
 
 
-def run_process(config: WorkerConfig, make_role: RoleFactory) -> NoReturn:
+def run_process(config: WorkerConfig, make_services: MakeServices) -> NoReturn:
     """Run one worker until a signal. Exits with 143 after SIGTERM, 130 after SIGINT, 1 when the worker ended by itself.
 
     Raises: ConfigError for an invalid setting.
@@ -67,14 +67,14 @@ def run_process(config: WorkerConfig, make_role: RoleFactory) -> NoReturn:
     raise_open_files()
     if tracing.configure(config.role, config.effective_worker_id):
         log.info("traces are exported")
-    uvloop.run(_serve_and_exit(config, make_role))
+    uvloop.run(_serve_and_exit(config, make_services))
     raise AssertionError("the process has ended")
 
 
-async def _serve_and_exit(config: WorkerConfig, make_role: RoleFactory) -> NoReturn:
+async def _serve_and_exit(config: WorkerConfig, make_services: MakeServices) -> NoReturn:
     """Exits on the running loop: closing it would wait for every pending DNS lookup, and an unresolvable store leaves
     many."""
-    code = await serve(config, make_role)
+    code = await serve(config, make_services)
     await asyncio.to_thread(tracing.close)
     # Everything is closed; an orderly teardown of the libraries would take seconds.
     _exit(code)
@@ -86,7 +86,7 @@ def _exit(code: int) -> NoReturn:
     os._exit(code)
 
 
-async def serve(config: WorkerConfig, make_role: RoleFactory) -> int:
+async def serve(config: WorkerConfig, make_services: MakeServices) -> int:
     """As run_process, on a running loop."""
     signals = Signals()
     sys.setswitchinterval(SWITCH_INTERVAL_S)
@@ -98,7 +98,9 @@ async def serve(config: WorkerConfig, make_role: RoleFactory) -> int:
     model = loading.result()
     if config.fault_step_gates:
         hold_steps(model.runner, Path(config.fault_step_gates) / config.effective_worker_id)
-    runtime = WorkerRuntime(config, model, make_transfer=make_transfer, make_role=make_role, store=_store(config))
+    runtime = WorkerRuntime(
+        config, model, make_transfer=make_transfer, make_services=make_services, store=_store(config)
+    )
     starting = asyncio.create_task(runtime.start())
     await _first(starting, signals.once.wait())
     if not starting.done():
@@ -140,19 +142,18 @@ async def make_transfer(runtime: WorkerRuntime) -> Transfer:
         host=config.effective_kv_host,
         slab_bytes=config.slab_bytes,
         num_slabs=config.num_slabs,
+        quotas=slab_quotas(config),
         lease_s=config.slab_lease_s,
         require_transport=config.require_transport,
         verify_checksum=config.verify_checksum,
         faults=faults,
     )
-    loop, role = asyncio.get_running_loop(), ROLES[config.role]
+    loop = asyncio.get_running_loop()
     return await asyncio.to_thread(
         lambda: build_transfer(
             settings,
             worker_id=runtime.worker_id,
             incarnation=runtime.incarnation,
-            publishes=role.publishes,
-            reads=role.reads,
             layout_hash=layout_hash(runtime.compat),
             loop=loop,
             num_layers=runtime.compat.kv.num_layers,

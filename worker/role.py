@@ -1,23 +1,24 @@
-"""The interface between a worker's runtime and its service: prefill or decode."""
+"""A worker's role: a set of services. The runtime exchanges it while the worker runs."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
-
-import grpc
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Protocol
 
 from diptych.common.errors import DiptychError
 from diptych.engine.messages import EngineEvent
+from diptych.worker.role_spec import FULL_NAMES, ROLES
 
 
-class Role(Protocol):
-    """All methods run on the event loop."""
+class Service(Protocol):
+    """One gRPC service of a worker, with what it needs. All methods run on the event loop."""
 
-    def add_to(self, server: grpc.aio.Server) -> None: ...
+    def add_to(self, server: Any) -> None:
+        """Add its handlers to a server, or to what collects them."""
+        ...
 
     async def open(self) -> None:
-        """Open what the role serves in addition to the worker's server. Raises: ConfigError."""
+        """Get what it needs before the first call: a port, grammars. Raises: ConfigError."""
         ...
 
     def on_step(self, events: Sequence[EngineEvent]) -> None:
@@ -32,6 +33,10 @@ class Role(Protocol):
         """Measured bytes per second of KV reads by prefill worker id."""
         ...
 
+    def accept(self) -> None:
+        """Accept requests, as at first and again after `stop_accepting`."""
+        ...
+
     def stop_accepting(self) -> None: ...
 
     async def drained(self) -> None:
@@ -41,5 +46,86 @@ class Role(Protocol):
     def fail_all(self, error: DiptychError | None = None) -> None: ...
 
     async def close(self) -> None:
-        """Close what the role opened (channels to peers)."""
+        """Close what it opened (channels to peers). It is not opened again."""
         ...
+
+
+ServiceFactories = Mapping[str, Callable[[], Service]]
+"""By name. A factory may return one object always: that service outlives a change of role."""
+
+
+class Role:
+    """The services of the role `name`. Methods as those of Service, for all of them.
+
+    Args:
+        before: the role until now, whose services are kept where this role has them too.
+    """
+
+    def __init__(self, name: str, factories: ServiceFactories, before: Role | None = None) -> None:
+        self.name = name
+        kept = before.services if before is not None else {}
+        self.services: dict[str, Service] = {
+            service: kept.get(service) or factories[service]() for service in ROLES[name].services
+        }
+        self._kept = kept
+
+    @property
+    def full_names(self) -> tuple[str, ...]:
+        """Of the gRPC services."""
+        return tuple(FULL_NAMES[service] for service in self.services)
+
+    def add_to(self, server: Any) -> None:
+        for service in self.services.values():
+            service.add_to(server)
+
+    async def open(self) -> None:
+        """Opens the services that the role before did not have. Raises: ConfigError; nothing is open then."""
+        opened: list[str] = []
+        try:
+            for name, service in self._new():
+                opened.append(name)
+                await service.open()
+        except BaseException:
+            await self._close(opened)
+            raise
+
+    def on_step(self, events: Sequence[EngineEvent]) -> None:
+        for service in self.services.values():
+            service.on_step(events)
+
+    def states(self) -> dict[str, int]:
+        return {
+            f"{name}:{state}": number
+            for name, service in self.services.items()
+            for state, number in service.states().items()
+        }
+
+    def link_rates(self) -> dict[str, float]:
+        return {peer: rate for service in self.services.values() for peer, rate in service.link_rates().items()}
+
+    def accept(self) -> None:
+        for service in self.services.values():
+            service.accept()
+
+    def stop_accepting(self) -> None:
+        for service in self.services.values():
+            service.stop_accepting()
+
+    async def drained(self) -> None:
+        for service in self.services.values():
+            await service.drained()
+
+    def fail_all(self, error: DiptychError | None = None) -> None:
+        for service in self.services.values():
+            service.fail_all(error)
+
+    async def close(self, but: Role | None = None) -> None:
+        """Args: but: the role after this one; its services stay open."""
+        await self._close(name for name in self.services if but is None or name not in but.services)
+
+    def _new(self) -> list[tuple[str, Service]]:
+        return [(name, service) for name, service in self.services.items() if name not in self._kept]
+
+    async def _close(self, names: Iterable[str]) -> None:
+        for name in names:
+            await self.services[name].close()

@@ -1,9 +1,11 @@
-"""One worker: engine, transfer, registration, health, and the role's service.
+"""One worker: engine, transfer, registration, health, and its role's services.
 
 load model (executor) -> engine starts, warm-up -> transfer self-test -> gRPC server, NOT_SERVING
     -> lease in the store, SERVING
 SIGTERM / SIGINT: NOT_SERVING -> lease "draining" -> running requests finish, up to drain_s -> the rest fails typed
     -> lease removed -> server, transfer and engine closed
+set_role: NOT_SERVING -> lease "draining" -> running requests finish, up to drain_s -> the rest fails typed
+    -> the other role's services -> lease with the other role, SERVING
 """
 
 from __future__ import annotations
@@ -18,7 +20,15 @@ import structlog
 from diptych.common.addresses import host_port, is_wildcard
 from diptych.common.clock import Clock, MonotonicClock
 from diptych.common.compat import CONVERTS, as_strings
-from diptych.common.errors import ConfigError, DiptychError
+from diptych.common.errors import (
+    ConfigError,
+    DiptychError,
+    InternalError,
+    InvalidRequestError,
+    NoWorkerError,
+    StaleReferenceError,
+    WorkerLostError,
+)
 from diptych.common.ids import new_incarnation
 from diptych.common.request import Prompt
 from diptych.common.sampling import SamplingParams
@@ -30,12 +40,14 @@ from diptych.common.tls import load_cluster_tls
 from diptych.engine.api import EngineClient
 from diptych.engine.config import EngineConfig
 from diptych.engine.executor import LocalExecutor
+from diptych.engine.grammar.compiler import GrammarCompiler
 from diptych.engine.messages import EngineEvent, EngineRequest, KvMode
 from diptych.engine.runner import ModelRunner
 from diptych.engine.sched.swap_cost import Rates, describe
 from diptych.kvtransfer.api import Transfer
 from diptych.rpc import convert
 from diptych.rpc.channels import bind, cluster_server_credentials, new_server
+from diptych.rpc.handlers import ExchangeableHandlers
 from diptych.rpc.health import Health
 from diptych.rpc.stubs import add_worker
 from diptych.rpc.v1 import worker_pb2
@@ -49,7 +61,8 @@ from diptych.worker.liveness import why_not_live
 from diptych.worker.metrics import MetricsServer, WorkerMetrics
 from diptych.worker.model import LoadedModel
 from diptych.worker.refs import WorkerRef
-from diptych.worker.role import Role
+from diptych.worker.role import Role, ServiceFactories
+from diptych.worker.role_spec import FULL_NAMES, PACKAGE, ROLES
 from diptych.worker.service import WorkerServicer
 from diptych.worker.stats import engine_numbers, gpu_to_proto, host_to_proto, settings_of
 
@@ -64,9 +77,11 @@ def _version() -> str:
 
 
 _LIVENESS_POLL_S = 0.5
-_ROLES = {"prefill": worker_pb2.WORKER_ROLE_PREFILL, "decode": worker_pb2.WORKER_ROLE_DECODE}
+_WORKER = f"{PACKAGE}.Worker"
+_ENDED_S = 10.0
+"""After the drain, until the requests that were given up have ended."""
 
-RoleFactory = Callable[["WorkerRuntime"], Role]
+MakeServices = Callable[["WorkerRuntime"], ServiceFactories]
 TransferFactory = Callable[["WorkerRuntime"], Awaitable[Transfer]]
 
 
@@ -82,7 +97,7 @@ class WorkerRuntime:
     """The runtime.
 
     Args:
-        make_transfer, make_role: called once, in this order, when the engine runs.
+        make_transfer, make_services: called once, in this order, when the engine runs.
         store: None: no registration.
     """
 
@@ -92,7 +107,7 @@ class WorkerRuntime:
         model: LoadedModel,
         *,
         make_transfer: TransferFactory,
-        make_role: RoleFactory,
+        make_services: MakeServices,
         store: Store | None = None,
         clock: Clock | None = None,
     ) -> None:
@@ -104,7 +119,7 @@ class WorkerRuntime:
         self.incarnation = new_incarnation()
         self.compat = model.compat
         self._make_transfer = make_transfer
-        self._make_role = make_role
+        self._make_services = make_services
         self._store = store
         self._cache_events = CacheEventFeed(self.incarnation)
         self._registration: WorkerRegistration | None = None
@@ -158,7 +173,18 @@ class WorkerRuntime:
         self._metrics_server: MetricsServer | None = None
         self._transfer: Transfer | None = None
         self._role: Role | None = None
-        self.health = Health((f"diptych.rpc.v1.{config.role.capitalize()}", "diptych.rpc.v1.Worker"))
+        self._factories: ServiceFactories = {}
+        self._handlers = ExchangeableHandlers(
+            tuple(FULL_NAMES.values()),
+            lambda service: StaleReferenceError(
+                f"{self.worker_id} is a {self.role.name} worker: it offers no {service}"
+            ),
+        )
+        self._text_is_loaded = False
+        self._change: asyncio.Task[None] | None = None
+        self._change_to = ""
+        self._changing = False
+        self.health = Health((*(FULL_NAMES[service] for service in ROLES[config.role].services), _WORKER))
 
     @property
     def ref(self) -> WorkerRef:
@@ -184,7 +210,8 @@ class WorkerRuntime:
             self._transfer = await self._make_transfer(self)
             self.gpu = self.metrics.gpu = watch_gpu(self.config.device, self.model.gpu_uuid)
             self.metrics.begin(self._transfer, asyncio.get_running_loop())
-            self._role = self._make_role(self)
+            self._factories = self._make_services(self)
+            self._role = Role(self.config.role, self._factories)
             await self._listen()
             self.model.runner.expect_compiled()
         except BaseException:
@@ -218,7 +245,8 @@ class WorkerRuntime:
     async def _listen(self) -> None:
         await self.health.install(self._server)
         add_worker(WorkerServicer(self), self._server)
-        self.role.add_to(self._server)
+        self._server.add_generic_rpc_handlers((self._handlers,))
+        self._handlers.install(self.role.add_to)
         port = bind(self._server, self.config.host, self.config.port, cluster_server_credentials(self.cluster_tls))
         host = self.config.advertised_host
         if is_wildcard(host):
@@ -269,7 +297,7 @@ class WorkerRuntime:
         return worker_pb2.GetInfoResponse(
             worker_id=self.worker_id,
             incarnation=self.incarnation,
-            role=_ROLES[self.config.role],
+            role=wire.role_to_proto(self.role.name),
             pid=os.getpid(),
             compat=convert.compat_to_proto(self.compat),
             kv_address=wire.kv_address_to_proto(self.transfer.address),
@@ -279,6 +307,7 @@ class WorkerRuntime:
             transport_path=self.transfer.path,
             transport_bytes_per_s=self.transfer.bytes_per_s,
             version=_version(),
+            services=self.role.full_names,
         )
 
     def worker_stats(self) -> worker_pb2.GetStatsResponse:
@@ -312,9 +341,7 @@ class WorkerRuntime:
 
     async def audit(self, *, full: bool) -> worker_pb2.AuditResponse:
         engine, transfer = await asyncio.gather(self.engine.audit(full), self.transfer.audit(full))
-        attempts = dict(engine.attempts)
-        for state, number in self.role.states().items():
-            attempts[f"{self.config.role}:{state}"] = number
+        attempts = {**engine.attempts, **self.role.states()}
         return worker_pb2.AuditResponse(
             blocks=wire.block_counts_to_proto(engine.blocks),
             slabs=wire.slab_counts_to_proto(transfer.slabs),
@@ -331,7 +358,7 @@ class WorkerRuntime:
         return WorkerRecord(
             worker_id=self.worker_id,
             incarnation=self.incarnation,
-            role=self.config.role,
+            role=self.role.name,
             address=self.address,
             pid=os.getpid(),
             model=self.compat.model,
@@ -344,7 +371,7 @@ class WorkerRuntime:
             max_num_seqs=self.config.max_num_seqs,
             event_epoch=self._cache_events.epoch,
             tiers=self.tiers(),
-            state="ready" if self._live and not self._draining else "draining",
+            state="ready" if self._live and not self._draining and not self._changing else "draining",
             load=WorkerLoad(
                 num_running=stats.num_running,
                 num_waiting=stats.num_waiting + stats.num_waiting_remote,
@@ -380,11 +407,90 @@ class WorkerRuntime:
                 self._live = live
                 if self._registration is not None:
                     self._registration.beat_now()
-            if not self._draining:
+            if not self._draining and not self._changing:
                 await self.health.set(live)
             if not self.engine.stats().alive:
                 self.ended.set()
                 return
+
+    # ---- change of role ----
+
+    async def load_text(self) -> GrammarCompiler | None:
+        """For a service that answers with text: the engine has a detokenizer afterwards. Returns: the caller's compiler, if
+        this model and these settings allow grammars."""
+        load, first = self.model.load_text, not self._text_is_loaded
+        self._text_is_loaded = True
+        if load is None or (first and self.model.detokenizer_factory is not None):
+            return self.model.grammars if first else None
+        factory, grammars = await asyncio.to_thread(load)
+        await self.engine.set_detokenizer(factory)
+        return grammars
+
+    async def set_role(self, name: str) -> str:
+        """Drain, and serve the role `name` from then on, with the same engine, KV and incarnation. What does not end within
+        drain_s fails with WorkerLostError, and is continued elsewhere by its caller's failure policy. Cancelling the call does
+        not undo it.
+
+        Returns: the role before.
+        Raises: InvalidRequestError: there is no such role, or the settings do not allow it. NoWorkerError: the worker
+            is stopping, or is changing to another role. InternalError: the role before goes on.
+        """
+        before = self.role.name
+        try:
+            self.config.check_role(name)
+        except ConfigError as error:
+            raise InvalidRequestError(f"{self.worker_id} cannot be a {name} worker: {error}", param="role") from None
+        if self._change is None or self._change.done():
+            if name == before:
+                return before
+            if self._draining:
+                raise NoWorkerError(f"{self.worker_id} is stopping")
+            self._change_to = name
+            self._change = asyncio.create_task(self._change_role(name), name=f"become {name}")
+        elif name != self._change_to:
+            raise NoWorkerError(f"{self.worker_id} is becoming a {self._change_to} worker", retry_after_s=1.0)
+        await asyncio.shield(self._change)
+        return before
+
+    async def _change_role(self, name: str) -> None:
+        before = self.role
+        log.info("changing the role", role=before.name, to=name)
+        self._changing = True
+        try:
+            await self.health.set(False)
+            await self._empty(before, WorkerLostError(f"{self.worker_id} becomes a {name} worker"))
+            role = Role(name, self._factories, before)
+            if ROLES[name].publishes:
+                # A prefill worker says what its KV was computed from, and of KV that came from a peer it does not know that.
+                await self.engine.reset_cache()
+            try:
+                await role.open()
+            except ConfigError as error:
+                raise InternalError(f"{self.worker_id} cannot be a {name} worker: {error}") from error
+            self._role = role
+            self._handlers.install(role.add_to)
+            self.metrics.set_role(name)
+            self.metrics.identify({"role": name, "worker": self.worker_id})
+            await self.health.offer((*role.full_names, _WORKER))
+            await self._quietly("role", before.close(but=role))
+        finally:
+            if not self._draining:
+                self.role.accept()
+                self._changing = False
+                await self.health.set(self._live)
+            if self._registration is not None:
+                self._registration.beat_now()
+        log.info("changed the role", role=name)
+
+    async def _empty(self, role: Role, error: DiptychError) -> None:
+        """No request is left, and no stream of a router. Raises: InternalError when the requests do not end."""
+        await self._drain(role)
+        role.fail_all(error)
+        try:
+            async with asyncio.timeout(_ENDED_S):
+                await role.drained()
+        except TimeoutError:
+            raise InternalError(f"{self.worker_id}: requests that were given up do not end") from None
 
     # ---- end ----
 
@@ -392,12 +498,15 @@ class WorkerRuntime:
         """Set NOT_SERVING and let running requests finish, up to drain_s. Idempotent."""
         self._draining = True
         await self.health.leave()
-        self.role.stop_accepting()
+        await self._drain(self.role)
+
+    async def _drain(self, role: Role) -> None:
+        role.stop_accepting()
         if self._registration is not None:
             self._registration.beat_now()
         try:
             async with asyncio.timeout(self.config.drain_s):
-                await self.role.drained()
+                await role.drained()
             log.info("drained")
         except TimeoutError:
             log.warning("drain time is over: cancelling the rest", drain_s=self.config.drain_s)
@@ -406,6 +515,9 @@ class WorkerRuntime:
         """Fail the rest with a typed error and close everything, each part with a deadline."""
         self._draining = True
         await self._quietly("health", self.health.leave())
+        if self._change is not None:
+            self._change.cancel()
+            await asyncio.gather(self._change, return_exceptions=True)
         self.role.stop_accepting()
         self.role.fail_all(error)
         if self._monitor is not None:

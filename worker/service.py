@@ -1,4 +1,4 @@
-"""The Worker service: facts about this worker."""
+"""The Worker service: facts about this worker, and its role."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ from typing import Protocol
 
 import grpc
 
+from diptych.common.errors import StaleReferenceError
 from diptych.common.tiers import TIER_NAMES
 from diptych.engine.api import EngineClient
 from diptych.rpc.errors import errors_to_status
 from diptych.rpc.v1 import worker_pb2, worker_pb2_grpc
+from diptych.worker import wire
 
 KEYS_PER_MESSAGE = 65_536
 """Of each tier: at most 2 MiB a message."""
@@ -26,6 +28,8 @@ class WorkerFacts(Protocol):
     async def audit(self, *, full: bool) -> worker_pb2.AuditResponse: ...
 
     def worker_stats(self) -> worker_pb2.GetStatsResponse: ...
+
+    async def set_role(self, name: str) -> str: ...
 
 
 class WorkerServicer(worker_pb2_grpc.WorkerServicer):
@@ -48,6 +52,19 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
         self, request: worker_pb2.GetStatsRequest, context: grpc.aio.ServicerContext
     ) -> worker_pb2.GetStatsResponse:
         return self._runtime.worker_stats()
+
+    async def SetRole(
+        self, request: worker_pb2.SetRoleRequest, context: grpc.aio.ServicerContext
+    ) -> worker_pb2.SetRoleResponse:
+        async with errors_to_status(context):
+            me = self._runtime.info()
+            if request.worker_id != me.worker_id or request.incarnation not in ("", me.incarnation):
+                raise StaleReferenceError(
+                    f"this is {me.worker_id}/{me.incarnation}, the request is for {request.worker_id}/{request.incarnation}"
+                )
+            before = await self._runtime.set_role(wire.role_from_proto(request.role))
+            return worker_pb2.SetRoleResponse(previous=wire.role_to_proto(before))
+        raise AssertionError("errors_to_status ended the call")
 
     async def DumpBlocks(
         self, request: worker_pb2.DumpBlocksRequest, context: grpc.aio.ServicerContext

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from diptych.common.addresses import host_port
-from diptych.common.errors import IncompatibleWorkersError, TransferError
+from diptych.common.errors import IncompatibleWorkersError, InvalidRequestError, TransferError
 from diptych.common.tiers import TierState
 from diptych.engine.messages import BlockCounts
 from diptych.engine.sched.swap_cost import Rates, break_even_tokens
@@ -13,6 +13,23 @@ from diptych.kvtransfer.api import KvAddress, SlabCounts
 from diptych.kvtransfer.handle import SlabHandle
 from diptych.rpc.v1 import prefill_pb2, types_pb2, worker_pb2
 from diptych.worker.refs import WorkerRef
+
+_ROLES: Mapping[str, worker_pb2.WorkerRole] = {
+    "prefill": worker_pb2.WORKER_ROLE_PREFILL,
+    "decode": worker_pb2.WORKER_ROLE_DECODE,
+}
+
+
+def role_to_proto(name: str) -> worker_pb2.WorkerRole:
+    return _ROLES[name]
+
+
+def role_from_proto(role: worker_pb2.WorkerRole) -> str:
+    """Raises: InvalidRequestError for a role that does not exist."""
+    for name, value in _ROLES.items():
+        if value == role:
+            return name
+    raise InvalidRequestError(f"role={int(role)} is not a role", param="role")
 
 
 def ref_to_proto(ref: WorkerRef) -> types_pb2.WorkerRef:

@@ -17,12 +17,12 @@ from typing import Any
 import torch
 
 from diptych.bench.gpu.step import LLAMA_8B, random_weights
+from diptych.cli.worker_roles import services_of
 from diptych.common.compat import Compat, identified
 from diptych.common.observe.logging import setup_logging
 from diptych.decode import attempt
 from diptych.decode import remote_prefill as remote_leg
 from diptych.decode import slab_unpacker as unpack_desk
-from diptych.decode.server import DecodeRole
 from diptych.engine import async_unpacks as pulls
 from diptych.engine import core
 from diptych.engine.exec.attention import attention_version
@@ -35,17 +35,18 @@ from diptych.kvtransfer import core as transfer_core
 from diptych.kvtransfer import publisher as publish_side
 from diptych.kvtransfer import reader as read_side
 from diptych.prefill import sessions as handoff
-from diptych.prefill.server import PrefillRole
+from diptych.prefill.server import PrefillService, Publishing
 from diptych.worker.config import WorkerConfig
 from diptych.worker.model import LoadedModel
 from diptych.worker.process import SWITCH_INTERVAL_S, make_transfer
-from diptych.worker.role import Role
+from diptych.worker.role import ServiceFactories
+from diptych.worker.role_spec import PREFILL
 from diptych.worker.runtime import WorkerRuntime
 
 BLOCK_SIZE = 16
 
 
-class _TellingRole(PrefillRole):
+class _TellingService(PrefillService):
     def on_step(self, events: Sequence[EngineEvent]) -> None:
         now = time.monotonic()
         for event in events:
@@ -80,8 +81,9 @@ def random_model(config: WorkerConfig, graph_sizes: list[int] | None) -> LoadedM
     return LoadedModel(runner, compat, identity, None)
 
 
-def _role(runtime: WorkerRuntime) -> Role:
-    return _TellingRole(runtime) if runtime.config.role == "prefill" else DecodeRole(runtime)
+def _services(runtime: WorkerRuntime) -> ServiceFactories:
+    publishing = Publishing(runtime)
+    return {**services_of(runtime, publishing), PREFILL: lambda: _TellingService(publishing)}
 
 
 def trace() -> None:
@@ -133,7 +135,7 @@ async def serve(role: str, options: dict[str, Any]) -> None:
     )  # fmt: skip
     setup_logging(worker=config.worker_id, role=role)
     runtime = WorkerRuntime(
-        config, random_model(config, graph_sizes), make_transfer=make_transfer, make_role=_role, store=None
+        config, random_model(config, graph_sizes), make_transfer=make_transfer, make_services=_services, store=None
     )
     await runtime.start()
     ready = {"worker_id": runtime.worker_id, "incarnation": runtime.incarnation, "address": runtime.address}

@@ -15,11 +15,11 @@ import uvloop
 
 from diptych.cli.serve.config import ServeConfig
 from diptych.cli.temporary import temporary_folder
+from diptych.cli.worker_roles import services_of
 from diptych.common.clock import MonotonicClock
 from diptych.common.observe.logging import setup_logging
 from diptych.common.secret import create_secret
 from diptych.common.store.memory import MemoryStore
-from diptych.decode.server import DecodeRole
 from diptych.engine.collector import set_collector
 from diptych.router import server as router
 from diptych.router.server import RouterAddresses
@@ -54,7 +54,7 @@ async def _serve(config: ServeConfig, model: Path, name: str, secret: Path) -> i
     router_config, worker_config = config.parts(model=str(model), name=name, secret_file=str(secret))
     loaded = await asyncio.to_thread(load_model, worker_config)
     store = MemoryStore(MonotonicClock())
-    runtime = WorkerRuntime(worker_config, loaded, make_transfer=make_transfer, make_role=DecodeRole, store=store)
+    runtime = WorkerRuntime(worker_config, loaded, make_transfer=make_transfer, make_services=services_of, store=store)
 
     def announce(addresses: RouterAddresses) -> None:
         set_collector()

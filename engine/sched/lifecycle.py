@@ -102,6 +102,9 @@ class Lifecycle:
         """Sequences that may be admitted; negative after a fork beyond max_num_seqs."""
         return self.config.max_num_seqs - len(self.running) - len(self.remote)
 
+    def set_detokenizer(self, factory: DetokenizerFactory | None) -> None:
+        self.detokenizer_factory = factory
+
     # ---- the beginning ----
 
     def add(self, request: Request) -> None:
@@ -113,6 +116,14 @@ class Lifecycle:
         elif request.sampling.num_choices > 1:
             self.choices.open(request)
         self.waiting.push(request)
+
+    def enter_computed(self, request: Request) -> None:
+        """A request whose blocks hold all that is to be packed: it computes nothing."""
+        self._requests[request.attempt] = request
+        self.policy.entered(request)
+        request.move(State.RUNNING)
+        self.packing.offer(request)
+        self.prompt_computed(request)
 
     def fork_choices(self, request: Request) -> list[Request]:
         """The other choices of a request whose prompt is computed; they decode, and have no token of their own yet."""

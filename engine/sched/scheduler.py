@@ -32,6 +32,7 @@ from diptych.engine.messages import (
     FirstCandidates,
     FirstToken,
     KvMode,
+    PublishCached,
     StepResult,
     UnpackRange,
 )
@@ -42,6 +43,7 @@ from diptych.engine.sched.lifecycle import Lifecycle
 from diptych.engine.sched.output import DetokenizerFactory
 from diptych.engine.sched.packing import PackJob
 from diptych.engine.sched.passing import Passing
+from diptych.engine.sched.publishing import publish_cached
 from diptych.engine.sched.remote import UnpackJob
 from diptych.engine.sched.request import Request, State
 from diptych.engine.sched.step import SchedulerOutput
@@ -114,6 +116,15 @@ class Scheduler:
         if output is not None and output.finish is not None:  # the forced tokens ended it
             self.outbox.add(Admitted(attempt, 0))
             live.finish(request)
+
+    def publish_cached(self, command: PublishCached, now: float = 0.0) -> None:
+        """The blocks are packed like those of a PREFILL request whose prompt is computed."""
+        if self.live.knows(command.attempt):
+            self.live.end_attempt(command.attempt, State.FINISHED_FAILED)
+            self.outbox.fail(command.attempt, InternalError(f"attempt {command.attempt} was submitted twice"))
+            return
+        self._arrivals += 1
+        publish_cached(self.live, command, self._identity, self._arrivals, now)
 
     def cancel(self, attempt: str) -> None:
         """Free everything of the attempt; unknown or ended ones are ignored."""

@@ -1,6 +1,6 @@
 """Members of the cluster, by leases and probes. Decides only: links are opened and closed by the caller.
 
-no lease --lease seen--> MEMBER --another incarnation--> the old one is LOST, the new one a MEMBER
+no lease --lease seen--> MEMBER --another incarnation, or role--> the old one is LOST, the new one a MEMBER
                            | lease missing, and silent for dead_s --> LOST
                            | lease missing, but it answers: stays; not used after dead_s (a FLUSHALL is repaired before)
                            | silent for dead_s without a lease, or for 3 dead_s with one: its attempts are given up
@@ -86,8 +86,11 @@ class Members(Generic[LinkT]):
         return new, lost
 
     def left_gracefully(self, member: Member[LinkT], now: float) -> bool:
-        """Whether a lost member was draining, or gave up its lease while it still answered. A killed worker stops
-        answering first, and its lease expires later."""
+        """Whether a lost member was draining, has another role now, or gave up its lease while it still answered. A killed
+        worker stops answering first, and its lease expires later."""
+        now_there = self._members.get(member.record.worker_id)
+        if now_there is not None and now_there.record.incarnation == member.record.incarnation:
+            return True
         last_answer = now - member.link.silent_s
         gave_up = member.missing_since is not None and member.missing_since - last_answer < self.dead_s
         return member.record.state == "draining" or gave_up

@@ -101,3 +101,80 @@ class Prefill:
             timeout,
             metadata,
             _registered_method=True)
+
+
+class SourceStub:
+    """Publishes KV that a worker has in its prefix cache. Workers of every role offer it.
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.Fetch = channel.unary_stream(
+                '/diptych.rpc.v1.Source/Fetch',
+                request_serializer=diptych_dot_rpc_dot_v1_dot_prefill__pb2.FetchRequest.SerializeToString,
+                response_deserializer=diptych_dot_rpc_dot_v1_dot_prefill__pb2.PrefillEvent.FromString,
+                _registered_method=True)
+
+
+class SourceServicer:
+    """Publishes KV that a worker has in its prefix cache. Workers of every role offer it.
+    """
+
+    def Fetch(self, request, context):
+        """Events: one PrefillStarted with the number of tokens found, any number of Computed, one PrefillFinished, and PrefillAlive.
+        The stream stays open until every announced slab was acknowledged or given up. Nothing is computed or sampled.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_SourceServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'Fetch': grpc.unary_stream_rpc_method_handler(
+                    servicer.Fetch,
+                    request_deserializer=diptych_dot_rpc_dot_v1_dot_prefill__pb2.FetchRequest.FromString,
+                    response_serializer=diptych_dot_rpc_dot_v1_dot_prefill__pb2.PrefillEvent.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'diptych.rpc.v1.Source', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('diptych.rpc.v1.Source', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class Source:
+    """Publishes KV that a worker has in its prefix cache. Workers of every role offer it.
+    """
+
+    @staticmethod
+    def Fetch(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/diptych.rpc.v1.Source/Fetch',
+            diptych_dot_rpc_dot_v1_dot_prefill__pb2.FetchRequest.SerializeToString,
+            diptych_dot_rpc_dot_v1_dot_prefill__pb2.PrefillEvent.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)

@@ -106,7 +106,7 @@ class GetInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetInfoResponse(_message.Message):
-    __slots__ = ("worker_id", "incarnation", "role", "pid", "compat", "kv_address", "num_blocks", "max_model_len", "max_num_seqs", "transport_path", "transport_bytes_per_s", "version")
+    __slots__ = ("worker_id", "incarnation", "role", "pid", "compat", "kv_address", "num_blocks", "max_model_len", "max_num_seqs", "transport_path", "transport_bytes_per_s", "version", "services")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
@@ -119,6 +119,7 @@ class GetInfoResponse(_message.Message):
     TRANSPORT_PATH_FIELD_NUMBER: _ClassVar[int]
     TRANSPORT_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
+    SERVICES_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     incarnation: str
     role: WorkerRole
@@ -131,7 +132,24 @@ class GetInfoResponse(_message.Message):
     transport_path: str
     transport_bytes_per_s: float
     version: str
-    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., role: _Optional[_Union[WorkerRole, str]] = ..., pid: _Optional[int] = ..., compat: _Optional[_Union[Compat, _Mapping]] = ..., kv_address: _Optional[_Union[KvAddress, _Mapping]] = ..., num_blocks: _Optional[int] = ..., max_model_len: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., transport_path: _Optional[str] = ..., transport_bytes_per_s: _Optional[float] = ..., version: _Optional[str] = ...) -> None: ...
+    services: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., role: _Optional[_Union[WorkerRole, str]] = ..., pid: _Optional[int] = ..., compat: _Optional[_Union[Compat, _Mapping]] = ..., kv_address: _Optional[_Union[KvAddress, _Mapping]] = ..., num_blocks: _Optional[int] = ..., max_model_len: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., transport_path: _Optional[str] = ..., transport_bytes_per_s: _Optional[float] = ..., version: _Optional[str] = ..., services: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class SetRoleRequest(_message.Message):
+    __slots__ = ("worker_id", "incarnation", "role")
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    incarnation: str
+    role: WorkerRole
+    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., role: _Optional[_Union[WorkerRole, str]] = ...) -> None: ...
+
+class SetRoleResponse(_message.Message):
+    __slots__ = ("previous",)
+    PREVIOUS_FIELD_NUMBER: _ClassVar[int]
+    previous: WorkerRole
+    def __init__(self, previous: _Optional[_Union[WorkerRole, str]] = ...) -> None: ...
 
 class PreemptionCost(_message.Message):
     __slots__ = ("prefill_tokens_per_s", "copy_bytes_per_s", "kv_bytes_per_token", "swap_from_tokens", "tiers")

@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class WorkerStub:
-    """Information about a worker, prefill or decode.
+    """Information about a worker, prefill or decode, and its role.
     """
 
     def __init__(self, channel):
@@ -55,10 +55,15 @@ class WorkerStub:
                 request_serializer=diptych_dot_rpc_dot_v1_dot_worker__pb2.GetStatsRequest.SerializeToString,
                 response_deserializer=diptych_dot_rpc_dot_v1_dot_worker__pb2.GetStatsResponse.FromString,
                 _registered_method=True)
+        self.SetRole = channel.unary_unary(
+                '/diptych.rpc.v1.Worker/SetRole',
+                request_serializer=diptych_dot_rpc_dot_v1_dot_worker__pb2.SetRoleRequest.SerializeToString,
+                response_deserializer=diptych_dot_rpc_dot_v1_dot_worker__pb2.SetRoleResponse.FromString,
+                _registered_method=True)
 
 
 class WorkerServicer:
-    """Information about a worker, prefill or decode.
+    """Information about a worker, prefill or decode, and its role.
     """
 
     def GetInfo(self, request, context):
@@ -89,6 +94,14 @@ class WorkerServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def SetRole(self, request, context):
+        """Makes it a worker of another role: it finishes or gives up what it has, and then serves the new role's services. Answered
+        when it does. The worker keeps its name, incarnation, model and KV. A call that breaks does not undo it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_WorkerServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -112,6 +125,11 @@ def add_WorkerServicer_to_server(servicer, server):
                     request_deserializer=diptych_dot_rpc_dot_v1_dot_worker__pb2.GetStatsRequest.FromString,
                     response_serializer=diptych_dot_rpc_dot_v1_dot_worker__pb2.GetStatsResponse.SerializeToString,
             ),
+            'SetRole': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetRole,
+                    request_deserializer=diptych_dot_rpc_dot_v1_dot_worker__pb2.SetRoleRequest.FromString,
+                    response_serializer=diptych_dot_rpc_dot_v1_dot_worker__pb2.SetRoleResponse.SerializeToString,
+            ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
             'diptych.rpc.v1.Worker', rpc_method_handlers)
@@ -121,7 +139,7 @@ def add_WorkerServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Worker:
-    """Information about a worker, prefill or decode.
+    """Information about a worker, prefill or decode, and its role.
     """
 
     @staticmethod
@@ -222,6 +240,33 @@ class Worker:
             '/diptych.rpc.v1.Worker/GetStats',
             diptych_dot_rpc_dot_v1_dot_worker__pb2.GetStatsRequest.SerializeToString,
             diptych_dot_rpc_dot_v1_dot_worker__pb2.GetStatsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetRole(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/diptych.rpc.v1.Worker/SetRole',
+            diptych_dot_rpc_dot_v1_dot_worker__pb2.SetRoleRequest.SerializeToString,
+            diptych_dot_rpc_dot_v1_dot_worker__pb2.SetRoleResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -139,4 +139,4 @@ def test_a_worker_process_refuses_an_unknown_transport_before_it_loads(pd: Modul
     from diptych.worker.process import run_process
 
     with pytest.raises(ConfigError, match="must be one of"):
-        run_process(WorkerConfig(transport="carrier"), pd.DecodeRole)
+        run_process(WorkerConfig(transport="carrier"), pd.services_of)

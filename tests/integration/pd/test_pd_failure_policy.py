@@ -18,9 +18,9 @@ from typing import Any
 
 import pytest
 
+from diptych.cli.worker_roles import services_of
 from diptych.common.errors import DiptychError, TransferError, WorkerLostError
 from diptych.decode.liveness_timer import LivenessTimer
-from diptych.decode.server import DecodeRole
 from diptych.rpc.v1 import router_pb2
 from diptych.worker.process import make_transfer
 from diptych.worker.runtime import WorkerRuntime
@@ -62,7 +62,7 @@ async def two_prefill_one_decode(
             stack.push_async_callback(child.stop)
         config = pd.worker_config("decode", "decode-0", transport="ucx", leg_silence_s=silence_s, **decode_config)
         decode = WorkerRuntime(
-            config, pd.fake_model(before_execute=decode_gate), make_transfer=make_transfer, make_role=DecodeRole
+            config, pd.fake_model(before_execute=decode_gate), make_transfer=make_transfer, make_services=services_of
         )
         await decode.start()
         stack.push_async_callback(decode.close)

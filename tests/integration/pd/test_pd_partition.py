@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from diptych.cli.worker_roles import services_of
 from diptych.common.errors import DiptychError, TransferError, WorkerLostError
-from diptych.decode.server import DecodeRole
 from diptych.kvtransfer.build import build_transfer
 from diptych.kvtransfer.config import TransferConfig
 from diptych.rpc.v1 import router_pb2
@@ -93,7 +93,7 @@ async def pair(pd: ModuleType, host: OtherHost, **prefill: object) -> AsyncItera
         child = await Prefill.start("prefill-0", inside=inside, host=host.there, **bounds, **prefill)
         stack.push_async_callback(child.stop)
         config = pd.worker_config("decode", "decode-0", transport="ucx", host=host.here, **bounds)
-        decode = WorkerRuntime(config, pd.fake_model(), make_transfer=make_transfer, make_role=DecodeRole)
+        decode = WorkerRuntime(config, pd.fake_model(), make_transfer=make_transfer, make_services=services_of)
         await decode.start()
         stack.push_async_callback(decode.close)
         yield pd.Cluster(decode, []), child
@@ -187,7 +187,7 @@ async def test_what_lands_when_a_partition_heals_lands_in_nothing_that_is_used(h
 async def test_a_loopback_address_is_refused_by_a_reader_on_another_host(pd: ModuleType, host: OtherHost) -> None:
     """The gRPC server is reachable, the KV address is not: decode reports it instead of reading from its own host."""
     async with pair(pd, host) as (cluster, child), pd.FakeRouter(cluster.decode.address) as router:
-        directory = cluster.decode.role._peers
+        directory = cluster.decode.role.services["decode"]._peers
         check = directory._check
 
         def wrong(ref: Any, info: Any) -> Any:

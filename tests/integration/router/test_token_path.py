@@ -22,6 +22,7 @@ from types import ModuleType
 import httpx
 import pytest
 
+from diptych.cli.worker_roles import services_of
 from diptych.client import AsyncClient
 from diptych.common.clock import MonotonicClock
 from diptych.common.compat import identified
@@ -30,7 +31,6 @@ from diptych.common.store.memory import MemoryStore
 from diptych.common.text.detokenizer import RequestDetokenizer
 from diptych.common.text.revision import tokenizer_revision
 from diptych.common.text.tokenizer import ModelTokenizer
-from diptych.decode.server import DecodeRole
 from diptych.engine.messages import ScheduledSeq
 from diptych.router.config import RouterConfig
 from diptych.router.frontend import Frontend
@@ -162,7 +162,7 @@ async def _running(pd, folder: Path, tmp_path: Path) -> AsyncIterator[Served]:
         identity=identity,
         detokenizer_factory=lambda sampling, prompt: RequestDetokenizer(tokenizer, sampling.stop, prompt=prompt),
     )
-    worker = WorkerRuntime(worker_config, model, make_transfer=make_transfer, make_role=DecodeRole, store=store)
+    worker = WorkerRuntime(worker_config, model, make_transfer=make_transfer, make_services=services_of, store=store)
     router_config = RouterConfig(
         model=str(folder),
         secret_file=str(secret),
@@ -179,7 +179,7 @@ async def _running(pd, folder: Path, tmp_path: Path) -> AsyncIterator[Served]:
         addresses = await faces.start(frontend, frontend.metrics)
         life = (worker.worker_id, worker.incarnation)
         await until(lambda: frontend.ready()[0] and frontend._cluster.direct_endpoint(life) is not None)
-        yield Served(addresses.http, addresses.grpc, gate, lambda: worker.role.intake.num_attempts)
+        yield Served(addresses.http, addresses.grpc, gate, lambda: worker.role.services["decode"].intake.num_attempts)
     finally:
         gate.disarm()
         await faces.stop(1.0)

@@ -7,10 +7,10 @@ from types import ModuleType
 
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from diptych.cli.worker_roles import services_of
 from diptych.common.block_identity import block_keys
 from diptych.common.clock import MonotonicClock
 from diptych.common.store.memory import MemoryStore
-from diptych.decode.server import DecodeRole
 from diptych.rpc.channels import open_channel
 from diptych.rpc.stubs import WorkerStub
 from diptych.rpc.v1 import worker_pb2
@@ -62,7 +62,7 @@ async def test_lease_events_and_dump_agree(pd: ModuleType) -> None:
     store = MemoryStore(MonotonicClock())
     model = pd.fake_model()
     config = pd.worker_config("decode", "decode-0", heartbeat_s=0.05, lease_s=600.0)
-    worker = WorkerRuntime(config, model, make_transfer=make_transfer, make_role=DecodeRole, store=store)
+    worker = WorkerRuntime(config, model, make_transfer=make_transfer, make_services=services_of, store=store)
     await worker.start()
     try:
         alone = pd.Cluster(worker, [])

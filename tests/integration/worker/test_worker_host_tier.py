@@ -8,12 +8,12 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from types import ModuleType
 
+from diptych.cli.worker_roles import services_of
 from diptych.common.block_identity import block_keys
 from diptych.common.clock import MonotonicClock
 from diptych.common.store.interface import KvEvent
 from diptych.common.store.memory import MemoryStore
 from diptych.common.tiers import TIER_NAMES
-from diptych.decode.server import DecodeRole
 from diptych.router.cluster.worker_link import WorkerLink
 from diptych.router.placement.block_table import as_keys
 from diptych.router.placement.index import BlockIndex, IndexMode
@@ -32,7 +32,7 @@ PROMPTS = [list(range(100 * i, 100 * i + 49)) for i in range(3)]
 async def a_worker(pd: ModuleType, store: MemoryStore) -> AsyncIterator[WorkerRuntime]:
     config = pd.worker_config("decode", "decode-0", heartbeat_s=0.02, lease_s=1.0, num_host_blocks=8)
     model = pd.fake_model(num_blocks=8, num_host_blocks=8)
-    worker = WorkerRuntime(config, model, make_transfer=make_transfer, make_role=DecodeRole, store=store)
+    worker = WorkerRuntime(config, model, make_transfer=make_transfer, make_services=services_of, store=store)
     await worker.start()
     try:
         yield worker

@@ -10,14 +10,13 @@ from dataclasses import dataclass, field
 
 import grpc
 
+from diptych.cli.worker_roles import services_of
 from diptych.common.clock import Clock, MonotonicClock
 from diptych.common.compat import Compat, identified
 from diptych.common.errors import DiptychError
 from diptych.common.sampling import SamplingParams
-from diptych.decode.server import DecodeRole
 from diptych.engine.fake_runner import FakeRunner
 from diptych.engine.messages import ScheduledSeq
-from diptych.prefill.server import PrefillRole
 from diptych.rpc.channels import open_channel
 from diptych.rpc.convert import sampling_to_proto
 from diptych.rpc.errors import from_failure
@@ -157,6 +156,7 @@ class FakeRouter:
         assert self._call is not None
         assert self._reader is not None
         self._call.cancel()
+        self._commands.put_nowait(None)  # where the worker ended the stream, cancelling does not end the sender
         self._reader.cancel()
         await asyncio.gather(self._reader, return_exceptions=True)
 
@@ -298,12 +298,14 @@ async def cluster(
         for i in range(num_prefill):
             config = worker_config("prefill", f"prefill-{i}", **(prefill_config or {}))
             worker = WorkerRuntime(
-                config, prefill(), make_transfer=make_transfer, make_role=PrefillRole, clock=prefill_clock
+                config, prefill(), make_transfer=make_transfer, make_services=services_of, clock=prefill_clock
             )
             await worker.start()
             started.append(worker)
         config = worker_config("decode", "decode-0", **(decode_config or {}))
-        worker = WorkerRuntime(config, decode(), make_transfer=make_transfer, make_role=DecodeRole, clock=decode_clock)
+        worker = WorkerRuntime(
+            config, decode(), make_transfer=make_transfer, make_services=services_of, clock=decode_clock
+        )
         await worker.start()
         started.append(worker)
         yield Cluster(worker, started[:-1])

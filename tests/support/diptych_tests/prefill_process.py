@@ -14,8 +14,8 @@ import threading
 
 import uvloop
 
+from diptych.cli.worker_roles import services_of
 from diptych.common.observe.logging import setup_logging
-from diptych.prefill.server import PrefillRole
 from diptych.worker.process import make_transfer
 from diptych.worker.runtime import WorkerRuntime
 from diptych_tests import pd
@@ -51,7 +51,7 @@ async def main(options: dict[str, object]) -> None:
     brake = Brake()
     config = pd.worker_config("prefill", **options)
     worker = WorkerRuntime(
-        config, pd.fake_model(before_execute=brake), make_transfer=make_transfer, make_role=PrefillRole
+        config, pd.fake_model(before_execute=brake), make_transfer=make_transfer, make_services=services_of
     )
     await worker.start()
     say({"worker_id": worker.worker_id, "incarnation": worker.incarnation, "address": worker.address})

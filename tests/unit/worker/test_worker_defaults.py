@@ -59,6 +59,7 @@ def test_what_was_set_stays(device):
         "mixed_step_time_s": 0.0,
         "slab_bytes": 8 << 20,
         "num_slabs": 3,
+        "num_second_slabs": 1,
     }
     config = WorkerConfig(device=device.kind, **given)
     assert settled(config, device, LLAMA_8B) == (config, [])

@@ -55,6 +55,16 @@ def test_a_life_begins_and_is_replaced(members):
     assert members.all() == [second]
 
 
+def test_17_6_another_role_is_another_member_and_no_loss(members):
+    (first,), _ = members.on_records([record()], 0.0)
+    (second,), lost = members.on_records([record(role="prefill")], 1.0)
+    assert lost == [first]
+    assert second.record.role == "prefill"
+    assert members.left_gracefully(first, 1.0)
+    _, lost = members.on_records([record(incarnation="b")], 2.0)
+    assert not members.left_gracefully(lost[0], 2.0)
+
+
 def test_a_lease_that_is_missing_for_a_moment_changes_nothing(members):
     members.on_records([record()], 0.0)
     members.on_records([], 1.0)
