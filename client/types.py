@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from diptych.rpc.fields import same_fields
 from diptych.rpc.v1 import router_pb2, types_pb2
 
 FINISH_REASONS = {
@@ -210,33 +211,9 @@ def usage_from(message: types_pb2.Usage) -> Usage:
 
 
 def explanation_from(message: types_pb2.Explanation) -> Explanation:
-    return Explanation(
-        request_id=message.request_id,
-        prefill=message.prefill,
-        decode=message.decode,
-        transport=message.transport,
-        kv_bytes=message.kv_bytes,
-        cached_tokens_prefill=message.cached_tokens_prefill,
-        cached_tokens_decode=message.cached_tokens_decode,
-        kv_ranges=message.kv_ranges,
-        kv_ranges_overlapped=message.kv_ranges_overlapped,
-        local_prefill=message.local_prefill,
-        index_mode=message.index_mode,
-        notes=tuple(message.notes),
-        placement=tuple(_terms_from(candidate) for candidate in message.candidates),
-        prefill_pid=message.prefill_pid,
-        decode_pid=message.decode_pid,
-        reserved_s=message.reserved_s,
-        first_token_s=message.first_token_s,
-        kv_complete_s=message.kv_complete_s,
-        policy=message.policy,
-        predicted_ttft_s=message.predicted_ttft_s,
-        ttft_s=message.ttft_s,
-        predicted_cached_tokens=message.predicted_cached_tokens,
-        cached_tokens=message.cached_tokens,
-        prefill_queue_s=message.prefill_queue_s,
-        prefill_compute_s=message.prefill_compute_s,
-    )
+    placement = tuple(_terms_from(candidate) for candidate in message.candidates)
+    same = same_fields(Explanation, message, but=("notes", "placement"))
+    return Explanation(**same, notes=tuple(message.notes), placement=placement)
 
 
 def models_from(message: router_pb2.ListModelsResponse) -> list[ModelInfo]:
@@ -244,18 +221,6 @@ def models_from(message: router_pb2.ListModelsResponse) -> list[ModelInfo]:
 
 
 def _terms_from(message: types_pb2.PlacementTerms) -> PlacementTerms:
-    return PlacementTerms(
-        prefill_worker_id=message.prefill_worker_id,
-        decode_worker_id=message.decode_worker_id,
-        queue_ms=message.queue_ms,
-        prefill_ms=message.prefill_ms,
-        transfer_ms=message.transfer_ms,
-        decode_load_ms=message.decode_load_ms,
-        stall_ms=message.stall_ms,
-        total_ms=message.total_ms,
-        prefill_hit_tokens=message.prefill_hit_tokens,
-        decode_hit_tokens=message.decode_hit_tokens,
-        chosen=message.chosen,
-        prefill_tiers={part.tier: part.tokens for part in message.prefill_tiers},
-        decode_tiers={part.tier: part.tokens for part in message.decode_tiers},
-    )
+    tiers = ("prefill_tiers", "decode_tiers")
+    by_tier = {name: {part.tier: part.tokens for part in getattr(message, name)} for name in tiers}
+    return PlacementTerms(**same_fields(PlacementTerms, message, but=tiers), **by_tier)

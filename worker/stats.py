@@ -6,9 +6,10 @@ import dataclasses
 
 from diptych.common.compiled import NativeError, find_compiler
 from diptych.engine.messages import EngineStats
+from diptych.rpc.fields import same_fields
 from diptych.rpc.v1 import worker_pb2
 from diptych.worker.config import WorkerConfig
-from diptych.worker.gpu import GpuNumbers
+from diptych.worker.gpu import GpuNumbers, GpuReading
 from diptych.worker.host_facts import HostFacts
 
 SETTINGS = (
@@ -47,20 +48,7 @@ def gpu_to_proto(numbers: GpuNumbers | None) -> worker_pb2.GpuFacts | None:
     """None: there is no fresh reading."""
     if numbers is None:
         return None
-    reading = numbers.reading
     return worker_pb2.GpuFacts(
-        name=numbers.name,
-        uuid=numbers.uuid,
-        observed_s=numbers.observed_s,
-        busy_s=numbers.busy_s,
-        throttled_s=numbers.throttled_s,
-        power_watts=reading.power_watts,
-        power_limit_watts=reading.power_limit_watts,
-        sm_clock_hz=reading.sm_clock_hz,
-        max_sm_clock_hz=reading.max_sm_clock_hz,
-        memory_used_bytes=reading.memory_used_bytes,
-        memory_total_bytes=reading.memory_total_bytes,
-        nvlinks=reading.nvlinks,
-        nvlink_sent_bytes=reading.nvlink_sent_bytes,
-        nvlink_received_bytes=reading.nvlink_received_bytes,
+        **same_fields(GpuNumbers, numbers, but=("reading",)),
+        **same_fields(GpuReading, numbers.reading, but=("busy", "memory_clock_hz", "temperature_celsius", "throttled")),
     )

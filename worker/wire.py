@@ -11,6 +11,7 @@ from diptych.engine.messages import BlockCounts
 from diptych.engine.sched.swap_cost import Rates, break_even_tokens
 from diptych.kvtransfer.api import KvAddress, SlabCounts
 from diptych.kvtransfer.handle import SlabHandle
+from diptych.rpc.fields import same_fields
 from diptych.rpc.v1 import prefill_pb2, types_pb2, worker_pb2
 from diptych.worker.refs import WorkerRef
 
@@ -50,52 +51,15 @@ def kv_address_from_proto(message: worker_pb2.KvAddress) -> KvAddress:
 
 
 def handle_to_proto(handle: SlabHandle) -> prefill_pb2.SlabHandle:
-    return prefill_pb2.SlabHandle(
-        worker_id=handle.worker_id,
-        incarnation=handle.incarnation,
-        attempt=handle.attempt,
-        slab=handle.slab,
-        generation=handle.generation,
-        first_token=handle.first_token,
-        num_tokens=handle.num_tokens,
-        first_layer=handle.first_layer,
-        num_layers=handle.num_layers,
-        layout_hash=handle.layout_hash,
-        size_bytes=handle.size_bytes,
-        checksum=handle.checksum,
-        expires_ns=handle.expires_ns,
-        mac=handle.mac,
-        group=handle.group,
-    )
+    return prefill_pb2.SlabHandle(**same_fields(SlabHandle, handle))
 
 
 def handle_from_proto(message: prefill_pb2.SlabHandle) -> SlabHandle:
     """Raises: TransferError when a required field is missing."""
-    if (
-        not message.worker_id
-        or not message.attempt
-        or message.num_tokens < 1
-        or message.size_bytes < 1
-        or not message.mac
-    ):
+    sizes = message.num_tokens >= 1 and message.size_bytes >= 1
+    if not (message.worker_id and message.attempt and sizes and message.mac):
         raise TransferError("a slab handle has no worker, attempt, range, size or MAC")
-    return SlabHandle(
-        worker_id=message.worker_id,
-        incarnation=message.incarnation,
-        attempt=message.attempt,
-        slab=message.slab,
-        generation=message.generation,
-        first_token=message.first_token,
-        num_tokens=message.num_tokens,
-        first_layer=message.first_layer,
-        num_layers=message.num_layers,
-        layout_hash=message.layout_hash,
-        size_bytes=message.size_bytes,
-        checksum=message.checksum,
-        expires_ns=message.expires_ns,
-        mac=message.mac,
-        group=message.group,
-    )
+    return SlabHandle(**same_fields(SlabHandle, message))
 
 
 def block_counts_to_proto(counts: BlockCounts) -> worker_pb2.BlockCounts:
@@ -105,14 +69,7 @@ def block_counts_to_proto(counts: BlockCounts) -> worker_pb2.BlockCounts:
 
 
 def slab_counts_to_proto(counts: SlabCounts) -> worker_pb2.SlabCounts:
-    return worker_pb2.SlabCounts(
-        total=counts.total,
-        free=counts.free,
-        packed=counts.packed,
-        in_flight=counts.in_flight,
-        settled=counts.settled,
-        quarantined=counts.quarantined,
-    )
+    return worker_pb2.SlabCounts(**same_fields(SlabCounts, counts))
 
 
 def preemption_to_proto(rates: Rates, tiers: Sequence[TierState]) -> worker_pb2.PreemptionCost:
@@ -121,9 +78,7 @@ def preemption_to_proto(rates: Rates, tiers: Sequence[TierState]) -> worker_pb2.
         any(tier.num_bytes for tier in tiers[1:]) and rates.prefill_tokens_per_s > 0.0 and rates.copy_bytes_per_s > 0.0
     )
     return worker_pb2.PreemptionCost(
-        prefill_tokens_per_s=rates.prefill_tokens_per_s,
-        copy_bytes_per_s=rates.copy_bytes_per_s,
-        kv_bytes_per_token=rates.kv_bytes_per_token,
+        **same_fields(Rates, rates),
         tiers=[
             worker_pb2.KvTier(
                 name=tier.name, num_bytes=tier.num_bytes, bytes_per_s=tier.bytes_per_s, eviction=tier.eviction

@@ -14,6 +14,7 @@ from diptych.cli.doctor.facts import Facts, Gpu, Host, Worker
 from diptych.cli.status_client import StatusClient
 from diptych.common.tls import ClusterTls
 from diptych.rpc.channels import channel_options, cluster_credentials, name_option
+from diptych.rpc.fields import same_fields
 from diptych.rpc.stubs import WorkerStub
 from diptych.rpc.v1 import worker_pb2
 
@@ -110,14 +111,7 @@ def _answers(stub: Any) -> _Answers:
     facts = stats.host
     # The clock was read between send and receive: take the middle; half the round trip bounds the error.
     host = Host(
-        hostname=facts.hostname,
-        cpus=facts.cpus,
-        load_1m=facts.load_1m,
-        open_files=facts.open_files,
-        max_open_files=facts.max_open_files,
-        memlock_bytes=facts.memlock_bytes,
-        shm_bytes=facts.shm_bytes,
-        shm_free_bytes=facts.shm_free_bytes,
+        **same_fields(Host, facts, but=("rdma_devices", "rdma_missing", "clock_ahead_s", "clock_error_s")),
         rdma_devices=tuple(facts.rdma_devices),
         rdma_missing=tuple(facts.rdma_missing),
         clock_ahead_s=facts.wall_clock_s - (sent_at + took_s / 2),

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from diptych.cli.doctor.facts import Facts, Gpu, Worker
 from diptych.cli.doctor.serving import BUSY, utilization
-from diptych.cli.doctor.verdict import Level, Verdict, amount
+from diptych.cli.doctor.verdict import Verdict, amount, bad, info, ok, warn
 
 MIN_OBSERVED_S = 0.5
 UNDERUSED = 0.6
@@ -32,12 +32,12 @@ def gpus(facts: Facts) -> Iterator[Verdict]:
             continue
         now = worker.gpu
         if now is None:
-            yield Verdict("gpu", Level.INFO, f"{worker.id}: NVML does not answer there: nothing is known of its GPU")
+            yield info("gpu", f"{worker.id}: NVML does not answer there: nothing is known of its GPU")
             continue
         before = worker.gpu_before or Gpu()
         observed_s = now.observed_s - before.observed_s
         if observed_s < MIN_OBSERVED_S:
-            yield Verdict("gpu", Level.INFO, f"{worker.id}: its GPU was observed for {observed_s:.1f} s: too short")
+            yield info("gpu", f"{worker.id}: its GPU was observed for {observed_s:.1f} s: too short")
             continue
         yield _use(worker, (now.busy_s - before.busy_s) / observed_s, facts.interval_s)
         for reason, seconds in sorted(now.throttled_s.items()):
@@ -54,21 +54,19 @@ def _use(worker: Worker, busy: float, interval_s: float) -> Verdict:
         seen += f", at {gpu.sm_clock_hz / 1e6:.0f} of {gpu.max_sm_clock_hz / 1e6:.0f} MHz"
     waiting = min(worker.before.get("num_waiting", 0.0), worker.now("num_waiting"))
     if busy < UNDERUSED and work is not None and work > BUSY:
-        return Verdict(
+        return warn(
             "gpu",
-            Level.WARN,
             f"{seen}, though steps took {100 * min(work, 1):.0f}% of it",
             "the host launches steps too slowly: see cores below; other processes on that host's cores, or a router in "
             "the same process (`diptych serve`) under many requests, take the time",
         )
     if busy < UNDERUSED and waiting > 0:
-        return Verdict(
+        return warn(
             "gpu",
-            Level.WARN,
             f"{seen}, though {waiting:.0f} requests wait there",
             "they wait for something else than the GPU: see batch, kv and transport",
         )
-    return Verdict("gpu", Level.OK, seen)
+    return ok("gpu", seen)
 
 
 def _throttled(worker: Worker, gpu: Gpu, reason: str, share: float) -> Iterator[Verdict]:
@@ -79,9 +77,9 @@ def _throttled(worker: Worker, gpu: Gpu, reason: str, share: float) -> Iterator[
     if reason == POWER_CAP and not low:
         return
     clock = f"; {now / 1e6:.0f} of {most / 1e6:.0f} MHz" if low else ""
-    yield Verdict(
+    report = bad if share > MOSTLY and reason != POWER_CAP else warn
+    yield report(
         "gpu clocks",
-        Level.BAD if share > MOSTLY and reason != POWER_CAP else Level.WARN,
         f"{worker.id}: its GPU's clocks were held down in {100 * min(share, 1):.0f}% of the sample by {reason}{clock}",
         STEPS_FOR.get(reason, "`nvidia-smi -q -d PERFORMANCE` there names the cause"),
     )
@@ -98,17 +96,16 @@ def _nvlink(worker: Worker, now: Gpu, before: Gpu, facts: Facts) -> Iterator[Ver
     if worker.role != "decode" or not peers or now.uuid in peers or moved < MIN_KV_BYTES or "tcp" in worker.path:
         return
     if not now.nvlinks:
-        yield Verdict("nvlink", Level.INFO, f"{worker.id}: its GPU has no active NVLink: KV crosses PCIe")
+        yield info("nvlink", f"{worker.id}: its GPU has no active NVLink: KV crosses PCIe")
     elif now.nvlink_bytes is not None and before.nvlink_bytes is not None:
         over = now.nvlink_bytes - before.nvlink_bytes
         seen = f"{worker.id}: {amount(over)}B over NVLink while it read {amount(moved)}B of KV"
         if over < 0.5 * moved:
-            yield Verdict(
+            yield warn(
                 "nvlink",
-                Level.WARN,
                 f"{seen} ({worker.path}): KV crosses PCIe instead of NVLink",
                 "the GPUs cannot access each other's memory: see `nvidia-smi topo -m`, give containers the host's IPC "
                 "namespace and all GPUs of the pair, and let UCX use cuda_ipc (UCX_TLS unset)",
             )
         else:
-            yield Verdict("nvlink", Level.OK, seen)
+            yield ok("nvlink", seen)

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from diptych.cli.doctor.facts import UNLIMITED, Facts
-from diptych.cli.doctor.verdict import Level, Verdict, amount
+from diptych.cli.doctor.verdict import Level, Verdict, amount, bad, info, ok, warn
 
 MIN_OPEN_FILES = 4096
 MAX_SKEW_S = 1.0
@@ -57,19 +57,17 @@ def _step_for(reason: str) -> str:
 def cluster(facts: Facts) -> Iterator[Verdict]:
     status, found = facts.status, facts.cluster
     for reason in status.get("reasons", []):
-        yield Verdict("cluster", Level.BAD, reason, _step_for(reason))
+        yield bad("cluster", reason, _step_for(reason))
     for pair in found.get("incompatible", []):
-        yield Verdict(
+        yield bad(
             "cluster",
-            Level.BAD,
             f"{pair['prefill']} and {pair['decode']} are incompatible: {'; '.join(pair['why'])}",
             "start both with the same model, revision, block size and dtype; the router does not use such a pair",
         )
     for worker in facts.workers:
         if "refused" in worker.error:
-            yield Verdict(
+            yield bad(
                 "cluster",
-                Level.BAD,
                 f"{worker.id} is not running: nothing listens at {worker.address}",
                 "it was killed or crashed: see the end of its log, and `dmesg` for the out-of-memory killer; `diptych up` "
                 "restarts its workers, and the lease expires within seconds",
@@ -83,12 +81,10 @@ def cluster(facts: Facts) -> Iterator[Verdict]:
                 "pass --cluster-ca, --cluster-cert and --cluster-key",
             )
         for violation in worker.violations:
-            yield Verdict(
-                "cluster", Level.BAD, f"{worker.id}: {violation}", "an invariant is violated: keep its log, restart it"
-            )
+            yield bad("cluster", f"{worker.id}: {violation}", "an invariant is violated: keep its log, restart it")
     if status.get("ready") and not status.get("reasons"):
         roles = Counter(worker.role for worker in facts.workers)
-        yield Verdict("cluster", Level.OK, f"ready: {roles['prefill']} prefill, {roles['decode']} decode")
+        yield ok("cluster", f"ready: {roles['prefill']} prefill, {roles['decode']} decode")
 
 
 def transport(facts: Facts) -> Iterator[Verdict]:
@@ -98,27 +94,24 @@ def transport(facts: Facts) -> Iterator[Verdict]:
         slow_path = "tcp" in path
         if worker.on_gpu and slow_path:
             missing = "; ".join(worker.host.rdma_missing) or "the transport found no better path"
-            yield Verdict(
+            yield bad(
                 "transport",
-                Level.BAD,
                 f"{worker.id}: KV of a GPU crosses over {path} at {speed} ({missing})",
                 "install what is missing, or --transport nixl; --require-transport makes a slow path an error at the start",
             )
             continue
         floor = MIN_GPU_BYTES_PER_S if worker.on_gpu else MIN_LOOPBACK_BYTES_PER_S
         if 0 < worker.bytes_per_s < floor:
-            yield Verdict(
+            yield warn(
                 "transport",
-                Level.WARN,
                 f"{worker.id}: {path} moves {speed}, less than {amount(floor)}B/s",
                 "look for loaded cores (the transfer thread needs one), a small MTU, or a slow interface behind --host",
             )
         else:
-            yield Verdict("transport", Level.OK, f"{worker.id}: {path} at {speed}")
+            yield ok("transport", f"{worker.id}: {path} at {speed}")
         if slow_path and len(hosts) > 1 and worker.host.rdma_devices:
-            yield Verdict(
+            yield warn(
                 "rdma",
-                Level.WARN,
                 f"{worker.id} has {', '.join(worker.host.rdma_devices)} but KV crosses over {path}"
                 + "".join(f"; {why}" for why in worker.host.rdma_missing),
                 "load the modules named, give the devices to the container, use --transport nixl (its wheel has verbs)",
@@ -126,9 +119,9 @@ def transport(facts: Facts) -> Iterator[Verdict]:
     yield from _links(facts)
     if facts.answering and not any(worker.host.rdma_devices for worker in facts.answering):
         why = facts.answering[0].host.rdma_missing
-        yield Verdict("rdma", Level.INFO, "no RDMA on these hosts: " + "; ".join(why))
+        yield info("rdma", "no RDMA on these hosts: " + "; ".join(why))
     elif facts.answering and not any("tcp" in worker.path for worker in facts.answering):
-        yield Verdict("rdma", Level.OK, "every worker's path is faster than TCP")
+        yield ok("rdma", "every worker's path is faster than TCP")
 
 
 def _links(facts: Facts) -> Iterator[Verdict]:
@@ -136,20 +129,18 @@ def _links(facts: Facts) -> Iterator[Verdict]:
         for peer, rate in sorted(worker.links.items()):
             if worker.rise("kv_bytes_received") < MIN_LINK_BYTES:
                 told = f"{worker.id} read from {peer} at {amount(rate)}B/s at its last transfer"
-                yield Verdict("link", Level.INFO, f"{told}; (almost) idle during the sample")
+                yield info("link", f"{told}; (almost) idle during the sample")
             elif worker.bytes_per_s > 0 and rate < SLOW_LINK * worker.bytes_per_s:
-                yield Verdict(
+                yield warn(
                     "link",
-                    Level.WARN,
                     f"{worker.id} reads from {peer} at {amount(rate)}B/s; its own path can do {amount(worker.bytes_per_s)}B/s",
                     "small prompts explain it (fixed cost a read); else look at that host's cores and at the network between",
                 )
             else:
-                yield Verdict("link", Level.OK, f"{worker.id} reads from {peer} at {amount(rate)}B/s")
+                yield ok("link", f"{worker.id} reads from {peer} at {amount(rate)}B/s")
         if worker.slabs_quarantined:
-            yield Verdict(
+            yield warn(
                 "link",
-                Level.WARN,
                 f"{worker.id}: {worker.slabs_quarantined} of {worker.slabs_total} slabs are quarantined",
                 "reads to a peer timed out; they return when it answers or is known to be dead. Look for a network partition",
             )
@@ -162,14 +153,14 @@ def clocks(facts: Facts) -> Iterator[Verdict]:
         skew = abs(worker.host.clock_ahead_s) - worker.host.clock_error_s
         worst = max(worst, skew)
         if skew > MAX_SKEW_S:
-            yield Verdict(
+            report = bad if skew > BAD_SKEW_S else warn
+            yield report(
                 "clock",
-                Level.BAD if skew > BAD_SKEW_S else Level.WARN,
                 f"{worker.id}'s wall clock is {worker.host.clock_ahead_s:+.1f} s off ours",
                 "start chrony or another NTP client on that host: TLS and signed tickets depend on it",
             )
     if facts.answering and worst <= MAX_SKEW_S:
-        yield Verdict("clock", Level.OK, f"wall clocks agree within {MAX_SKEW_S:g} s")
+        yield ok("clock", f"wall clocks agree within {MAX_SKEW_S:g} s")
 
 
 def limits(facts: Facts) -> Iterator[Verdict]:
@@ -179,31 +170,28 @@ def limits(facts: Facts) -> Iterator[Verdict]:
         ring = worker.setting("slab_bytes", 0) * worker.setting("num_slabs", 0)
         if host.max_open_files < MIN_OPEN_FILES or host.open_files > 0.8 * host.max_open_files:
             fine = False
-            yield Verdict(
+            yield warn(
                 "limits",
-                Level.WARN,
                 f"{worker.id}: {host.open_files} of {host.max_open_files} open files",
                 f"raise nofile to {MIN_OPEN_FILES} or more (ulimit -n, LimitNOFILE=, compose `ulimits`)",
             )
         pins = worker.on_gpu or "tcp" not in worker.path
         if pins and host.memlock_bytes != UNLIMITED and host.memlock_bytes < 2 * ring:
             fine = False
-            yield Verdict(
+            yield bad(
                 "limits",
-                Level.BAD,
                 f"{worker.id} may lock {amount(host.memlock_bytes)}B; its ring of slabs takes {amount(ring)}B",
                 "set memlock to unlimited (ulimit -l, LimitMEMLOCK=infinity, compose `ulimits: memlock: -1`)",
             )
         if host.shm_bytes and host.shm_free_bytes < 2 * ring:
             fine = False
-            yield Verdict(
+            yield warn(
                 "limits",
-                Level.WARN,
                 f"{worker.id}: {amount(host.shm_free_bytes)}B left in /dev/shm; its ring takes {amount(ring)}B",
                 "give the container a larger shm_size, or share the host's IPC namespace",
             )
     if fine:
-        yield Verdict("limits", Level.OK, "open files, locked memory and /dev/shm suffice")
+        yield ok("limits", "open files, locked memory and /dev/shm suffice")
 
 
 INSTALL_COMPILER = (
@@ -219,12 +207,12 @@ def kernels(facts: Facts) -> Iterator[Verdict]:
         fine = False
         step = INSTALL_COMPILER if not lookup.get("compiler") else "see its log for why the library is not available"
         why = "" if lookup.get("compiler") else ": there is no C compiler"
-        yield Verdict("kernels", Level.WARN, f"the router uses the numpy lookup of prompts{why}", step)
+        yield warn("kernels", f"the router uses the numpy lookup of prompts{why}", step)
     for worker in facts.answering:
         used, refused = worker.settings.get("kernels", ""), worker.settings.get("kernels_refused", "")
         if "torch (" in used:
             fine = False
-            yield Verdict("kernels", Level.WARN, f"{worker.id} computes some blocks with plain torch: {used}", refused)
+            yield warn("kernels", f"{worker.id} computes some blocks with plain torch: {used}", refused)
             continue
         if used != "torch" or worker.on_gpu or worker.settings.get("dtype") != "float32":
             continue
@@ -233,9 +221,9 @@ def kernels(facts: Facts) -> Iterator[Verdict]:
             why, step = "", refused or "see its log for why the compiled kernels cannot be used"
         else:
             why, step = ": there is no C compiler", INSTALL_COMPILER
-        yield Verdict("kernels", Level.WARN, f"{worker.id} computes with plain torch, about half as fast{why}", step)
+        yield warn("kernels", f"{worker.id} computes with plain torch, about half as fast{why}", step)
     if fine:
-        yield Verdict("kernels", Level.OK, "all native libraries are compiled")
+        yield ok("kernels", "all native libraries are compiled")
 
 
 def cores(facts: Facts) -> Iterator[Verdict]:
@@ -246,18 +234,16 @@ def cores(facts: Facts) -> Iterator[Verdict]:
         host = next(worker.host for worker in facts.answering if worker.host.hostname == name)
         on_cpu = any(not worker.on_gpu for worker in facts.answering if worker.host.hostname == name)
         if on_cpu and sum(threads) > host.cpus:
-            yield Verdict(
+            yield warn(
                 "cores",
-                Level.WARN,
                 f"{name}: {sum(threads)} compute threads of {len(threads)} workers on {host.cpus} cores",
                 "lower --threads, or spread the workers: threads that wait for a core spin and slow the others",
             )
         elif host.load_1m > 1.5 * host.cpus:
-            yield Verdict(
+            yield warn(
                 "cores",
-                Level.WARN,
                 f"{name}: load {host.load_1m:.1f} on {host.cpus} cores",
                 "another process uses these cores (see top); token times suffer first",
             )
         else:
-            yield Verdict("cores", Level.OK, f"{name}: load {host.load_1m:.1f} on {host.cpus} cores")
+            yield ok("cores", f"{name}: load {host.load_1m:.1f} on {host.cpus} cores")

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 
 from diptych.cli.doctor.facts import Facts, Worker
-from diptych.cli.doctor.verdict import Level, Verdict, amount, milliseconds
+from diptych.cli.doctor.verdict import Level, Verdict, amount, bad, info, milliseconds, ok, warn
 
 SMALL_BATCH_SHARE = 0.25
 LOW_HIT_RATE = 0.02
@@ -22,22 +22,21 @@ def batches(facts: Facts) -> Iterator[Verdict]:
         running, waiting = worker.now("num_running"), worker.now("num_waiting")
         most = worker.setting("max_num_seqs", 1)
         if steps < 1:
-            yield Verdict("batch", Level.INFO, f"{worker.id}: idle during the sample")
+            yield info("batch", f"{worker.id}: idle during the sample")
             continue
         per_step = tokens / steps
         seen = f"{worker.id}: {per_step:.1f} tokens a step, {running:.0f} of {most} running, {waiting:.0f} wait"
         if waiting and running < SMALL_BATCH_SHARE * most:
-            yield Verdict(
+            yield warn(
                 "batch",
-                Level.WARN,
                 seen,
                 "requests wait though the batch has room: KV blocks are short (--num-blocks, --kv-memory-bytes), "
                 "or long prompts hold them",
             )
         elif running >= most:
-            yield Verdict("batch", Level.WARN, seen, "the batch is full: raise --max-num-seqs, or add a decode worker")
+            yield warn("batch", seen, "the batch is full: raise --max-num-seqs, or add a decode worker")
         else:
-            yield Verdict("batch", Level.OK, seen)
+            yield ok("batch", seen)
 
 
 def preemptions(facts: Facts) -> Iterator[Verdict]:
@@ -46,15 +45,15 @@ def preemptions(facts: Facts) -> Iterator[Verdict]:
         steps = max(worker.now("steps"), 1.0)
         seen = f"{worker.id}: {rise:.0f} preemptions during the sample, {total:.0f} since its start"
         if rise > 0 or total / steps > 0.01:
-            yield Verdict(
+            report = bad if rise > 0 else warn
+            yield report(
                 "preemptions",
-                Level.BAD if rise > 0 else Level.WARN,
                 seen,
                 "too many requests for its KV blocks: more --num-blocks, a lower --max-num-seqs, or a host tier "
                 "(--num-host-blocks)",
             )
         else:
-            yield Verdict("preemptions", Level.OK, seen)
+            yield ok("preemptions", seen)
 
 
 def swap(facts: Facts) -> Iterator[Verdict]:
@@ -63,22 +62,18 @@ def swap(facts: Facts) -> Iterator[Verdict]:
         slots = worker.setting("num_host_blocks", 0)
         if not slots:
             if preempted:
-                yield Verdict(
+                yield warn(
                     "swap",
-                    Level.WARN,
                     f"{worker.id}: {preempted:.0f} preempted requests were recomputed; there is no host tier",
                     "try --num-host-blocks; `diptych capacity --prefill-rate --copy-rate` shows from which length swapping pays",
                 )
             continue
         point = worker.swap_from_tokens
         if point is None:
-            yield Verdict(
-                "swap", Level.INFO, f"{worker.id}: {slots} host blocks; the cost of a swap is not measured yet"
-            )
+            yield info("swap", f"{worker.id}: {slots} host blocks; the cost of a swap is not measured yet")
         elif math.isinf(point):
-            yield Verdict(
+            yield warn(
                 "swap",
-                Level.WARN,
                 f"{worker.id}: recomputing is always faster than the host tier ({amount(worker.now('copy_bytes_per_s'))}B/s)",
                 "the host tier uses memory without benefit here: --num-host-blocks 0, or pinned memory and a faster link",
             )
@@ -96,9 +91,8 @@ def swap(facts: Facts) -> Iterator[Verdict]:
 def cache(facts: Facts) -> Iterator[Verdict]:
     for worker in facts.cluster.get("workers", []):
         if worker.get("index_mode") != "EXACT":
-            yield Verdict(
+            yield warn(
                 "cache",
-                Level.WARN,
                 f"the router's index of {worker['id']}'s cache is {worker.get('index_mode')}",
                 "placement on it is an estimate: check that the worker reaches Redis, and how full Redis is",
             )
@@ -108,42 +102,37 @@ def cache(facts: Facts) -> Iterator[Verdict]:
             continue
         seen = f"{role}: {100 * cached / prompt:.0f}% of {prompt:,.0f} prompt tokens were cached"
         if prompt >= MIN_PROMPT_TOKENS and cached / prompt < LOW_HIT_RATE:
-            yield Verdict(
+            yield warn(
                 "cache",
-                Level.WARN,
                 seen,
                 "if prompts share a prefix, something differs in it (a date, an id, another tenant's salt); "
                 "`diptych explain ID` shows the hit of one request",
             )
         else:
-            yield Verdict("cache", Level.OK, seen)
+            yield ok("cache", seen)
 
 
 def queues(facts: Facts) -> Iterator[Verdict]:
     queue, prefill = facts.stage("queue"), facts.stage("prefill")
     transfer, second = facts.stage("transfer"), facts.stage("second_token")
     if queue is None or prefill is None:
-        yield Verdict("time", Level.INFO, "no request ended at this router recently: no stage times")
+        yield info("time", "no request ended at this router recently: no stage times")
         return
     parts = [("queue", queue), ("prefill", prefill), ("transfer", transfer), ("second token", second)]
     seen = "p50 " + ", ".join(f"{name} {milliseconds(value)}" for name, value in parts if value is not None)
     if queue > 0.1 and queue > prefill:
-        yield Verdict(
+        yield bad(
             "time",
-            Level.BAD,
             seen,
             "requests wait longer than they compute: add workers to the pool that the balance below names, "
             "or shed earlier",
         )
     elif transfer is not None and transfer > 0.05 and transfer > 0.5 * prefill:
-        yield Verdict(
-            "time",
-            Level.WARN,
-            seen,
-            "transferring KV takes as long as computing it: see transport and link; more --num-slabs",
+        yield warn(
+            "time", seen, "transferring KV takes as long as computing it: see transport and link; more --num-slabs"
         )
     else:
-        yield Verdict("time", Level.OK, seen)
+        yield ok("time", seen)
 
 
 def tokenizer(facts: Facts) -> Iterator[Verdict]:
@@ -152,14 +141,9 @@ def tokenizer(facts: Facts) -> Iterator[Verdict]:
         return
     seen = f"p95 {milliseconds(p95)} for checks, template and tokenizer"
     if p95 > 0.05 and (prefill is None or p95 > 0.1 * prefill):
-        yield Verdict(
-            "tokenizer",
-            Level.WARN,
-            seen,
-            "the router has too few threads: add a router replica, or look for huge prompts",
-        )
+        yield warn("tokenizer", seen, "the router has too few threads: add a router replica, or look for huge prompts")
     else:
-        yield Verdict("tokenizer", Level.OK, seen)
+        yield ok("tokenizer", seen)
 
 
 def kv_headroom(facts: Facts) -> Iterator[Verdict]:
@@ -167,14 +151,14 @@ def kv_headroom(facts: Facts) -> Iterator[Verdict]:
         usage = worker.now("kv_usage")
         seen = f"{worker.id}: {100 * usage:.0f}% of its KV blocks are in use or reserved"
         if usage > ALMOST_FULL:
-            yield Verdict(
+            report = bad if usage > FULL else warn
+            yield report(
                 "kv",
-                Level.BAD if usage > FULL else Level.WARN,
                 seen,
                 "more --kv-memory-bytes or --num-blocks, a smaller --max-model-len, or another worker of this role",
             )
         else:
-            yield Verdict("kv", Level.OK, seen)
+            yield ok("kv", seen)
 
 
 def utilization(worker: Worker, interval_s: float) -> float | None:
@@ -193,7 +177,7 @@ def balance(facts: Facts) -> Iterator[Verdict]:
         if known:
             means[role] = min(1.0, sum(known) / len(known))
     if len(means) < 2:
-        yield Verdict("balance", Level.INFO, "no rates are measured yet: send some load and retry")
+        yield info("balance", "no rates are measured yet: send some load and retry")
         return
     prefill, decode = means["prefill"], means["decode"]
     seen = f"during the sample prefill was busy {100 * prefill:.0f}%, decode {100 * decode:.0f}%"
@@ -202,15 +186,13 @@ def balance(facts: Facts) -> Iterator[Verdict]:
         step = (
             f"prefill is the bottleneck ({waiting:.0f} tokens wait there): turn a decode worker into a prefill worker"
         )
-        yield Verdict("balance", Level.WARN, seen, step)
+        yield warn("balance", seen, step)
     elif decode > BUSY and prefill < IDLE:
-        yield Verdict(
-            "balance", Level.WARN, seen, "decode is the bottleneck: turn a prefill worker into a decode worker"
-        )
+        yield warn("balance", seen, "decode is the bottleneck: turn a prefill worker into a decode worker")
     elif prefill > BUSY and decode > BUSY:
-        yield Verdict("balance", Level.WARN, seen, "both pools are at their limit: add workers, or shed load earlier")
+        yield warn("balance", seen, "both pools are at their limit: add workers, or shed load earlier")
     else:
-        yield Verdict("balance", Level.OK, seen)
+        yield ok("balance", seen)
 
 
 def fallbacks(facts: Facts) -> Iterator[Verdict]:
@@ -222,20 +204,19 @@ def fallbacks(facts: Facts) -> Iterator[Verdict]:
         kinds = ", ".join(f"{number:.0f} to {name}" for name, number in sorted(went.items()))
         why = ", ".join(f"{number:.0f} {reason}" for reason, number in sorted(faults.items()))
         share = total / max(placed, 1.0)
-        yield Verdict(
+        report = bad if share > 0.05 else warn
+        yield report(
             "fallbacks",
-            Level.BAD if share > 0.05 else Level.WARN,
             f"{total:.0f} of {placed:.0f} attempts deviated from their placement: {kinds}"
             + (f" ({why})" if why else ""),
             "the reasons give the cause; the answer's `diptych.notes` and `diptych explain ID` name the worker",
         )
     else:
-        yield Verdict("fallbacks", Level.OK, f"all {placed:.0f} attempts ran as placed")
+        yield ok("fallbacks", f"all {placed:.0f} attempts ran as placed")
     ours = {name: number for name, number in errors.items() if name not in ("INVALID_ARGUMENT", "CLIENT_LEFT")}
     if ours:
-        yield Verdict(
+        yield warn(
             "errors",
-            Level.WARN,
             ", ".join(f"{number:.0f} {reason}" for reason, number in sorted(ours.items())),
             "each is in the router's log, with its request id",
         )

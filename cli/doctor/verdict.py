@@ -30,6 +30,22 @@ class Verdict:
             raise AssertionError(f"{self.check}: a finding needs a next step")
 
 
+def ok(check: str, finding: str) -> Verdict:
+    return Verdict(check, Level.OK, finding)
+
+
+def info(check: str, finding: str) -> Verdict:
+    return Verdict(check, Level.INFO, finding)
+
+
+def warn(check: str, finding: str, next_step: str) -> Verdict:
+    return Verdict(check, Level.WARN, finding, next_step)
+
+
+def bad(check: str, finding: str, next_step: str) -> Verdict:
+    return Verdict(check, Level.BAD, finding, next_step)
+
+
 def amount(value: float) -> str:
     """A number with a unit prefix: 1.2 G."""
     for limit, prefix in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
