@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from diptych.rpc.fields import same_fields
 from diptych.rpc.v1 import router_pb2, types_pb2
@@ -222,5 +223,5 @@ def models_from(message: router_pb2.ListModelsResponse) -> list[ModelInfo]:
 
 def _terms_from(message: types_pb2.PlacementTerms) -> PlacementTerms:
     tiers = ("prefill_tiers", "decode_tiers")
-    by_tier = {name: {part.tier: part.tokens for part in getattr(message, name)} for name in tiers}
+    by_tier: dict[str, Any] = {name: {part.tier: part.tokens for part in getattr(message, name)} for name in tiers}
     return PlacementTerms(**same_fields(PlacementTerms, message, but=tiers), **by_tier)
