@@ -114,6 +114,17 @@ class EqualShares:
         own = sum(other for other, _ in flow.ends[:before]) - before * level
         return self._now + own + (len(flow.ends) - before) * (end - level)
 
+    def before(self, tenant: str, tokens: int) -> float:
+        """Tokens computed before a new request of the tenant is done under sharing, besides its own."""
+        flow = self._tenants.get(tenant)
+        own = 0.0
+        if flow is not None:
+            end = flow.level + tokens
+            at = bisect_left(flow.ends, (end, ""))
+            own = sum(other for other, _ in flow.ends[:at]) - at * flow.level + (len(flow.ends) - at) * tokens
+        others = sum(min(other.left, own + tokens) for name, other in self._tenants.items() if name != tenant)
+        return own + others
+
     def left(self, name: str) -> float:
         """Tokens of the request still to be computed."""
         known = self._ends.get(name)

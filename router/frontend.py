@@ -27,7 +27,7 @@ from diptych.router.api.packed_ids import PackedIds
 from diptych.router.cluster.cluster import Cluster, new_router_id
 from diptych.router.config import RouterConfig
 from diptych.router.fairness.budgets import SharedQuotas
-from diptych.router.fairness.deficit_round_robin import Share
+from diptych.router.fairness.fair_queue import Share
 from diptych.router.observe.access_log import Access, current_access, note_end
 from diptych.router.observe.explain import RequestTrace
 from diptych.router.observe.metrics import RequestTimer, RouterMetrics

@@ -24,7 +24,7 @@ from diptych.common.request import Prompt
 from diptych.common.store.interface import KvEvent
 from diptych.common.store.worker_record import WorkerLoad, WorkerRecord
 from diptych.router.fairness.capacity_gate import CapacityGate
-from diptych.router.fairness.deficit_round_robin import Entry
+from diptych.router.fairness.fair_queue import Entry
 from diptych.router.placement.cost import PlacementPolicy
 from diptych.router.placement.index import BlockIndex
 from diptych.router.placement.placer import Candidate, Placer, PromptBlocks
@@ -74,6 +74,8 @@ class _Job:
     arrived: float
     left: int = -1
     """Tokens to compute; -1: not started."""
+    expected: int = 0
+    """Tokens to compute, as of its arrival at the worker."""
 
 
 @dataclass(slots=True)
@@ -123,7 +125,10 @@ class Simulation:
         self.replication = Replication() if config.replication else None
         self._placer = Placer(self._index, self._reservations, random.Random(seed), policy, self.replication)
         self.gate: CapacityGate[TraceRequest] = CapacityGate(
-            self._placer.has_room, self._let_in, window_s=config.turn_window_s
+            self._placer.has_room,
+            self._let_in,
+            window_s=config.turn_window_s,
+            placed=self._reservations.backlog.left,
         )
         self._reservations.on_less = self.gate.let_in
         names = [f"p{i}" for i in range(config.num_prefill)] + [f"d{i}" for i in range(config.num_decode)]
@@ -230,6 +235,7 @@ class Simulation:
             self._config.local_prefill_max_tokens,
             colocated_margin=COLOCATED_MARGIN,
             affinity=name.to_bytes(8, "little"),
+            tenant=request.tenant,
         )
         placement = self._placer.place(wish, prompt, self.now)
         assert isinstance(placement, Placement)
@@ -244,7 +250,8 @@ class Simulation:
         )
         worker = self._workers[computes]
         worker.queue[job.attempt] = job
-        worker.shares.add(job.attempt, request.tenant, self._uncached(worker, request))
+        job.expected = self._uncached(worker, request)
+        worker.shares.add(job.attempt, request.tenant, job.expected)
         self._start(worker)
 
     def _uncached(self, worker: _Worker, request: TraceRequest) -> int:
@@ -281,6 +288,7 @@ class Simulation:
     def _begin(self, worker: _Worker, job: _Job) -> None:
         job.outcome.queued_s = self.now - job.arrived
         job.left = self._uncached(worker, job.request)
+        worker.shares.less(job.attempt, job.expected - job.left)
         decode = self._workers[job.placement.decode.worker_id]
         job.outcome.cached = job.request.num_tokens - min(job.left, self._uncached(decode, job.request))
 

@@ -14,7 +14,7 @@ import structlog
 
 from diptych.common.errors import AuthenticationError, ConfigError
 from diptych.router.api.auth_keys import KeySet, load_keys, public_id
-from diptych.router.fairness.deficit_round_robin import Share
+from diptych.router.fairness.fair_queue import Share
 
 log = structlog.get_logger(__name__)
 

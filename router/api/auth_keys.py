@@ -21,7 +21,7 @@ from typing import Any
 from blake3 import blake3
 
 from diptych.common.errors import ConfigError
-from diptych.router.fairness.deficit_round_robin import Share
+from diptych.router.fairness.fair_queue import Share
 
 PREFIX = "dpk"
 MAX_KEY_CHARS = 128

@@ -112,7 +112,7 @@ class Cluster:
         self._tasks: list[asyncio.Task[None]] = []
         self._closing: set[asyncio.Task[None]] = set()
         self.reservations = Reservations(clock.now)
-        self.wait_queue = WaitQueue(self._has_room, window_s=turn_window_s)
+        self.wait_queue = WaitQueue(self._has_room, window_s=turn_window_s, placed=self.reservations.backlog.left)
         self.reservations.on_less = self.wait_queue.let_in
         self.placer = Placer.of(
             self._index, self.reservations, rng, policy=policy, hot_prefix_copies=hot_prefix_copies, library=library

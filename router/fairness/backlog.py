@@ -9,6 +9,7 @@ first tokens arrive. A part of each prompt counts until then, so that a stuck wo
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
@@ -26,15 +27,15 @@ class _Worker:
 
     Args:
         rate: prompt tokens a second; at: time up to which `shares` was advanced.
-        certain, doubtful: (tenant, size) by attempt of placed ones, and of tickets not yet redeemed.
+        certain, doubtful: sizes by tenant and attempt, of placed ones and of tickets not yet redeemed.
         others: tokens that the other routers placed there, as last reported.
     """
 
     shares: EqualShares = field(default_factory=EqualShares)
     rate: float = 0.0
     at: float = 0.0
-    certain: dict[str, tuple[str, int]] = field(default_factory=dict)
-    doubtful: dict[str, tuple[str, int]] = field(default_factory=dict)
+    certain: dict[str, dict[str, int]] = field(default_factory=dict)
+    doubtful: dict[str, dict[str, int]] = field(default_factory=dict)
     others: int = 0
 
 
@@ -45,6 +46,8 @@ class Backlog:
     def __init__(self, now: Callable[[], float] = lambda: 0.0) -> None:
         self._now = now
         self._workers: dict[str, _Worker] = {}
+        self._tenants: Counter[str] = Counter()
+        """Number of placements by tenant."""
 
     def _worker(self, worker_id: str) -> _Worker:
         now = self._now()
@@ -58,19 +61,27 @@ class Backlog:
     def add(self, attempt: str, worker_id: str, tokens: int, tenant: str = "", *, doubtful: bool = False) -> None:
         """A doubtful attempt may be added again as certain."""
         worker = self._worker(worker_id)
+        self.remove(attempt, worker_id, tenant)
+        self._tenants[tenant] += 1
         if doubtful:
-            worker.doubtful[attempt] = (tenant, tokens)
+            worker.doubtful.setdefault(tenant, {})[attempt] = tokens
             return
-        worker.doubtful.pop(attempt, None)
-        worker.certain[attempt] = (tenant, tokens)
+        worker.certain.setdefault(tenant, {})[attempt] = tokens
         worker.shares.add(attempt, tenant, tokens)
 
-    def remove(self, attempt: str, worker_id: str) -> None:
+    def remove(self, attempt: str, worker_id: str, tenant: str = "", *, computed: bool = False) -> None:
         """It is computed, or cancelled. An unknown attempt is ignored."""
         worker = self._worker(worker_id)
-        worker.doubtful.pop(attempt, None)
-        worker.certain.pop(attempt, None)
-        worker.shares.remove(attempt)
+        if _drop(worker.doubtful, tenant, attempt) or _drop(worker.certain, tenant, attempt):
+            self._tenants[tenant] -= 1
+            if not self._tenants[tenant]:
+                del self._tenants[tenant]
+        if computed and worker.rate:
+            worker.shares.forget(attempt)
+        else:
+            worker.shares.remove(attempt)
+        if not worker.certain and not worker.others:
+            worker.shares.clear()  # as the worker does when it has nothing to compute
 
     def set_others(self, pending: Mapping[str, tuple[int, int]]) -> None:
         """Replace the other routers' (tokens, requests) by worker."""
@@ -94,11 +105,49 @@ class Backlog:
         left than it. `doubtful`: count those, too."""
         worker = self._worker(worker_id)
         left = worker.shares.left
-        own = [
-            max(left(attempt), tokens * _UNSURE)
-            for attempt, (whose, tokens) in worker.certain.items()
-            if whose == tenant
-        ]
+        own = [max(left(attempt), tokens * _UNSURE) for attempt, tokens in worker.certain.get(tenant, {}).items()]
         if doubtful:
-            own += [tokens for whose, tokens in worker.doubtful.values() if whose == tenant]
+            own += worker.doubtful.get(tenant, {}).values()
         return sum(tokens for tokens in own if tokens <= size)
+
+    def left(self, tenant: str, above: int = 0) -> float:
+        """Tokens of the tenant's prompts that are not computed, on all workers, beyond the first `above` of each: a new
+        request of this size is computed before them."""
+        return sum(
+            max(0.0, self._worker(worker_id).shares.left(attempt) - above)
+            for worker_id, worker in self._workers.items()
+            for attempt in worker.certain.get(tenant, ())
+        )
+
+    def has_others(self, tenant: str) -> bool:
+        """Whether prompts of another tenant are placed and not computed."""
+        return len(self._tenants) > (tenant in self._tenants)
+
+    def later(self, worker_id: str, tenant: str, size: int) -> float:
+        """Of the tokens placed on the worker, how many are computed after a new request of `size`: those of its
+        tenant's prompts beyond `size`, and of each other tenant's beyond its own tenant's until then. Below 0 if its
+        tenant's share is used up by prompts that were computed early. Prompts count in whole: a worker may stand
+        still."""
+        worker = self._workers.get(worker_id)
+        if worker is None:
+            return 0
+        totals: Counter[str] = Counter()
+        own = 0
+        for placed in (worker.certain, worker.doubtful):
+            for whose, sizes in placed.items():
+                totals[whose] += sum(sizes.values())
+            own += sum(min(size, other) for other in placed.get(tenant, {}).values())
+        pending = totals.total()
+        del totals[tenant]
+        before = own + sum(min(total, own + size) for total in totals.values())
+        return pending - max(before, self._worker(worker_id).shares.before(tenant, size))
+
+
+def _drop(sizes: dict[str, dict[str, int]], tenant: str, attempt: str) -> bool:
+    """Whether it was there."""
+    own = sizes.get(tenant)
+    if own is None or own.pop(attempt, None) is None:
+        return False
+    if not own:
+        del sizes[tenant]
+    return True

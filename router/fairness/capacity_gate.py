@@ -2,14 +2,14 @@
 Pure.
 
     room, and none waits -> admitted at once
-    else wait -> let_in, when prompts are computed or requests end, in the order of deficit_round_robin.py
+    else wait -> let_in, when prompts are computed or requests end, in the order of fair_queue.py
     -> passing -> placed
 
 Room is computed per worker and tenant, and for a request's size: the tokens of the tenant's placed prompts that the
 worker computes before the request, against what it computes in `window_s` (backlog.py). Workers compute tenants in
 equal shares and short prompts before long ones; so a short request finds little before it, and other tenants take no
 more than their shares. A longer window would only move the order into the workers' queues. When there is no room for
-the next request, others with room pass it, at the price defined in deficit_round_robin.py; so turns and weights
+the next request, others with room pass it, within the bounds of fair_queue.py; so turns and weights
 determine each tenant's part.
 """
 
@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Generic, Protocol, TypeVar
 
-from diptych.router.fairness.deficit_round_robin import DeficitRoundRobin, Entry, Share
+from diptych.router.fairness.fair_queue import Entry, FairQueue, PlacedTokens, Share
 
 T = TypeVar("T")
 
@@ -41,6 +41,7 @@ class CapacityGate(Generic[T]):
             placed.
         window_s: seconds of work that the pool gets ahead; 0: none waits.
         share: weight and rank of a tenant.
+        placed: tokens placed and not computed; without those that were admitted and are not placed yet.
     """
 
     def __init__(
@@ -50,12 +51,14 @@ class CapacityGate(Generic[T]):
         *,
         window_s: float,
         share: Callable[[str], Share] = lambda _: Share(),
+        placed: PlacedTokens = lambda tenant, above=0: 0.0,
     ) -> None:
         self._room = room
         self._admit = admit
         self.window_s = window_s
         self.share = share
-        self._turns: DeficitRoundRobin[T] = DeficitRoundRobin()
+        self._placed = placed
+        self._turns: FairQueue[T] = FairQueue(self._not_computed)
         self._passing: set[Entry[T]] = set()
         """Admitted entries that are not placed yet."""
 
@@ -68,6 +71,11 @@ class CapacityGate(Generic[T]):
         """Tokens that were admitted and are not placed yet."""
         return sum(entry.tokens for entry in self._passing)
 
+    def _not_computed(self, tenant: str, above: int = 0) -> float:
+        """See PlacedTokens."""
+        passing = sum(max(0, entry.tokens - above) for entry in self._passing if entry.tenant == tenant)
+        return passing + self._placed(tenant, above)
+
     def _has_room(self, tenant: str, tokens: int, *, doubtful: bool = False) -> bool:
         passing = (entry.tokens for entry in self._passing if entry.tenant == tenant)
         before = sum(passed for passed in passing if passed <= tokens)
@@ -75,10 +83,10 @@ class CapacityGate(Generic[T]):
 
     def may_pass(self, tenant: str, tokens: int, *, doubtful: bool = False) -> bool:
         """Whether a request need not wait now. `doubtful`: count tickets not yet redeemed."""
-        return not len(self._turns) and self._has_room(tenant, tokens, doubtful=doubtful)
+        return not self._turns and self._has_room(tenant, tokens, doubtful=doubtful)
 
     def too_many(self, tenant: str, most: int) -> bool:
-        """See DeficitRoundRobin."""
+        """See FairQueue."""
         return self._turns.too_many(tenant, most)
 
     def wait(self, tenant: str, tokens: int, item: T, *, priority: int) -> Entry[T]:
@@ -94,7 +102,7 @@ class CapacityGate(Generic[T]):
 
     def written(self, tenant: str, tokens: int) -> None:
         """Tokens of an answer of this tenant were generated."""
-        if len(self._turns):
+        if self._turns:
             self._turns.charge(tenant, tokens, share=self.share(tenant))
 
     def let_in(self) -> None:

@@ -1,4 +1,4 @@
-"""The router's wait queue, on the event loop, in the order of capacity_gate.py and deficit_round_robin.py.
+"""The router's wait queue, on the event loop, in the order of capacity_gate.py and fair_queue.py.
 
 enter -> room, and none waits -> admitted at once
       -> else wait; admitted when prompts are computed or requests end -> admitted | deadline | left
@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from diptych.common.errors import OverloadedError, RequestDeadlineError
 from diptych.router.fairness.capacity_gate import CapacityGate, RoomCheck
-from diptych.router.fairness.deficit_round_robin import Entry, Share
+from diptych.router.fairness.fair_queue import Entry, PlacedTokens, Share
 
 MAX_WAITING = 4096
 """Of a single tenant; with several waiting tenants an equal part of each, so that none is rejected for others'
@@ -26,7 +26,7 @@ class WaitQueue:
     """The queue of one pool.
 
     Args:
-        room, window_s, share: see CapacityGate.
+        room, window_s, share, placed: see CapacityGate.
     """
 
     def __init__(
@@ -35,9 +35,10 @@ class WaitQueue:
         *,
         window_s: float,
         share: Callable[[str], Share] = lambda _: Share(),
+        placed: PlacedTokens = lambda tenant, above=0: 0.0,
         most: int = MAX_WAITING,
     ) -> None:
-        self._gate: CapacityGate[_Turn] = CapacityGate(room, _admit, window_s=window_s, share=share)
+        self._gate: CapacityGate[_Turn] = CapacityGate(room, _admit, window_s=window_s, share=share, placed=placed)
         self._most = most
         self._looking: asyncio.TimerHandle | None = None
 

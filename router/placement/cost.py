@@ -3,10 +3,10 @@
     cost(P, D) = queue(P) + uncached tokens on P / prefill rate(P) + bytes to move / link(P, D) + decode load(D)
     cost(D)    = queue(D) + uncached tokens on D / prefill rate(D) + stall of D's sequences     + decode load(D)
 
-Before a prompt the worker finishes its step and computes at most as many tokens of every other waiting prompt
-(common/equal_shares.py), so the queue of a short prompt is short. A hit on P saves compute, a hit on D saves bytes; a
-hit in a host tier is charged the copy back. Local prefill on D is a candidate only when few tokens are uncached there,
-or when no prefill worker is usable: an idle cluster still disaggregates.
+Before a prompt the worker finishes its step and computes at most as many tokens of every other waiting prompt, and of
+each other tenant as of this one (common/equal_shares.py), so the queue of a short prompt is short. A hit on P saves
+compute, a hit on D saves bytes; a hit in a host tier is charged the copy back. Local prefill on D is a candidate only
+when few tokens are uncached there, or when no prefill worker is usable: an idle cluster still disaggregates.
 """
 
 from __future__ import annotations
@@ -221,6 +221,8 @@ def candidate_costs(request: PlacementRequest, snapshot: ClusterSnapshot, now: f
     # report younger than a placement includes it.)
     queue = loads.pending_tokens * fleet.token_ms
     np.maximum(queue, fleet.idle_at_ms - 1000.0 * now, out=queue)
+    if loads.later_tokens is not None:
+        queue -= loads.later_tokens * fleet.token_ms
     hits = loads.hit_tokens
     uncached: Ints | int = request.num_prompt_tokens if hits is None else request.num_prompt_tokens - hits
     compute = uncached * fleet.token_ms

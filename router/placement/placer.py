@@ -20,7 +20,7 @@ from diptych.router.placement.policies import policy_by_name
 from diptych.router.placement.replication import LEAST_TOKENS, ExcludeHolders, Replication
 from diptych.router.placement.reservations import Reservations
 from diptych.router.placement.types import Placement, PlacementRequest, Rejected
-from diptych.router.placement.worker_arrays import ClusterSnapshot, Ints, RequestLoads, WorkerArrays
+from diptych.router.placement.worker_arrays import ClusterSnapshot, Floats, Ints, RequestLoads, WorkerArrays
 
 _AFFINITY_BLOCKS = 16
 _PREFIX_TOKENS = 512
@@ -182,9 +182,13 @@ class Placer:
         return max(1, len(prompt.prompt.token_ids) - (0 if hits is None else int(hits.max(initial=0))))
 
     def snapshot(
-        self, prompt: PromptBlocks | None = None, exclude: frozenset[Incarnation] = frozenset()
+        self,
+        prompt: PromptBlocks | None = None,
+        exclude: frozenset[Incarnation] = frozenset(),
+        tenant: str | None = None,
     ) -> ClusterSnapshot:
-        """The usable workers with this prompt's hits. `exclude`: incarnations that must not be chosen as decode."""
+        """The usable workers with this prompt's hits. `exclude`: incarnations that must not be chosen as decode.
+        `tenant`: count its share of each worker; None: count all that is pending."""
         barred = (
             tuple(self._incarnations[incarnation] for incarnation in exclude if incarnation in self._incarnations)
             if exclude
@@ -192,7 +196,20 @@ class Placer:
         )
         tokens, requests = self._reservations.at(self._reserved)
         hit, lower = self._hits(prompt)
-        return ClusterSnapshot(self._fleet, RequestLoads(hit, lower, tokens, requests), barred)
+        later = None if prompt is None or tenant is None else self._later(prompt, hit, tenant)
+        return ClusterSnapshot(self._fleet, RequestLoads(hit, lower, tokens, requests, later), barred)
+
+    def _later(self, prompt: PromptBlocks, hit: Ints | None, tenant: str) -> Floats | None:
+        """See RequestLoads.later_tokens."""
+        backlog = self._reservations.backlog
+        if not backlog.has_others(tenant):
+            return None
+        num_tokens = len(prompt.prompt.token_ids)
+        uncached = [num_tokens] * len(self._fleet.records) if hit is None else (num_tokens - hit).tolist()
+        return np.array(
+            [backlog.later(r.worker_id, tenant, n) for r, n in zip(self._fleet.records, uncached, strict=True)],
+            np.float64,
+        )
 
     def _hits(self, prompt: PromptBlocks | None) -> tuple[Ints | None, Ints | None]:
         """(hit tokens by worker, those of them by lower tier and worker); None: nowhere."""
@@ -245,7 +262,7 @@ class Placer:
     def place(
         self, request: PlacementRequest, prompt: PromptBlocks, now: float, exclude: frozenset[Incarnation] = frozenset()
     ) -> Placement | Rejected:
-        snapshot = self.snapshot(prompt, exclude)
+        snapshot = self.snapshot(prompt, exclude, request.tenant)
         if self._uses_affinity and not request.affinity and self._groups:
             keys = prompt.keys(self._groups[0].header, self._library)[:_AFFINITY_BLOCKS]
             request = replace(request, affinity=keys[-1].tobytes() if len(keys) else b"")

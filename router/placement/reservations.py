@@ -71,19 +71,22 @@ class Reservations:
 
     def prompt_computed(self, attempt: str) -> None:
         """The first token arrived: the prompt no longer waits."""
+        self._leave(attempt, computed=True)
+
+    def _leave(self, attempt: str, *, computed: bool) -> None:
         reservation = self._open.get(attempt)
         if reservation is None or attempt in self._computed:
             return
         self._computed.add(attempt)
         self.settle(attempt)
-        self.backlog.remove(attempt, reservation.prefill_id)
+        self.backlog.remove(attempt, reservation.prefill_id, reservation.tenant, computed=computed)
         remote = reservation.decode_id != reservation.prefill_id
         self._add(reservation.prefill_id, -reservation.num_tokens, -1 if remote else 0)
         self.on_less()
 
     def release(self, attempt: str) -> Reservation | None:
         """Returns the reservation, if there was one."""
-        self.prompt_computed(attempt)
+        self._leave(attempt, computed=False)
         self._computed.discard(attempt)
         reservation = self._open.pop(attempt, None)
         if reservation is not None:

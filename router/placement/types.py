@@ -47,6 +47,7 @@ class PlacementRequest:
         colocated_margin: compute on decode, for any length, if that is expected to be cheaper than every pair by more
             than this part of its cost and COLOCATED_SLACK_MS; infinite: never.
         affinity: the session or prefix, for the session affinity policy.
+        tenant: workers compute prompts in equal shares by tenant.
     """
 
     num_prompt_tokens: int
@@ -56,6 +57,7 @@ class PlacementRequest:
     colocated_margin: float = math.inf
     affinity: bytes = b""
     group: str = "stable"
+    tenant: str = ""
 
 
 @dataclass(slots=True)

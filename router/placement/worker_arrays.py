@@ -179,13 +179,19 @@ def _by_tier(tokens: Ints) -> tuple[tuple[str, int], ...]:
 
 @dataclass(slots=True, eq=False)
 class RequestLoads:
-    """The load and hits of each of the P + D workers for this request; see WorkerView. None: no hits."""
+    """The load and hits of each of the P + D workers for this request; see WorkerView. None: no hits.
+
+    Args:
+        later_tokens: of the pending tokens, how many are computed after this request, because of its tenant's share;
+            None: no other tenant's are pending.
+    """
 
     hit_tokens: Ints | None
     lower_tokens: Ints | None
     """[lower tier, P + D]"""
     pending_tokens: Ints
     pending_requests: Ints
+    later_tokens: Floats | None = None
 
 
 @dataclass(slots=True, eq=False)

@@ -25,6 +25,7 @@ def placement_request(request: ValidatedRequest) -> PlacementRequest:
         colocated_margin=COLOCATED_MARGIN,
         allow_local_fallback=request.failure_policy != router_pb2.FAILURE_POLICY_FAIL,
         group=request.group,
+        tenant=request.tenant,
     )
 
 

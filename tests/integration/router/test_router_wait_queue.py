@@ -7,7 +7,7 @@ import pytest
 from diptych.common.errors import NoWorkerError, RequestDeadlineError
 from diptych.common.secret import tenant_salt
 from diptych.common.store.worker_record import WorkerLoad
-from diptych.router.fairness.deficit_round_robin import Share
+from diptych.router.fairness.fair_queue import Share
 from diptych.router.requests.messages import UncheckedRequest
 from diptych_tests.router_fleet import running
 

@@ -62,6 +62,22 @@ def test_shares_end_when_the_fluid_does(arrivals):
     assert len(shares) == 0
 
 
+@given(arrivals, st.sampled_from("abcd"), st.integers(1, 200))
+@settings(max_examples=200, deadline=None)
+def test_what_a_new_request_would_wait_for_is_what_the_fluid_computes_before_it(arrivals, tenant, tokens):
+    """Item 2.2: the router places prompts by it."""
+    shares, fluid = EqualShares(), Fluid()
+    for number, (wait, whose, size) in enumerate(sorted(arrivals)):
+        shares.computed(wait)
+        fluid.compute(wait)
+        shares.add(str(number), whose, size)
+        fluid.left[whose, str(number)] = size
+    before, done = shares.before(tenant, tokens), fluid.done
+    fluid.left[tenant, "new"] = tokens
+    fluid.compute(10**6)
+    assert before + tokens == pytest.approx(fluid.ended["new"] - done, abs=1e-3)
+
+
 @given(arrivals)
 @settings(max_examples=200, deadline=None)
 def test_nobody_is_later_than_in_equal_shares_but_for_one_step(kit, arrivals):
