@@ -221,7 +221,8 @@ async def test_explain_and_what_if_from_the_command_line(fleet):
 
         told = await command("explain", "mine")
         assert told.exit_code == 0, told.output
-        assert told.output.startswith("finished, 40 prompt tokens")
+        # A warning of the router in this process may come first.
+        assert any(line.startswith("finished, 40 prompt tokens") for line in told.output.splitlines())
         assert "> p0" in told.output
         other = await command("what-if", "--prompt", "w1 w2 w3", "--pool", "2P2D")
         assert other.exit_code == 0, other.output
