@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from diptych.cli.doctor.facts import UNLIMITED, Facts
+from diptych.cli.doctor.facts import UNLIMITED, Facts, Worker
 from diptych.cli.doctor.verdict import Level, Verdict, amount, bad, info, ok, warn
 
 MIN_OPEN_FILES = 4096
@@ -130,7 +130,7 @@ def _links(facts: Facts) -> Iterator[Verdict]:
             if worker.rise("kv_bytes_received") < MIN_LINK_BYTES:
                 told = f"{worker.id} read from {peer} at {amount(rate)}B/s at its last transfer"
                 yield info("link", f"{told}; (almost) idle during the sample")
-            elif worker.bytes_per_s > 0 and rate < SLOW_LINK * worker.bytes_per_s:
+            elif worker.bytes_per_s > 0 and rate < _slow_below(worker):
                 yield warn(
                     "link",
                     f"{worker.id} reads from {peer} at {amount(rate)}B/s; its own path can do {amount(worker.bytes_per_s)}B/s",
@@ -144,6 +144,11 @@ def _links(facts: Facts) -> Iterator[Verdict]:
                 f"{worker.id}: {worker.slabs_quarantined} of {worker.slabs_total} slabs are quarantined",
                 "reads to a peer timed out; they return when it answers or is known to be dead. Look for a network partition",
             )
+
+
+def _slow_below(worker: Worker) -> float:
+    """Bytes/s of whole reads. A GPU's self-test copies within its own memory, ten times as fast as any link."""
+    return MIN_GPU_BYTES_PER_S if worker.on_gpu else SLOW_LINK * worker.bytes_per_s
 
 
 def clocks(facts: Facts) -> Iterator[Verdict]:

@@ -289,3 +289,10 @@ def test_18_5_what_the_gpu_says(check: str, level: Level, words: str, found: Fac
 )  # fmt: skip
 def test_18_5_what_is_no_finding(check: str, found: Facts) -> None:
     assert judged(found, check) == []
+
+
+def test_18_5_a_gpus_link_is_not_compared_with_its_own_memory() -> None:
+    """Two H200s: 48.6 GB/s of whole reads over NVLink, 412 GB/s within one of them."""
+    healthy = replace(ON_GPU, bytes_per_s=412e9, links={"p0": 48.6e9}, gpu=card())
+    assert worst(facts(PREFILL_ON_GPU, healthy), "link").level is Level.OK
+    assert worst(facts(PREFILL_ON_GPU, replace(healthy, links={"p0": 4e9})), "link").level is Level.WARN
