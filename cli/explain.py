@@ -72,6 +72,7 @@ def lines_of(why: Any) -> list[str]:
             f"seen:     first token after {why.ttft_s:.3f} s, {why.cached_tokens} tokens cached;"
             f" prefill {why.prefill}, decode {why.decode}, {why.kv_bytes} bytes over {why.transport}"
         )
+        lines.append(f"computed: by {why.backend or 'an unknown back end'}")
     lines += [f"note: {note}" for note in why.notes]
     lines.append(
         f"  {'prefill':<14}{'decode':<14}{'total':>9}{'queue':>9}{'compute':>9}{'move':>9}{'load':>9}{'stall':>9}  ms"

@@ -134,7 +134,8 @@ class Explanation:
 
     `prefill` and `decode` are worker ids. `transport` is the path that moved `kv_bytes` bytes of KV in `kv_ranges`
     ranges ("none" when nothing moved); `kv_ranges_overlapped` of them were read before the last chunk was computed.
-    Times are seconds since the decode worker received the request.
+    Times are seconds since the decode worker received the request. `backend` names the back ends that computed the layers,
+    with their blocks where there are several.
     """
 
     request_id: str
@@ -162,6 +163,7 @@ class Explanation:
     cached_tokens: int = 0
     prefill_queue_s: float = 0.0
     prefill_compute_s: float = 0.0
+    backend: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -102,6 +102,7 @@ class Attempt:
             decode=submission.placement.decode.worker_id,
             decode_pid=os.getpid(),
             prompt_tokens=len(submission.prompt.token_ids),
+            backend=context.backend,
         )
         self._timer = asyncio.get_running_loop().call_later(submission.remaining_s, self._on_deadline)
         self._log = structlog.get_logger(__name__).bind(request_id=submission.request_id, attempt=submission.attempt)

@@ -18,6 +18,8 @@ class Facts:
     decode: str
     decode_pid: int
     prompt_tokens: int
+    backend: str = ""
+    """See Compat.backend. That of prefill is the same: a pair with two of them is refused."""
     prefill: str = ""
     local: bool = False
     cached_decode: int = 0
@@ -69,6 +71,7 @@ class Facts:
             kv_complete_s=self.kv_complete_s,
             prefill_queue_s=self.remote.queue_s,
             prefill_compute_s=self.remote.compute_s,
+            backend=self.backend,
         )
 
 

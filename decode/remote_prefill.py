@@ -65,6 +65,8 @@ class RemotePrefillContext:
     kv: KvFormat
     """The local KV format: groups, and what must arrive of each."""
     rates: PrefillRates
+    backend: str = ""
+    """The local back ends, for explanations."""
     reads_in_flight: int = 4
     read_base_s: float = 10.0
     silence_s: float = 3.0

@@ -54,6 +54,7 @@ class DecodeService:
             rates=PrefillRates(),
             clock=runtime.clock,
             kv=runtime.compat.kv,
+            backend=runtime.compat.backend,
             read_base_s=config.read_base_s,
             silence_s=config.leg_silence_s,
             renew_every_s=config.slab_lease_s / 6,

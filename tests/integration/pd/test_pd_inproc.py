@@ -37,7 +37,7 @@ async def test_remote_equals_local(pd: ModuleType, num_tokens: int) -> None:
         explanation = answer.explanation
         assert not explanation.local_prefill
         assert (explanation.prefill, explanation.decode) == ("prefill-0", "decode-0")
-        assert explanation.transport == "inproc"
+        assert (explanation.transport, explanation.backend) == ("inproc", "fake")
         assert explanation.kv_bytes == num_tokens * cluster.decode.model.runner.kv_bytes_per_token
         assert explanation.kv_ranges >= 1
         assert explanation.prefill_pid == explanation.decode_pid == os.getpid()

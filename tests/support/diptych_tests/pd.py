@@ -48,6 +48,7 @@ def fake_model(**runner: object) -> LoadedModel:
         compute_dtype="int8",
         attention_version="fake-1",
         sampler_version="fake-1",
+        backend="fake",
     )
     identity, compat = identified(compat, bytes(32))
     return LoadedModel(made, compat, identity, None)

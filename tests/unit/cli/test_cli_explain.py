@@ -14,6 +14,7 @@ def test_an_explanation_on_a_terminal():
         decode="d0",
         transport="ucx:tcp",
         kv_bytes=4096,
+        backend="native (layers 0-2), torch (layer 3)",
         notes=["one thing"],
         candidates=[
             types_pb2.PlacementTerms(prefill_worker_id="p0", decode_worker_id="d0", total_ms=12.5, chosen=True),
@@ -25,7 +26,8 @@ def test_an_explanation_on_a_terminal():
     assert "0.250 s, 48 tokens" in lines[1]
     assert "0.310 s, 32 tokens" in lines[2]
     assert "4096 bytes over ucx:tcp" in lines[2]
-    assert lines[3] == "note: one thing"
+    assert lines[3] == "computed: by native (layers 0-2), torch (layer 3)"
+    assert lines[4] == "note: one thing"
     assert lines[-2].startswith("> p0")
     assert lines[-1].startswith("  (local)")
     assert lines[-1].endswith("16")
