@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 import random
-import sys
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -20,13 +18,6 @@ from diptych.common.sampling import SamplingParams
 from diptych.engine.exec.model_runner import TorchModelRunner
 from diptych.engine.messages import ScheduledSeq
 from diptych.engine.step_messages import UNKNOWN_TOKEN
-
-# By path: the tests are imported by path, too.
-_spec = importlib.util.spec_from_file_location("diptych_test_group_driver", Path(__file__).with_name("group_driver.py"))
-assert _spec is not None
-assert _spec.loader is not None
-_module = sys.modules["diptych_test_group_driver"] = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(_module)
 
 GREEDY = SamplingParams(max_tokens=64, temperature=0.0)
 # Shapes that the compiled kernels take at every width of vectors.

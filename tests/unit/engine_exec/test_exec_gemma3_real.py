@@ -7,8 +7,11 @@ import pytest
 import torch
 
 from diptych.cli.models.store import resolve_model
+from diptych.common.kv_groups import PoolDemand
 from diptych.common.paths import cache_dir
+from diptych.engine.exec.model_runner import TorchModelRunner
 from diptych_tests import gemma3_real
+from diptych_tests.kv_groups import GroupDriver
 
 pytestmark = pytest.mark.slow
 
@@ -75,3 +78,27 @@ def test_colocated_and_across_a_hand_off(driver_of, folder, prompts, expected):
         for out, row in zip(outputs, runner.execute(steps).token_ids, strict=True):
             out.extend(row)
     assert outputs == expected
+
+
+def test_17_in_window_groups_whose_blocks_are_freed(folder, prompts, expected):
+    """The same, with the window's blocks freed behind it and filled with NaN, on both sides of the hand-off."""
+    runner = TorchModelRunner.load(
+        folder, num_blocks=400, block_size=16, num_threads=1, demand=PoolDemand(8, 256), max_model_len=2048
+    )
+    assert [group.window for group in runner.pool.kv.groups] == [0, 512]
+    driver = GroupDriver(runner)
+    outputs: list[list[int]] = []
+    for first in range(0, len(prompts), 7):
+        arrived = []
+        for number, prompt in enumerate(prompts[first : first + 7], first):
+            seq = driver.begin(f"p{number}", prompt)
+            driver.prefill(seq, 256)
+            parts = driver.packed(seq)
+            driver.end(seq)
+            arrived.append(driver.unpacked(f"d{number}", seq.tokens, len(prompt), parts))
+        driver.decode(arrived, gemma3_real.TOKENS)
+        outputs += [seq.outputs for seq in arrived]
+        for seq in arrived:
+            driver.end(seq)
+    assert outputs == expected
+    assert driver.reused > 100

@@ -7,7 +7,10 @@ import random
 import pytest
 import torch
 
+from diptych.common.kv_groups import PoolDemand
 from diptych.common.sampling import SamplingParams
+from diptych.engine.exec.model_runner import TorchModelRunner
+from diptych_tests.kv_groups import GroupDriver
 
 pytestmark = [
     pytest.mark.gpu,
@@ -69,3 +72,30 @@ def test_graphs_compute_what_the_kernels_do(folder_of, driver_of, name, head_dim
         for sizes in ([4], [])
     )
     assert with_graphs == without
+
+
+@pytest.mark.parametrize("graph_sizes", [[4], []], ids=["graphs", "kernels"])
+@pytest.mark.parametrize("head_dim", HEADS)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_17_freed_blocks_of_window_groups_are_not_read(folder_of, driver_of, name, head_dim, graph_sizes):
+    """Blocks behind a window hold NaN, or another sequence's KV, at once; chunks run beside decoding sequences."""
+    folder = folder_of(name, head_dim)
+    prompts = prompts_of(5, 21, 40)
+    expected = driver_of(folder).generate(prompts, 16, chunk=9, sampling=GREEDY)
+    runner = TorchModelRunner.load(
+        folder, device="cuda", num_blocks=42, block_size=4, graph_sizes=graph_sizes,
+        demand=PoolDemand(max_num_seqs=4, max_num_batched_tokens=24),
+    )  # fmt: skip
+    assert [group.window for group in runner.pool.kv.groups] == [0, 11]
+    driver = GroupDriver(runner)
+    assert driver.generate(prompts, 16, chunk=9) == expected
+    source = GroupDriver(runner, seed=3)
+    arrived = []
+    for number, prompt in enumerate(prompts):
+        seq = source.begin(f"p{number}", prompt)
+        source.prefill(seq, 9)
+        parts = source.packed(seq)
+        source.end(seq)
+        arrived.append(source.unpacked(f"d{number}", seq.tokens, len(prompt), parts))
+    source.decode(arrived, 16)
+    assert [seq.outputs for seq in arrived] == expected

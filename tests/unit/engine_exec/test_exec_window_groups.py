@@ -12,7 +12,6 @@ from dataclasses import replace
 import pytest
 import torch
 import transformers
-from diptych_test_group_driver import GroupDriver
 
 from diptych.common.compiled import ALL_LANES
 from diptych.common.errors import ConfigError, InternalError
@@ -22,6 +21,7 @@ from diptych.engine.exec.checkpoint import Checkpoint
 from diptych.engine.exec.loading import load_weights
 from diptych.engine.exec.model_runner import TorchModelRunner, _read_json
 from diptych.engine.exec.models.registry import describe
+from diptych_tests.kv_groups import GroupDriver
 
 DEMAND = PoolDemand(max_num_seqs=5, max_num_batched_tokens=24)
 FAMILIES = {
