@@ -82,7 +82,8 @@ class Checkpoint:
         floats = tensor.dtype.is_floating_point
         if not floats and not as_stored:
             raise ConfigError("model", str(path), f"tensor {name} holds {tensor.dtype}, not floating-point numbers")
-        tensor = tensor.to(device=self._device, dtype=tensor.dtype if as_stored else self._dtype)
+        # Always a copy: a view of the file changes when the file is written over, and ends the process when it is cut off.
+        tensor = tensor.to(device=self._device, dtype=tensor.dtype if as_stored else self._dtype, copy=True)
         if floats:
             summed = tensor.float() if as_stored else tensor  # torch adds up no floats of 8 bits
             self._taken.append((name, path, tensor.dtype, summed.sum(dtype=torch.float32)))

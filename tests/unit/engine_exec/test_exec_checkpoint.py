@@ -143,3 +143,13 @@ def test_a_broken_index(sharded, driver_of, text):
     (sharded / "model.safetensors.index.json").write_text(text)
     with pytest.raises(ConfigError, match="model"):
         driver_of(sharded)
+
+
+def test_17_a_weights_file_that_is_written_over_changes_nothing_that_is_served(model_dir_of, driver_of, backend):
+    """Nor does one that is cut off end the process: no weight is a view of the file."""
+    folder = model_dir_of("LlamaForCausalLM", tie_word_embeddings=True)
+    driver = driver_of(folder, backend=backend)
+    expected = driver.generate([prompt_of(9)], 4)
+    with (folder / "model.safetensors").open("r+b") as file:
+        file.write(bytes((folder / "model.safetensors").stat().st_size))
+    assert driver.generate([prompt_of(9)], 4) == expected
