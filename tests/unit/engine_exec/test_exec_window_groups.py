@@ -18,6 +18,7 @@ from diptych.common.errors import ConfigError, InternalError
 from diptych.common.kv_groups import PoolDemand
 from diptych.engine.exec.backends.registry import plan_for
 from diptych.engine.exec.checkpoint import Checkpoint
+from diptych.engine.exec.kv_pool import kv_format_of
 from diptych.engine.exec.loading import load_weights
 from diptych.engine.exec.model_runner import TorchModelRunner, _read_json
 from diptych.engine.exec.models.registry import describe
@@ -168,7 +169,8 @@ def placed(folder, windows, backend):
         for block, window in zip(described.blocks, windows, strict=True)
     )
     described = replace(described, blocks=blocks)
-    plan = plan_for(described, device_type="cpu", dtype=torch.float32, wanted=backend)
+    kv = kv_format_of(described, block_size=4, window_groups=True)
+    plan = plan_for(described, kv, device_type="cpu", dtype=torch.float32, wanted=backend)
     with Checkpoint(folder, dtype=torch.float32, device=torch.device("cpu")) as source:
         return load_weights(source, plan)
 
