@@ -17,6 +17,7 @@ from diptych.common.compat import as_strings, differences
 from diptych.common.errors import ConfigError
 from diptych.common.secret import create_secret, load_secret
 from diptych.common.store.worker_record import WorkerRecord
+from diptych.engine.exec.methods.registry import METHODS
 from diptych.router.cluster.compatibility import pair_differences
 from diptych.router.config import RouterConfig
 from diptych.router.served_model import load_folders
@@ -153,3 +154,15 @@ def test_weights_that_are_replaced_while_they_are_loaded_are_never_served(
     monkeypatch.setattr(TorchModelRunner, "load", replaced)
     with pytest.raises(ConfigError, match=f"{WEIGHTS}.*changed while it was loaded"):
         load(folder)
+
+
+def test_the_method_of_quantized_weights_is_in_handshake_and_identity(
+    folder: Path, load: Callable[..., LoadedModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Drill: it was `plain`, whatever the weights were."""
+    of_a_test = load_script("tests/unit/engine_exec/test_exec_methods.py")
+    monkeypatch.setitem(METHODS, "int8-rows", of_a_test.Int8RowsMethod())
+    assert load(folder).compat.method == "plain"
+    of_a_test.quantize(folder)
+    quantized = load(folder)
+    assert (quantized.compat.method, quantized.identity.method) == ("int8-rows", "int8-rows")
