@@ -63,18 +63,18 @@ class ThreadedWriter(logging.Handler):
     def flush(self) -> None:
         """Wait until everything that was queued is written, at most FLUSH_S."""
         if not self._closed:
-            self._flushed()
+            self._stuck = not self._written(FLUSH_S)
 
-    def _flushed(self) -> bool:
+    def _written(self, within_s: float) -> bool:
         written = threading.Event()
         self._queue.put(written)
-        return written.wait(FLUSH_S)
+        return written.wait(within_s)
 
     def close(self) -> None:
         """See logging.Handler. What is not written after FLUSH_S is lost. Idempotent."""
         if not self._closed:
             self._report_dropped()
-            self._stuck = not self._flushed()
+            self._stuck = not self._written(0.0 if self._stuck else FLUSH_S)  # flush has just waited
             self._closed = True
             self._queue.put(None)
         super().close()

@@ -91,11 +91,21 @@ def test_15_a_descriptor_that_does_not_block_loses_nothing(pipe: tuple[int, int]
 def test_15_the_end_does_not_wait_for_a_reader_that_stands_still(
     pipe: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(log_writer, "FLUSH_S", 0.01)
+    waits: list[float] = []
+
+    class Unset(threading.Event):
+        def wait(self, timeout: float | None = None) -> bool:
+            waits.append(timeout or 0.0)
+            return False
+
     writer = ThreadedWriter(pipe[1], report)
     for _ in range(MORE_THAN_A_PIPE):
         writer.emit(record(LINE))
-    writer.close()
+    with monkeypatch.context() as patched:
+        patched.setattr(log_writer.threading, "Event", Unset)
+        writer.flush()  # as logging.shutdown does
+        writer.close()
+    assert waits == [log_writer.FLUSH_S, 0.0]
     writer.emit(record("lost"))
     read_all(pipe[0], lambda text: text.count("\n") == MORE_THAN_A_PIPE)  # lets the thread end
     writer._thread.join(WAIT_S)
