@@ -98,8 +98,8 @@ def print_default(flag: str, address: str) -> None:
     """Print which address a command uses by default."""
     from diptych.common.paths import run_dir
 
-    told = f"no cluster runs from {run_dir()}: using the default address {address} (--{flag} names another)"
-    print(told, file=sys.stderr)
+    reported = f"no cluster runs from {run_dir()}: using the default address {address} (--{flag} names another)"
+    print(reported, file=sys.stderr)
 
 
 def router_access(address: str = "", tls_ca: Path | None = None, server_name: str = "") -> RouterAccess:

@@ -112,7 +112,7 @@ def summarise(records: Sequence[RequestRecord], slo: Slo, *, workers: int = 0) -
     """`workers`: number of workers behind the target; 0: unknown."""
     measured = [record for record in records if not record.warmup]
     whole = [record for record in measured if record.ok]
-    told = [record.cached_tokens for record in whole if record.cached_tokens is not None]
+    reported = [record.cached_tokens for record in whole if record.cached_tokens is not None]
     began = min((record.intended_s for record in measured), default=0.0)
     duration = max((record.end_s for record in measured), default=0.0) - began
     per_second = 1.0 / duration if duration > 0 else 0.0
@@ -127,7 +127,7 @@ def summarise(records: Sequence[RequestRecord], slo: Slo, *, workers: int = 0) -
         duration_s=duration,
         input_tokens=input_tokens,
         output_tokens=output_tokens,
-        cached_tokens=sum(told) if told else None,
+        cached_tokens=sum(reported) if reported else None,
         request_rate=len(whole) * per_second,
         output_rate=output_tokens * per_second,
         total_rate=(input_tokens + output_tokens) * per_second,

@@ -95,8 +95,10 @@ class GrpcTarget:
 
 
 def _end_of(result: Completion) -> Ended:
-    told = result.explanation
-    server = None if told is None else ServerFacts(**{name: getattr(told, name) for name in ServerFacts.__slots__})
+    reported = result.explanation
+    server = (
+        None if reported is None else ServerFacts(**{name: getattr(reported, name) for name in ServerFacts.__slots__})
+    )
     usage = result.usage
     return Ended(result.finish_reason, usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens, server)
 

@@ -167,12 +167,12 @@ class Frontend:
         models, later for any."""
         if not self._models:
             return False, ["the router is not running"]
-        told = {model.name: model.cluster.ready() for model in self._models.values()}
-        self._all_were_ready = self._all_were_ready or all(ready for ready, _ in told.values())
-        ready = self._all_were_ready and any(ready for ready, _ in told.values())
-        if len(told) == 1:
-            return ready, next(iter(told.values()))[1]
-        return ready, [f"{name}: {reason}" for name, (_, reasons) in told.items() for reason in reasons]
+        reported = {model.name: model.cluster.ready() for model in self._models.values()}
+        self._all_were_ready = self._all_were_ready or all(ready for ready, _ in reported.values())
+        ready = self._all_were_ready and any(ready for ready, _ in reported.values())
+        if len(reported) == 1:
+            return ready, next(iter(reported.values()))[1]
+        return ready, [f"{name}: {reason}" for name, (_, reasons) in reported.items() for reason in reasons]
 
     def features(self, model: object = "") -> ModelFeatures:
         """Features of the model; of the first for an unknown name (which `prepare` rejects)."""

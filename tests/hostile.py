@@ -340,7 +340,7 @@ def run(
         if condition.quarter and group is None:
             stack.enter_context(stop_and_continue(process.pid, 1 / 4))
         print(f"{condition.name}: {condition.why}" + (f" (by {by})" if by else ""), flush=True)
-        told = began
+        reported = began
         while process.poll() is None:
             if stop.wait(0.2):
                 said = "ended from outside"
@@ -349,8 +349,8 @@ def run(
             if now - began > condition.limit_s:
                 said = f"not done within {condition.limit_s:.0f} s"
                 break
-            if now - told > PROGRESS_S:
-                told = now
+            if now - reported > PROGRESS_S:
+                reported = now
                 print(f"{condition.name}: {progress_of(log)} after {now - began:.0f} s", flush=True)
     seconds = time.monotonic() - began
     counts, failed = read_log(log)

@@ -123,10 +123,10 @@ def read(pieces: Sequence[tuple[float, bytes]], answer: Answer) -> None:
         if "error" in event:
             answer.error = answer.error or str(event["error"])[:300]
             return
-        told = event.get("diptych") or {}
-        answer.kv_bytes = told.get("kv_bytes", answer.kv_bytes)
-        answer.kv_ranges = told.get("kv_ranges", answer.kv_ranges)
-        answer.kv_ranges_overlapped = told.get("kv_ranges_overlapped", answer.kv_ranges_overlapped)
+        reported = event.get("diptych") or {}
+        answer.kv_bytes = reported.get("kv_bytes", answer.kv_bytes)
+        answer.kv_ranges = reported.get("kv_ranges", answer.kv_ranges)
+        answer.kv_ranges_overlapped = reported.get("kv_ranges_overlapped", answer.kv_ranges_overlapped)
         ids = [token for choice in event.get("choices", ()) for token in choice.get("token_ids") or ()]
         if ids:
             answer.times.append(pieces[bisect_right(starts, end + 1) - 1][0])

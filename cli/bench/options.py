@@ -53,9 +53,9 @@ def add_bench_command(
         try:
             chosen = defaults | dict(fixed(given) if fixed else {})
             built = {key: _build(cls, values, chosen) for key, cls in classes.items()}
-            told = settings.describe_values({key: value for key, value in given.items() if value not in (None, "")})
+            reported = settings.describe_values({key: value for key, value in given.items() if value not in (None, "")})
             if verbose:
-                described = ", ".join(filter(None, (told, *map(settings.describe, built.values()))))
+                described = ", ".join(filter(None, (reported, *map(settings.describe, built.values()))))
                 print(f"bench {name}: {described}", file=sys.stderr)
             code = run(**built, **given)
         except ConfigError as error:

@@ -89,17 +89,17 @@ def _query(known: dict[str, Any], tls: ClusterTls | None) -> Worker:
     )
 
 
-def _gpu(told: worker_pb2.GpuFacts) -> Gpu:
-    known = told.HasField("nvlink_sent_bytes") and told.HasField("nvlink_received_bytes")
+def _gpu(reported: worker_pb2.GpuFacts) -> Gpu:
+    known = reported.HasField("nvlink_sent_bytes") and reported.HasField("nvlink_received_bytes")
     return Gpu(
-        uuid=told.uuid,
-        observed_s=told.observed_s,
-        busy_s=told.busy_s,
-        throttled_s=dict(told.throttled_s),
-        sm_clock_hz=told.sm_clock_hz if told.HasField("sm_clock_hz") else None,
-        max_sm_clock_hz=told.max_sm_clock_hz if told.HasField("max_sm_clock_hz") else None,
-        nvlinks=told.nvlinks if told.HasField("nvlinks") else None,
-        nvlink_bytes=told.nvlink_sent_bytes + told.nvlink_received_bytes if known else None,
+        uuid=reported.uuid,
+        observed_s=reported.observed_s,
+        busy_s=reported.busy_s,
+        throttled_s=dict(reported.throttled_s),
+        sm_clock_hz=reported.sm_clock_hz if reported.HasField("sm_clock_hz") else None,
+        max_sm_clock_hz=reported.max_sm_clock_hz if reported.HasField("max_sm_clock_hz") else None,
+        nvlinks=reported.nvlinks if reported.HasField("nvlinks") else None,
+        nvlink_bytes=reported.nvlink_sent_bytes + reported.nvlink_received_bytes if known else None,
     )
 
 

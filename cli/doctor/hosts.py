@@ -128,8 +128,8 @@ def _links(facts: Facts) -> Iterator[Verdict]:
     for worker in facts.of("decode"):
         for peer, rate in sorted(worker.links.items()):
             if worker.rise("kv_bytes_received") < MIN_LINK_BYTES:
-                told = f"{worker.id} read from {peer} at {amount(rate)}B/s at its last transfer"
-                yield info("link", f"{told}; (almost) idle during the sample")
+                reported = f"{worker.id} read from {peer} at {amount(rate)}B/s at its last transfer"
+                yield info("link", f"{reported}; (almost) idle during the sample")
             elif worker.bytes_per_s > 0 and rate < _slow_below(worker):
                 yield warn(
                     "link",

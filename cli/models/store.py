@@ -232,7 +232,7 @@ def _locked(target: Path, progress: Progress) -> Iterator[None]:
     deadline = time.monotonic() + _SETUP_DEADLINE_S
     path = target.with_name(f".{target.name}.lock")
     with path.open("w") as file:
-        told = False
+        reported = False
         while True:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -240,9 +240,9 @@ def _locked(target: Path, progress: Progress) -> Iterator[None]:
             except BlockingIOError:
                 if time.monotonic() > deadline:
                     raise ConfigError("model", str(path), "another process holds this lock for half an hour") from None
-                if not told:
+                if not reported:
                     progress.note(f"waiting for another process that prepares {target.name}")
-                    told = True
+                    reported = True
                 time.sleep(0.2)
         yield
 

@@ -90,5 +90,5 @@ def _uncaught(
 ) -> None:
     if issubclass(kind, (KeyboardInterrupt, SystemExit)):
         return
-    told = (kind, error if error is not None else kind(), trace)
-    logging.getLogger("diptych").error("uncaught exception%s", f" ({where})" if where else "", exc_info=told)
+    reported = (kind, error if error is not None else kind(), trace)
+    logging.getLogger("diptych").error("uncaught exception%s", f" ({where})" if where else "", exc_info=reported)

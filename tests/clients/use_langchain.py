@@ -10,7 +10,7 @@ from pydantic import BaseModel
 URL, MODEL = sys.argv[1:]
 ASK = [SystemMessage("You are a helpful AI assistant."), HumanMessage("What is the capital of France?")]
 SETTINGS = {"model": MODEL, "base_url": URL, "api_key": "none", "temperature": 0, "max_retries": 0, "timeout": 120}
-told = {"requests": 0, "tokens": 0, "texts": {}}
+reported = {"requests": 0, "tokens": 0, "texts": {}}
 
 
 class Place(BaseModel):
@@ -18,24 +18,24 @@ class Place(BaseModel):
 
 
 def count(message) -> None:
-    told["requests"] += 1
-    told["tokens"] += message.usage_metadata["output_tokens"]
+    reported["requests"] += 1
+    reported["tokens"] += message.usage_metadata["output_tokens"]
 
 
 chat = ChatOpenAI(max_tokens=16, **SETTINGS)
 answer = chat.invoke(ASK)
 count(answer)
-told["texts"]["chat"] = answer.content
+reported["texts"]["chat"] = answer.content
 
 whole = None
 for chunk in ChatOpenAI(max_tokens=16, stream_usage=True, **SETTINGS).stream(ASK):
     whole = chunk if whole is None else whole + chunk
 count(whole)
-told["texts"]["stream"] = whole.content
+reported["texts"]["stream"] = whole.content
 
 for message in chat.batch([ASK, ASK, ASK]):
     count(message)
-    assert message.content == told["texts"]["chat"]
+    assert message.content == reported["texts"]["chat"]
 
 formed = (
     ChatOpenAI(max_tokens=48, **SETTINGS)
@@ -43,9 +43,9 @@ formed = (
     .invoke(ASK)
 )
 count(formed["raw"])
-told["texts"]["formed"] = formed["parsed"].city
+reported["texts"]["formed"] = formed["parsed"].city
 
-told["texts"]["completion"] = OpenAI(max_tokens=4, **SETTINGS).invoke("The capital of France is")
-told["requests"] += 1
-told["tokens"] += 4
-print(json.dumps(told))
+reported["texts"]["completion"] = OpenAI(max_tokens=4, **SETTINGS).invoke("The capital of France is")
+reported["requests"] += 1
+reported["tokens"] += 4
+print(json.dumps(reported))

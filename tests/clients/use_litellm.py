@@ -17,32 +17,32 @@ SETTINGS = {
     "num_retries": 0,
     "timeout": 120,
 }
-told = {"requests": 0, "tokens": 0, "texts": {}}
+reported = {"requests": 0, "tokens": 0, "texts": {}}
 
 answer = litellm.completion(messages=ASK, **SETTINGS)
-told["requests"] += 1
-told["tokens"] += answer.usage.completion_tokens
-told["texts"]["chat"] = answer.choices[0].message.content
+reported["requests"] += 1
+reported["tokens"] += answer.usage.completion_tokens
+reported["texts"]["chat"] = answer.choices[0].message.content
 
 chunks = list(litellm.completion(messages=ASK, stream=True, stream_options={"include_usage": True}, **SETTINGS))
-told["requests"] += 1
-told["tokens"] += next(chunk.usage.completion_tokens for chunk in chunks if getattr(chunk, "usage", None))
-told["texts"]["stream"] = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+reported["requests"] += 1
+reported["tokens"] += next(chunk.usage.completion_tokens for chunk in chunks if getattr(chunk, "usage", None))
+reported["texts"]["stream"] = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
 
 text = litellm.text_completion(
     prompt="The capital of France is", **(SETTINGS | {"model": f"text-completion-openai/{MODEL}", "max_tokens": 4})
 )
-told["requests"] += 1
-told["tokens"] += text.usage.completion_tokens
-told["texts"]["completion"] = text.choices[0].text
+reported["requests"] += 1
+reported["tokens"] += text.usage.completion_tokens
+reported["texts"]["completion"] = text.choices[0].text
 
 
 async def together() -> None:
     for answer in await asyncio.gather(*[litellm.acompletion(messages=ASK, **SETTINGS) for _ in range(3)]):
-        told["requests"] += 1
-        told["tokens"] += answer.usage.completion_tokens
-        assert answer.choices[0].message.content == told["texts"]["chat"]
+        reported["requests"] += 1
+        reported["tokens"] += answer.usage.completion_tokens
+        assert answer.choices[0].message.content == reported["texts"]["chat"]
 
 
 asyncio.run(together())
-print(json.dumps(told))
+print(json.dumps(reported))

@@ -21,21 +21,21 @@ SCHEMA = {
         },
     },
 }
-told = {"requests": 0, "tokens": 0, "prompt_tokens": 0, "texts": {}}
+reported = {"requests": 0, "tokens": 0, "prompt_tokens": 0, "texts": {}}
 
 
 def count(usage) -> None:
-    told["requests"] += 1
-    told["tokens"] += usage.completion_tokens
-    told["prompt_tokens"] += usage.prompt_tokens
+    reported["requests"] += 1
+    reported["tokens"] += usage.completion_tokens
+    reported["prompt_tokens"] += usage.prompt_tokens
 
 
 client = OpenAI(base_url=URL, api_key="none", max_retries=0, timeout=120)
-told["models"] = [model.id for model in client.models.list()]
+reported["models"] = [model.id for model in client.models.list()]
 
 chat = client.chat.completions.create(model=MODEL, messages=ASK, temperature=0, max_completion_tokens=16)
 count(chat.usage)
-told["texts"]["chat"] = chat.choices[0].message.content
+reported["texts"]["chat"] = chat.choices[0].message.content
 
 pieces, usage = [], None
 for chunk in client.chat.completions.create(
@@ -44,31 +44,31 @@ for chunk in client.chat.completions.create(
     pieces += [choice.delta.content or "" for choice in chunk.choices]
     usage = chunk.usage or usage
 count(usage)
-told["texts"]["stream"] = "".join(pieces)
+reported["texts"]["stream"] = "".join(pieces)
 
 several = client.chat.completions.create(
     model=MODEL, messages=ASK, n=3, seed=-5, max_tokens=8, logprobs=True, top_logprobs=2
 )
 count(several.usage)
-told["choices"] = [len(choice.logprobs.content) for choice in several.choices]
+reported["choices"] = [len(choice.logprobs.content) for choice in several.choices]
 
 completion = client.completions.create(
     model=MODEL, prompt="The capital of France is", temperature=0, max_tokens=8, logprobs=1, echo=True
 )
 count(completion.usage)
-told["texts"]["completion"] = completion.choices[0].text
+reported["texts"]["completion"] = completion.choices[0].text
 
 formed = client.chat.completions.create(model=MODEL, messages=ASK, response_format=SCHEMA, temperature=0, max_tokens=32)
 count(formed.usage)
-told["texts"]["formed"] = formed.choices[0].message.content
+reported["texts"]["formed"] = formed.choices[0].message.content
 
 response = client.responses.create(
     model=MODEL, input="What is the capital of France?", temperature=0, max_output_tokens=16
 )
-told["requests"] += 1
-told["tokens"] += response.usage.output_tokens
-told["prompt_tokens"] += response.usage.input_tokens
-told["texts"]["response"] = response.output_text
+reported["requests"] += 1
+reported["tokens"] += response.usage.output_tokens
+reported["prompt_tokens"] += response.usage.input_tokens
+reported["texts"]["response"] = response.output_text
 
 
 async def together() -> None:
@@ -78,8 +78,8 @@ async def together() -> None:
         ]
         for answer in await asyncio.gather(*answers):
             count(answer.usage)
-            assert answer.choices[0].message.content == told["texts"]["chat"]
+            assert answer.choices[0].message.content == reported["texts"]["chat"]
 
 
 asyncio.run(together())
-print(json.dumps(told))
+print(json.dumps(reported))

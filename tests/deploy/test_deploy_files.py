@@ -295,7 +295,7 @@ def test_gpu_workers_can_take_the_fast_path(name: str, parsed: Parsed) -> None:
     assert int(service["stop_grace_period"].removesuffix("s")) > config.drain_s
 
 
-def test_lookaside_opens_a_door_that_is_not_published() -> None:
+def test_lookaside_opens_an_endpoint_that_is_not_published() -> None:
     services = yaml.safe_load((ROOT / "deploy" / "compose.lookaside.yaml").read_text())["services"]
     assert set(services) == {name for name in WORKERS if name.startswith("decode")}
     for name, added in services.items():

@@ -32,8 +32,8 @@ def test_torch_triton_and_a_ucx_with_infiniband_are_there() -> None:
     command = ["podman", "run", "--rm", "-i", "--network", "none", "--entrypoint", "python", IMAGE, "-"]
     done = subprocess.run(command, input=LOOK, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout.splitlines()[-1])
-    assert told["cuda"] is not None
-    assert told["ucx"]["nixl-cu13"] is True
-    assert told["lost"] == []
-    assert told["uid"] != 0
+    reported = json.loads(done.stdout.splitlines()[-1])
+    assert reported["cuda"] is not None
+    assert reported["ucx"]["nixl-cu13"] is True
+    assert reported["lost"] == []
+    assert reported["uid"] != 0

@@ -123,7 +123,7 @@ def test_guarded_probes_see_more_than_an_open_port() -> None:
     assert "--open-metrics" in opened["args"]
 
 
-def test_a_picker_is_told_gauges_that_routers_have() -> None:
+def test_a_picker_is_configured_with_gauges_that_routers_have() -> None:
     objects = render(*GATEWAY)
     pool = objects["InferencePool", "router"]["spec"]
     labels = objects["Deployment", "router"]["spec"]["template"]["metadata"]["labels"]
@@ -195,7 +195,7 @@ def test_routers_go_one_by_one_after_their_endpoints_are_gone(parsed: Parsed) ->
     assert parsed(opened["args"], variables(opened)).open_metrics
 
 
-def test_nobody_runs_as_root_or_carries_a_secret_in_its_environment() -> None:
+def test_no_container_runs_as_root_or_has_a_secret_in_its_environment() -> None:
     objects = render(*SCALED)
     for name in ("router", "prefill", "decode", "redis"):
         assert pod(objects, name)["securityContext"]["runAsNonRoot"] is True

@@ -98,13 +98,13 @@ def test_a_label_of_the_callers_leads_back_to_the_request(http: httpx.Client, cl
         assert answer.json()["id"] == "cmpl-" + answer.headers["x-request-id"]
         with grpc.insecure_channel(cluster.grpc_address) as channel:
             stub = router_pb2_grpc.RouterStub(channel)
-            told = stub.Explain(router_pb2.ExplainRequest(request_id=field), timeout=300.0)
-        assert (told.label, told.outcome) == (field, "finished")
+            reported = stub.Explain(router_pb2.ExplainRequest(request_id=field), timeout=300.0)
+        assert (reported.label, reported.outcome) == (field, "finished")
     assert http.post(COMPLETE, json={"prompt": "a"}, headers={"x-request-id": "x" * 129}).status_code == 400
     assert http.post(COMPLETE, json={"prompt": "a"}, headers={"idempotency-key": "x" * 129}).status_code == 400
 
 
-def test_usage_tells_what_was_cached(http: httpx.Client, cluster) -> None:
+def test_usage_has_the_cached_tokens(http: httpx.Client, cluster) -> None:
     with openai.OpenAI(base_url=f"{cluster.http_url}/v1", api_key="none", max_retries=0, timeout=300.0) as client:
         prompt = f"{random.SystemRandom().random()}: count the words of this sentence: " + "plum pear fig " * 20
         for cached in (False, True):
@@ -117,19 +117,19 @@ def test_usage_tells_what_was_cached(http: httpx.Client, cluster) -> None:
             assert usage.completion_tokens == 3
             assert (usage.prompt_tokens_details.cached_tokens > 64) == cached
             assert usage.completion_tokens_details.reasoning_tokens == 0
-        told = client.responses.create(
+        reported = client.responses.create(
             model=cluster.model, instructions="Be brief.", input="Hi", max_output_tokens=4, temperature=0
         )
-        assert (told.status, told.incomplete_details.reason) in (("incomplete", "max_output_tokens"),)
-        assert told.usage.total_tokens == told.usage.input_tokens + told.usage.output_tokens
+        assert (reported.status, reported.incomplete_details.reason) in (("incomplete", "max_output_tokens"),)
+        assert reported.usage.total_tokens == reported.usage.input_tokens + reported.usage.output_tokens
         with client.responses.create(
             model=cluster.model, instructions="Be brief.", input="Hi", max_output_tokens=4, temperature=0, stream=True
         ) as stream:
             events = list(stream)
         assert events[0].type == "response.created"
         assert events[-1].type == "response.incomplete"
-        assert "".join(e.delta for e in events if e.type == "response.output_text.delta") == told.output_text
-        assert events[-1].response.usage.total_tokens == told.usage.total_tokens
+        assert "".join(e.delta for e in events if e.type == "response.output_text.delta") == reported.output_text
+        assert events[-1].response.usage.total_tokens == reported.usage.total_tokens
 
 
 def test_an_unknown_field_warns_once(http: httpx.Client, cluster) -> None:

@@ -81,9 +81,9 @@ async def over_sdk(client: AsyncClient, ask: dict[str, Any]) -> Answer:
     whole = await client.generate(**ask)
     stream = client.stream(**ask)
     deltas = [delta async for delta in stream]
-    told = ([token for delta in deltas for token in delta.token_ids], "".join(delta.text for delta in deltas))
-    assert told == (list(whole.token_ids), whole.text)
-    return *told, whole.finish_reason
+    reported = ([token for delta in deltas for token in delta.token_ids], "".join(delta.text for delta in deltas))
+    assert reported == (list(whole.token_ids), whole.text)
+    return *reported, whole.finish_reason
 
 
 CASES = [
@@ -96,7 +96,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("text", "options"), CASES)
-async def test_the_same_through_every_face(cluster, text, options) -> None:
+async def test_the_same_through_every_api(cluster, text, options) -> None:
     ask = {"prompt": text, "max_tokens": 14, "seed": 11, "local_prefill_max_tokens": 0}
     sampling = {name: value for name, value in options.items() if name != "choice"}
     body = ask | sampling | ({"guided_choice": options["choice"]} if "choice" in options else {})
@@ -126,10 +126,10 @@ async def test_the_same_through_every_face(cluster, text, options) -> None:
     for lookaside in (False, True):
         assert await asyncio.to_thread(synchronous, lookaside) == expected
 
-    async def told() -> bool:
+    async def reported() -> bool:
         return await asyncio.to_thread(tickets_used, cluster) - before >= 3
 
-    await waiting.until(told, "decode tells the router of them now and then", every_s=0.05)
+    await waiting.until(reported, "decode tells the router of them now and then", every_s=0.05)
 
 
 @pytest.mark.parametrize("local", [0, 4000])

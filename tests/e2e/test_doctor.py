@@ -21,10 +21,10 @@ async def test_the_doctor_sees_what_the_cluster_is(cluster, cluster_module, clie
     answer = await client.generate(token_ids=fresh_prompt(100), max_tokens=4, local_prefill_max_tokens=0)
     assert answer.usage.completion_tokens
     result = run(cluster, cluster_module, "doctor", "--json", "--sample-s", "0.2")
-    told = json.loads(result.stdout)
-    assert result.returncode == (0 if told["ok"] else 1), result.stderr
+    reported = json.loads(result.stdout)
+    assert result.returncode == (0 if reported["ok"] else 1), result.stderr
     by_check: dict[str, list[dict[str, str]]] = {}
-    for verdict in told["verdicts"]:
+    for verdict in reported["verdicts"]:
         by_check.setdefault(verdict["check"], []).append(verdict)
     expected = {
         *("cluster", "time", "balance", "batch", "preemptions", "kv", "cache", "tokenizer", "fallbacks"),
@@ -33,7 +33,7 @@ async def test_the_doctor_sees_what_the_cluster_is(cluster, cluster_module, clie
     assert expected <= set(by_check)
     assert all("ucx:tcp" in verdict["finding"] for verdict in by_check["transport"])
     assert [verdict["level"] for verdict in by_check["clock"]] == ["ok"]
-    assert not [v for v in told["verdicts"] if v["level"] == "unknown"], told
+    assert not [v for v in reported["verdicts"] if v["level"] == "unknown"], reported
     assert {verdict["level"] for verdict in by_check["link"]} == {"info"}, "5.5: nothing is to be said of an idle link"
     assert "transfer" in by_check["time"][0]["finding"]
     assert {v["finding"].partition(":")[0] for v in by_check["kv"]} == set(cluster.workers())
@@ -47,7 +47,7 @@ def test_top_prints_a_line_for_each_look(cluster, cluster_module) -> None:
     assert all(name in line for line in lines for name in ("ready", *cluster.workers()))
 
 
-def test_without_a_cluster_the_reason_is_told(cluster_module, tmp_path) -> None:
+def test_without_a_cluster_the_reason_is_printed(cluster_module, tmp_path) -> None:
     command = [sys.executable, "-P", "-m", "diptych.cli", "doctor", "--url", "http://127.0.0.1:9"]
     result = subprocess.run(
         command, env=cluster_module.environment(tmp_path), capture_output=True, text=True, timeout=300

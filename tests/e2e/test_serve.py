@@ -12,7 +12,7 @@ from diptych.client import Client
 pytestmark = pytest.mark.multiproc
 
 
-def test_one_process_serves_both_faces_and_ends_on_sigterm(cluster, cluster_module, tmp_path):
+def test_one_process_serves_both_apis_and_ends_on_sigterm(cluster, cluster_module, tmp_path):
     with cluster_module.running_serve(tmp_path, "--num-blocks", "64", "--max-model-len", "512") as serving:
         body = {"prompt": "The capital of France is", "max_tokens": 8, "temperature": 0, "return_token_ids": True}
         here, there = (

@@ -131,7 +131,7 @@ def only_logs(gate: Path) -> bool:
 
 
 @pytest.mark.parametrize("state", ["deaf", "stopped"])
-def test_2_8_a_start_that_is_told_to_stop_leaves_nothing(cluster_module, model: Path, gate: Path, state: str) -> None:
+def test_2_8_a_start_that_is_stopped_leaves_nothing(cluster_module, model: Path, gate: Path, state: str) -> None:
     with starting(cluster_module, model, gate, state) as up:
         up.send_signal(signal.SIGTERM)
         assert up.wait(timeout=DEADLINE_S) == 143

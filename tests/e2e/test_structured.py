@@ -102,7 +102,7 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-def test_what_cannot_be_compiled_is_a_400_that_names_the_field_and_harms_nobody(http, cluster) -> None:
+def test_what_cannot_be_compiled_is_a_400_that_names_the_field_and_harms_no_other(http, cluster) -> None:
     plain = {"temperature": 0, "max_tokens": 24}
     alone = ask(http, plain)["choices"][0]["token_ids"]
     with ThreadPoolExecutor(4) as threads:

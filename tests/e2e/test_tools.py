@@ -228,11 +228,11 @@ async def test_promised_calls(cluster, tmp_path, monkeypatch, name, thorough) ->
             ("add", True)
         ]
         flat: list[Any] = [{"type": "function", **tool["function"]} for tool in tools()]
-        told = await here.http.responses.create(
+        reported = await here.http.responses.create(
             model=here.model, input="Add!", tools=flat, tool_choice={"type": "function", "name": "add"}, max_output_tokens=96,
             temperature=0,
         )  # fmt: skip
-        assert [(item.type, jsonschema_rs.is_valid(ADD, json.loads(item.arguments))) for item in told.output] == [
+        assert [(item.type, jsonschema_rs.is_valid(ADD, json.loads(item.arguments))) for item in reported.output] == [
             ("function_call", True)
         ]
         with pytest.raises(openai.BadRequestError) as failure:

@@ -59,8 +59,8 @@ def test_2_4_a_cluster_that_exports_traces_starts_and_one_request_is_one_trace(
             "max_tokens": 8,
             "structured_outputs": {"choice": ["yes", "no"]},
         }
-        told = post(running.http_url + "/v1/chat/completions", asked)["choices"][0]["message"]["content"]
-        assert told in ("yes", "no")
+        reported = post(running.http_url + "/v1/chat/completions", asked)["choices"][0]["message"]["content"]
+        assert reported in ("yes", "no")
         body = {"prompt": list(range(1000, 1120)), "max_tokens": 4, "temperature": 0, "ignore_eos": True}
         body["local_prefill_max_tokens"] = 0
         post(running.http_url + "/v1/completions", body, {"traceparent": f"00-{TRACE}-{PARENT}-01"})

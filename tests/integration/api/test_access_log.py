@@ -161,12 +161,12 @@ async def test_5_4_a_ticket_has_one_line_at_its_end(world: Any, lines: Lines) ->
     fleet, decode, _, sdk, key = world
     await fleet.until(lambda: fleet.frontend._cluster.direct_endpoint(("d0", "i1")) is not None)
     async with AsyncClient(sdk.address, api_key=key, lookaside=True, timeout_s=WAIT_S) as client:
-        told = await client.generate(token_ids=PROMPT, max_tokens=3, request_id="mine", explain=True)
+        reported = await client.generate(token_ids=PROMPT, max_tokens=3, request_id="mine", explain=True)
         line = await line_of(
             fleet, lines, face="lookaside", outcome="served", label="mine", tenant="acme", decode="d0", prefill="p0",
             prompt_tokens=40, completion_tokens=3, finish_reason="length",
         )  # fmt: skip
-        assert line["request_id"] == told.explanation.request_id
+        assert line["request_id"] == reported.explanation.request_id
         with pytest.raises(InvalidRequestError):
             await client.generate(token_ids=PROMPT, max_tokens=3, temperature=-1.0)
         await line_of(fleet, lines, face="lookaside", outcome="refused", reason="INVALID_ARGUMENT", tenant="acme")
@@ -191,8 +191,8 @@ async def test_5_3_explain_takes_every_id_that_a_user_sees(world: Any) -> None:
     chat = {"messages": [{"role": "user", "content": "w1 w2"}], "max_tokens": 3}
     completion = await http.post("/v1/completions", json=BODY)
     ids[completion.json()["id"]] = completion.headers["x-request-id"]
-    told = await http.post("/v1/chat/completions", json=chat)
-    ids[told.json()["id"]] = told.headers["x-request-id"]
+    reported = await http.post("/v1/chat/completions", json=chat)
+    ids[reported.json()["id"]] = reported.headers["x-request-id"]
     response = await http.post("/v1/responses", json={"input": "w1 w2", "max_output_tokens": 3})
     ids[response.json()["id"]] = response.headers["x-request-id"]
     ids[response.json()["output"][0]["id"]] = response.headers["x-request-id"]

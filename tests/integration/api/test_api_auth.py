@@ -168,7 +168,7 @@ async def test_a_revoked_key_stops_working_while_the_router_runs(file: Path) -> 
             assert (await client.get("/v1/models")).status_code == 401
 
 
-async def test_a_quota_is_429_on_both_faces(file: Path) -> None:
+async def test_a_quota_is_429_on_both_apis(file: Path) -> None:
     key, _ = add_key(file, "acme", now=0.0, tokens_per_minute=5)
     router_api = FakeRouterApi(hello_script())
     async with serving(router_api, keys=Authenticator(file, now=Clock())) as (address, grpc_address):
@@ -242,7 +242,7 @@ async def test_a_label_that_is_no_label_is_400(label: bytes) -> None:
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "x-request-id")
 
 
-async def test_tls_on_both_faces(tmp_path: Path, file: Path) -> None:
+async def test_tls_on_both_apis(tmp_path: Path, file: Path) -> None:
     authority = trustme.CA()
     server = authority.issue_cert("127.0.0.1", "router.test")
     server.private_key_pem.write_to_path(tmp_path / "key.pem")

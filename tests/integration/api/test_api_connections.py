@@ -65,7 +65,7 @@ async def test_a_compressed_body_is_415(encoding: str) -> None:
         assert plain.status_code == 200
 
 
-async def test_a_grpc_client_at_the_http_port_is_told_so() -> None:
+async def test_a_grpc_client_at_the_http_port_gets_an_error_that_says_so() -> None:
     async with serving(FakeRouterApi([])) as url, grpc.aio.insecure_channel(url.removeprefix("http://")) as channel:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await channel.unary_unary("/diptych.rpc.v1.RouterService/ListModels")(b"", timeout=WAIT_S)

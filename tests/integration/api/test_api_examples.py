@@ -31,7 +31,7 @@ WAIT_S = 60.0
 grpc.aio.init_grpc_aio()
 
 
-def test_every_example_is_run_here_and_told_of_in_the_readme() -> None:
+def test_every_example_is_run_here_and_named_in_the_readme() -> None:
     assert {path.name for path in EXAMPLES.glob("*.py")} == set(SAYS)
     readme = (EXAMPLES / "README.md").read_text()
     assert all(f"`{name}`" in readme for name in SAYS)

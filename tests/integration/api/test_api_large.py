@@ -59,7 +59,7 @@ async def test_large_bodies_leave_the_loop_and_small_ones_do_not(threads):
             threads.clear()
 
 
-async def test_the_grpc_face_does_the_same(threads):
+async def test_the_grpc_api_does_the_same(threads):
     faces = ApiServers("127.0.0.1", 0, 0)
     try:
         address = (await faces.start(router_api := FakeRouterApi(hello_script()), router_api.metrics)).grpc
@@ -167,7 +167,7 @@ async def test_short_prompts_do_not_wait_behind_long_ones(intake, words):
     assert {name.rpartition("_")[0] for name in words.seen} == {"tokenizer", "tokenizer-long"}
 
 
-async def test_nobody_waits_for_the_tokenizer_longer_than_he_wants(intake):
+async def test_no_request_waits_for_the_tokenizer_beyond_its_deadline(intake):
     with pytest.raises(RequestDeadlineError):
         await intake.prepare(UncheckedRequest(prompt="wait", sampling={"max_tokens": 1}, timeout_s=0.01))
 

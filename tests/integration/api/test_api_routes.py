@@ -31,9 +31,9 @@ async def test_head_answers_as_get_without_a_body() -> None:
 async def test_the_root_and_docs_say_where_things_are() -> None:
     async with http(FakeRouterApi([])) as client:
         for path in ("/", "/docs"):
-            told = (await client.get(path)).json()
-            assert told["openapi"] == "/openapi.json"
-            assert {f"POST {CHAT}", "POST /v1/responses", "GET /v1/models", "GET /metrics"} <= set(told["routes"])
+            reported = (await client.get(path)).json()
+            assert reported["openapi"] == "/openapi.json"
+            assert {f"POST {CHAT}", "POST /v1/responses", "GET /v1/models", "GET /metrics"} <= set(reported["routes"])
             page = await client.get(path, headers={"accept": "text/html,*/*"})
             assert page.headers["content-type"].startswith("text/html")
             assert f"<code>{CHAT}</code>" in page.text

@@ -31,11 +31,11 @@ async def chunks_of(script: list[Step], path: str, body: dict[str, Any]) -> list
 @pytest.mark.parametrize(("path", "body"), FACES)
 async def test_continuous_usage_stats(path: str, body: dict[str, Any]) -> None:
     chunks = await chunks_of(hello_script(), path, body | {"stream_options": BOTH})
-    told = [(one["usage"]["prompt_tokens"], one["usage"]["completion_tokens"]) for one in chunks]
+    reported = [(one["usage"]["prompt_tokens"], one["usage"]["completion_tokens"]) for one in chunks]
     begin = [(3, 0)] if "messages" in body else []
     # "Hello"; a token without complete text, reported with the next two; the end; the usage
-    assert told == [*begin, (3, 1), (3, 4), (3, 4), (3, 4)]
-    assert all(one["usage"]["total_tokens"] == sum(pair) for one, pair in zip(chunks, told, strict=True))
+    assert reported == [*begin, (3, 1), (3, 4), (3, 4), (3, 4)]
+    assert all(one["usage"]["total_tokens"] == sum(pair) for one, pair in zip(chunks, reported, strict=True))
     assert [bool(one["choices"]) for one in chunks] == [True] * (len(chunks) - 1) + [False]
     assert chunks[-1]["usage"] == chunks[-2]["usage"]
 
@@ -50,8 +50,8 @@ async def test_continuous_usage_stats_of_several_choices(path: str, body: dict[s
         FinishedEvent(FinishReason.STOP, UsageInfo(3, 4, 0), "", None, None),
     ]
     chunks = await chunks_of(script, path, body | {"n": 2, "stream_options": {"continuous_usage_stats": True}})
-    told = [one["usage"]["completion_tokens"] for one in chunks if one["choices"]]
-    assert [count for count in told if count] == [1, 3, 3, 4, 4]
+    reported = [one["usage"]["completion_tokens"] for one in chunks if one["choices"]]
+    assert [count for count in reported if count] == [1, 3, 3, 4, 4]
     assert all(one["choices"] for one in chunks)  # no chunk of usage alone was requested
 
 

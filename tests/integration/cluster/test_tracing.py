@@ -100,21 +100,21 @@ def test_the_routers_span_has_the_genai_attributes(exported: InMemorySpanExporte
     span.token()
     span.finished(FinishedEvent(FinishReason.LENGTH, UsageInfo(3, 4, 2), "", None, None))
     span.left()
-    (told,) = exported.get_finished_spans()
-    assert told.name == "chat m"
-    assert f"{parent_of(told):016x}" == CALLER.split("-")[2]
+    (reported,) = exported.get_finished_spans()
+    assert reported.name == "chat m"
+    assert f"{parent_of(reported):016x}" == CALLER.split("-")[2]
     expected = {
         "gen_ai.operation.name": "chat", "gen_ai.provider.name": "diptych", "gen_ai.request.model": "m",
         "gen_ai.usage.input_tokens": 3, "gen_ai.usage.output_tokens": 4, "gen_ai.request.max_tokens": 4,
         "gen_ai.response.finish_reasons": ("length",),
     }  # fmt: skip
-    assert expected.items() <= dict(told.attributes).items()
-    assert [event.name for event in told.events] == ["first token"]
-    assert told.end_time - told.start_time >= 0.5e9
-    assert "error.type" not in told.attributes
+    assert expected.items() <= dict(reported.attributes).items()
+    assert [event.name for event in reported.events] == ["first token"]
+    assert reported.end_time - reported.start_time >= 0.5e9
+    assert "error.type" not in reported.attributes
 
 
-def test_how_a_request_ended_badly_is_told(exported: InMemorySpanExporter) -> None:
+def test_how_a_request_failed_is_recorded(exported: InMemorySpanExporter) -> None:
     clock = FakeClock(10.0)
     RequestSpan(prepared(clock), clock).failed(WorkerLostError("x"))
     RequestSpan(prepared(clock), clock).left()

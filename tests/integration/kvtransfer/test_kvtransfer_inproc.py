@@ -145,7 +145,7 @@ async def test_publish_of_what_is_not_granted(desk):
         await desk.d.read(desk.ref, handle, deadline_s=DEADLINE_S)
 
 
-async def test_each_role_has_its_door(desk):
+async def test_each_role_has_its_own_methods(desk):
     with pytest.raises(InternalError):
         desk.d.release("att")
     with pytest.raises(InternalError):

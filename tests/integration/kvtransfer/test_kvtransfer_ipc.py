@@ -260,7 +260,7 @@ def test_the_self_test_runs_the_protocol() -> None:
     assert not memory.open_handles
 
 
-def test_the_self_test_tells_what_a_warm_message_costs(monkeypatch) -> None:
+def test_the_self_test_reports_the_cost_of_a_warm_message(monkeypatch) -> None:
     """The first read connects, and on a GPU compiles: 5 to 360 ms, by which no range was ever worth sending early."""
     clock = FakeClock()
     reads = 0

@@ -195,13 +195,13 @@ async def test_who_was_forgotten_is_met_anew(pair, monkeypatch) -> None:
 
 
 @pytest.mark.parametrize(("slow", "path"), [(0.0, DIRECT), (1e18, STAGED)])
-async def test_the_second_large_payload_tells_the_path(pair, monkeypatch, caplog, slow, path) -> None:
+async def test_the_second_large_payload_determines_the_path(pair, monkeypatch, caplog, slow, path) -> None:
     monkeypatch.setattr(gpu_path, "SLOW_BYTES_PER_S", slow)
     monkeypatch.setattr(ucx_gpu, "TELLING_BYTES", 1000)
     with caplog.at_level(logging.INFO):
-        for seed, told in ((1, ""), (2, path), (3, path)):
+        for seed, reported in ((1, ""), (2, path), (3, path)):
             pair.reader.finish(await pair.read(await pair.publish("a", noise(seed))))
-            assert pair.reads.path_to("p0@life") == told
+            assert pair.reads.path_to("p0@life") == reported
     said = [r for r in caplog.records if f"{path} brings" in r.getMessage()]
     assert [r.levelname for r in said] == ["INFO" if path == DIRECT else "WARNING"]
 

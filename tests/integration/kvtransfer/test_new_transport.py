@@ -77,8 +77,8 @@ async def test_a_registered_transport_carries_kv_and_is_named(pd: ModuleType, re
         assert any("over relay:test" in line for line in lines_of(answer.explanation))
         stats = cluster.decode.worker_stats()
         asked = Worker("d0", "decode", path=stats.transport_path, bytes_per_s=1e9, host=Host(hostname="one", cpus=2))
-        told = [v.finding for v in examine(Facts({"ready": True}, [asked], 1.0)) if v.check == "transport"]
-        assert told == ["d0: relay:test at 1.0 GB/s"]
+        reported = [v.finding for v in examine(Facts({"ready": True}, [asked], 1.0)) if v.check == "transport"]
+        assert reported == ["d0: relay:test at 1.0 GB/s"]
 
 
 def test_settings_take_registered_transports_only(relay: None) -> None:
@@ -124,15 +124,15 @@ def _prefill(folder: Path, *flags: str) -> str:
 
 def test_an_installed_plug_in_is_a_transport(tmp_path: Path) -> None:
     (tmp_path / "relay_plugin.py").write_text(PLUGIN)
-    told = _prefill(tmp_path, "--transport", "relay")
-    assert "must be one of auto" in told, "not installed yet"
+    reported = _prefill(tmp_path, "--transport", "relay")
+    assert "must be one of auto" in reported, "not installed yet"
     package = tmp_path / "relay_plugin-1.dist-info"
     package.mkdir()
     (package / "METADATA").write_text("Metadata-Version: 2.1\nName: relay-plugin\nVersion: 1\n")
     (package / "entry_points.txt").write_text("[diptych.transports]\nrelay = relay_plugin:SPEC\n")
-    told = _prefill(tmp_path, "--transport", "relay")
-    assert "must be one of auto" not in told
-    assert "must be a local Hugging Face folder" in told
+    reported = _prefill(tmp_path, "--transport", "relay")
+    assert "must be one of auto" not in reported
+    assert "must be a local Hugging Face folder" in reported
 
 
 def test_a_worker_process_refuses_an_unknown_transport_before_it_loads(pd: ModuleType) -> None:

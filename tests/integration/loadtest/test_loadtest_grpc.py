@@ -65,7 +65,7 @@ async def test_a_shed_request_is_a_refusal():
     assert run.summary.failed == 3
 
 
-async def test_nobody_there():
+async def test_no_server():
     target = make_target("grpc://127.0.0.1:9", BenchConfig())
     try:
         with pytest.raises(TargetError, match="does not answer"):

@@ -109,7 +109,7 @@ def test_refusals_cuts_and_errors_are_counted():
     assert any("failed" in text for text in run.warnings)
 
 
-def test_waiting_in_the_servers_queue_is_in_the_ttft_and_told_apart():
+def test_waiting_in_the_servers_queue_is_in_the_ttft_and_reported_separately():
     run = run_bench(Script(slots=2), config(request_rate=10.0, num_requests=30))
     summary = run.summary
     assert summary.queue.high > 0.5

@@ -180,7 +180,7 @@ async def test_damage_fails_typed_when_the_policy_says_so(pd: ModuleType) -> Non
         await cluster.nothing_left()
 
 
-async def test_nobody_listens_there(pd: ModuleType) -> None:
+async def test_no_prefill_worker_listens(pd: ModuleType) -> None:
     expected = await expected_tokens(pd)
     async with pd.cluster() as cluster, pd.FakeRouter(cluster.decode.address) as router:
         message = cluster.submit_message(attempt="a", prompt=PROMPT)

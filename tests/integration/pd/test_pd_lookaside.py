@@ -118,12 +118,12 @@ async def test_a_ticket_is_as_good_as_a_routers_submit(pd, place):
     await ear.until(lambda: ear.news and ear.news[-1].ended)
     assert {news.attempt for news in ear.news} == {"a"}
     assert (ear.news[0].taken, ear.news[0].ended) == (True, False)
-    told = decode_pb2.TicketStatus()
+    reported = decode_pb2.TicketStatus()
     for news in ear.news:  # buffered messages are merged
-        told.MergeFrom(news)
-    assert (told.first_token, told.completion_tokens, told.reason) == (True, 8, "")
-    assert told.finished == events[-1].end.finished
-    assert told.finished.explanation.decode
+        reported.MergeFrom(news)
+    assert (reported.first_token, reported.completion_tokens, reported.reason) == (True, 8, "")
+    assert reported.finished == events[-1].end.finished
+    assert reported.finished.explanation.decode
 
 
 async def test_refusals_are_typed_and_leave_the_stream_alone(pd, place):
@@ -147,7 +147,7 @@ async def test_refusals_are_typed_and_leave_the_stream_alone(pd, place):
     assert isinstance(error_of(again), TicketRefusedError)
 
 
-async def test_a_cancel_is_told_to_routers_with_its_reason(pd, place):
+async def test_a_cancel_is_reported_to_routers_with_its_reason(pd, place):
     cluster, ear, guest, key = place
     submit = cluster.submit_message(attempt="a", prompt=PROMPT, max_tokens=400)
     cluster.gate.close(after=5)
@@ -168,7 +168,7 @@ async def test_a_client_that_goes_takes_its_requests_along(pd, place):
     assert ear.news[-1].reason == "CANCELLED"
 
 
-async def test_the_door_serves_nothing_else(pd, place):
+async def test_the_direct_endpoint_serves_nothing_else(pd, place):
     _, ear, _, _ = place
     async with open_channel(ear.door.address) as channel:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -185,7 +185,7 @@ async def test_the_door_serves_nothing_else(pd, place):
         ({"client_port": 0, "secret_file": "x", "role": "prefill"}, "client_port"),
     ],
 )
-def test_settings_of_the_door_are_checked(pd, changes, field):
+def test_settings_of_the_direct_endpoint_are_checked(pd, changes, field):
     role = changes.pop("role", "decode")
     with pytest.raises(ConfigError) as caught:
         pd.worker_config(role, "w", **changes)

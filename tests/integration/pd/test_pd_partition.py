@@ -99,7 +99,7 @@ async def pair(pd: ModuleType, host: OtherHost, **prefill: object) -> AsyncItera
         yield pd.Cluster(decode, []), child
 
 
-async def test_a_partition_costs_the_leg_and_heals_by_itself(pd: ModuleType, host: OtherHost) -> None:
+async def test_a_partition_ends_the_remote_prefill_and_heals_by_itself(pd: ModuleType, host: OtherHost) -> None:
     tokens = await undisturbed({})
     async with pair(pd, host) as (cluster, child), pd.FakeRouter(cluster.decode.address) as router:
         first = await router.run(cluster.submit_message(attempt="a", prompt=PROMPT, prefill=[child]))

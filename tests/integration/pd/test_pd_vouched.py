@@ -96,7 +96,7 @@ async def test_a_first_token_of_tokens_in_other_places_is_not_streamed(pd: Modul
     await refused(pd, pd.fake_model, "computed 150 tokens that differ from the requested ones")
 
 
-async def test_a_wrong_block_in_the_prefix_cache_is_told(pd: ModuleType) -> None:
+async def test_a_wrong_block_in_the_prefix_cache_is_reported(pd: ModuleType) -> None:
     """The rows of this request are right; a block that it finds in the cache was computed from something else."""
     faulty = [True]
 
@@ -134,12 +134,12 @@ async def test_every_kind_of_answer_is_vouched_for(pd: ModuleType, kind: str) ->
     for model, right in ((pd.fake_model, True), (lambda: pd.fake_model(before_execute=change_a_token), False)):
         async with pd.cluster(prefill=model) as cluster, pd.FakeRouter(cluster.decode.address) as router:
             seen: list[str] = []
-            told = router._on_event
+            reported = router._on_event
 
-            def note(event: object, told: Callable[[object], None] = told, seen: list[str] = seen) -> None:
+            def note(event: object, reported: Callable[[object], None] = reported, seen: list[str] = seen) -> None:
                 seen.append(event.WhichOneof("event"))  # type: ignore[attr-defined]
                 if seen[-1] in ("end", "accepted"):
-                    told(event)
+                    reported(event)
 
             router._on_event = note
             answer = await router.run(message(pd, cluster, "a", SEVERAL[kind]))
@@ -168,9 +168,9 @@ async def test_a_retry_with_sent_tokens_decodes_on_vouched_kv_only(pd: ModuleTyp
             if event.WhichOneof("event") == "tokens":  # type: ignore[attr-defined]
                 seen.extend(event.tokens.token_ids)  # type: ignore[attr-defined]
             else:
-                told(event)
+                reported(event)
 
-        told, router._on_event = router._on_event, note
+        reported, router._on_event = router._on_event, note
         answer = await router.run(submit)
         assert seen == (want[3:] if right else [])
         assert (answer.error is None) == right

@@ -56,10 +56,10 @@ async def test_decisions_are_explained_afterwards_to_their_owner(fleet):
     await fleet.add("d0")
     await fleet.until_ready()
     started = (await fleet.ask(request_id="mine"))[0]
-    told = fleet.frontend.explain("mine", "")
-    assert fleet.frontend.explain(started.request_id, "").explanation == told.explanation
-    why = told.explanation
-    assert (told.outcome, told.label, told.prompt_tokens) == ("finished", "mine", 40)
+    reported = fleet.frontend.explain("mine", "")
+    assert fleet.frontend.explain(started.request_id, "").explanation == reported.explanation
+    why = reported.explanation
+    assert (reported.outcome, reported.label, reported.prompt_tokens) == ("finished", "mine", 40)
     assert (why.request_id, why.policy, why.decode, why.cached_tokens) == (started.request_id, "cost", "d0", 16)
     assert why.predicted_ttft_s > 0
     assert why.ttft_s > 0
@@ -124,17 +124,17 @@ async def test_a_default_for_max_tokens_fits_the_smallest_decode_pool(fleet):
     assert explicit.sampling.max_tokens == 200
 
 
-async def test_nobody_is_a_typed_error_with_reasons(fleet):
+async def test_no_worker_is_a_typed_error_with_reasons(fleet):
     with (
         capture_logs() as lines,
         pytest.raises(NoWorkerError, match="no usable decode worker"),
         logged(Access("test", "")),
     ):
         await fleet.ask()
-    (told,) = [line for line in lines if line["event"] == "request"]
-    assert (told["outcome"], told["reason"]) == ("refused", "NO_WORKER")
-    assert "no usable decode worker" in told["error"]
-    assert told["request_id"]
+    (reported,) = [line for line in lines if line["event"] == "request"]
+    assert (reported["outcome"], reported["reason"]) == ("refused", "NO_WORKER")
+    assert "no usable decode worker" in reported["error"]
+    assert reported["request_id"]
     ok, reasons = fleet.frontend.ready()
     assert not ok
     assert "no usable decode worker" in reasons
@@ -219,11 +219,11 @@ async def test_explain_and_what_if_from_the_command_line(fleet):
             arguments = [*arguments, "--address", address]
             return await asyncio.to_thread(CliRunner().invoke, build_app(), arguments)
 
-        told = await command("explain", "mine")
-        assert told.exit_code == 0, told.output
+        reported = await command("explain", "mine")
+        assert reported.exit_code == 0, reported.output
         # A warning of the router in this process may come first.
-        assert any(line.startswith("finished, 40 prompt tokens") for line in told.output.splitlines())
-        assert "> p0" in told.output
+        assert any(line.startswith("finished, 40 prompt tokens") for line in reported.output.splitlines())
+        assert "> p0" in reported.output
         other = await command("what-if", "--prompt", "w1 w2 w3", "--pool", "2P2D")
         assert other.exit_code == 0, other.output
         assert "prefill-1" in other.output

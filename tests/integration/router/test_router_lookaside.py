@@ -89,11 +89,11 @@ async def test_the_routers_metrics_and_explanations_cover_it(world):
         assert value(f"diptych_{name}_total") == total, name
     assert sum(point["finished"] for point in fleet.frontend.status("")["series"]) == 2
     for name in ("mine", "mine too", answer.request_id):
-        told = fleet.frontend.explain(name, "")
-        assert told.outcome == "finished"
-        assert told.explanation.ttft_s > 0
-        assert told.explanation.cached_tokens == 16
-        assert told.explanation.kv_bytes == 4096
+        reported = fleet.frontend.explain(name, "")
+        assert reported.outcome == "finished"
+        assert reported.explanation.ttft_s > 0
+        assert reported.explanation.cached_tokens == 16
+        assert reported.explanation.kv_bytes == 4096
 
 
 async def test_what_fails_there_is_counted_once(world):
@@ -199,7 +199,7 @@ async def test_the_deadline_holds(world):
     await fleet.cancelled(decode)
 
 
-async def test_a_bad_value_is_told_as_it_is(world):
+async def test_a_bad_value_is_reported_as_it_is(world):
     fleet, _, client = world
     with pytest.raises(InvalidRequestError) as caught:
         await client.generate(token_ids=PROMPT, max_tokens=5, top_p=7.0)
@@ -223,14 +223,14 @@ async def test_what_the_router_must_see_goes_through_it(world):
     assert tickets(fleet, "granted") == 0
 
 
-async def test_the_seed_is_told_whichever_way_the_answer_came(world):
+async def test_the_seed_is_reported_on_every_path_of_the_answer(world):
     fleet, decode, client = world
     direct = await client.generate(token_ids=PROMPT, max_tokens=2)
     assert direct.seed == decode.submits[0].sampling.seed
     assert relayed(fleet) == 0
 
 
-async def test_no_door_no_ticket(fleet):
+async def test_no_direct_endpoint_no_ticket(fleet):
     await fleet.add("p0", "prefill")
     await fleet.add("d0")
     await fleet.until_ready()
@@ -241,7 +241,7 @@ async def test_no_door_no_ticket(fleet):
     assert fleet.no_reservations()
 
 
-async def test_a_broken_doorway_is_resumed_through_the_router(world):
+async def test_a_broken_direct_stream_is_resumed_through_the_router(world):
     fleet, decode, client = world
     decode.hold_from = 2
     seen = []
@@ -326,7 +326,7 @@ async def test_an_impatient_client_asks_the_router_for_all(world, monkeypatch):
     assert relayed(fleet) == 1
 
 
-async def test_a_ticket_nobody_uses_lapses(world):
+async def test_an_unused_ticket_lapses(world):
     fleet, decode, client = world
     from diptych.client import wire
     from diptych.rpc.v1 import router_pb2

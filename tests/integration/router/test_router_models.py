@@ -58,8 +58,8 @@ async def test_requests_go_to_the_workers_of_the_model_that_they_name(two, other
         assert two.frontend.tokens(name).of(1) == b"w1"
     with pytest.raises(InvalidRequestError, match="47"):
         await two.frontend.prepare(UncheckedRequest(model="big", token_ids=[50]))
-    told = two.frontend.status("")
-    assert (told["model"], [one["model"] for one in told["more_models"]]) == ("tiny", ["big"])
+    reported = two.frontend.status("")
+    assert (reported["model"], [one["model"] for one in reported["more_models"]]) == ("tiny", ["big"])
     assert two.no_reservations()
 
 
@@ -131,7 +131,7 @@ async def test_one_model_may_be_away_while_the_other_serves(two, other_folder):
     assert any(reason.startswith("big: no usable decode worker") for reason in reasons)
 
 
-async def test_over_both_faces_and_by_ticket(two, other_folder):
+async def test_over_both_apis_and_by_ticket(two, other_folder):
     tiny, big, _ = await start_all(two, other_folder)
     faces = ApiServers("127.0.0.1", 0, 0)
     try:
@@ -159,7 +159,7 @@ async def test_over_both_faces_and_by_ticket(two, other_folder):
         await faces.stop(1.0)
 
 
-async def test_a_worker_of_no_model_is_told_and_never_used(two, other_folder, tmp_path):
+async def test_a_worker_of_no_model_is_reported_and_never_used(two, other_folder, tmp_path):
     await start_all(two, other_folder)
     stranger = make_model_folder(tmp_path / "stranger", vocab=32)
     lost = await two.add("d9", header=two.header_of(stranger))
@@ -169,7 +169,7 @@ async def test_a_worker_of_no_model_is_told_and_never_used(two, other_folder, tm
     assert not lost.submits
 
 
-async def test_models_that_cannot_be_told_apart_are_refused(model_folder, tmp_path):
+async def test_models_that_cannot_be_distinguished_are_refused(model_folder, tmp_path):
     twin = tmp_path / "twin"
     twin.mkdir()
     for file in model_folder.iterdir():

@@ -44,7 +44,7 @@ async def test_without_a_canary_its_share_goes_to_stable_workers_and_says_so(mod
         assert "no canary worker is usable: placed on a stable worker" in finished.explanation.notes
 
 
-async def test_shadows_get_copies_that_nobody_sees_and_that_harm_nobody(model_folder, tmp_path) -> None:
+async def test_shadows_get_copies_that_no_client_sees_and_that_harm_no_request(model_folder, tmp_path) -> None:
     settings = {"shadow_workers": ("shadow-*",), "shadow_share": 1.0}
     async with running(model_folder, tmp_path, **settings) as fleet:
         for name in ("p0", "shadow-p0"):

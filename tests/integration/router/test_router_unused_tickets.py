@@ -58,7 +58,7 @@ def asked(*numbers, prompt=PROMPT):
     return router_pb2.PlacementsRequest(places=[router_pb2.PlaceRequest(id=n, request=request) for n in numbers])
 
 
-async def test_an_unused_ticket_keeps_nobody_waiting(world):
+async def test_an_unused_ticket_holds_up_no_request(world):
     fleet, address = world
     async with stream(address) as call:
         await call.write(asked(1, 2))

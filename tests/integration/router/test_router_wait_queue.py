@@ -51,7 +51,7 @@ async def test_a_tenant_with_ten_times_the_requests_gets_its_share(model_folder,
         assert gate.passing == 0
 
 
-async def test_without_a_measured_speed_nobody_waits(fleet):
+async def test_without_a_measured_speed_no_request_waits(fleet):
     await fleet.add("p0", "prefill")
     decode = await fleet.add("d0")
     await fleet.until_ready()

@@ -379,7 +379,7 @@ async def test_2_3_degraded_is_said_when_writes_fail_for_whatever_reason(refusal
 def test_2_3_which_errors_speak_of_the_server():
     from redis._parsers.base import BaseParser
 
-    told = {
+    reported = {
         "READONLY You can't write against a read only replica. script: ab, on @user_script:9.": True,
         "ERR Error running script (call to f_1): @user_script:9: -READONLY You can't write against a replica": True,
         "LOADING Redis is loading the dataset in memory": True,
@@ -394,4 +394,4 @@ def test_2_3_which_errors_speak_of_the_server():
         "NOPERM User router has no permissions to run the 'set' command": False,
         "ERR unknown command 'x-READONLY'": False,
     }
-    assert {text: _is_connection_error(BaseParser.parse_error(text)) for text in told} == told
+    assert {text: _is_connection_error(BaseParser.parse_error(text)) for text in reported} == reported

@@ -151,7 +151,7 @@ async def get_stats(worker: WorkerRuntime) -> worker_pb2.GetStatsResponse:
         return await WorkerStub(channel).GetStats(worker_pb2.GetStatsRequest(), timeout=300.0)
 
 
-async def test_a_worker_tells_its_rates_and_where_a_swap_begins_to_pay(pd: ModuleType) -> None:
+async def test_a_worker_reports_its_rates_and_from_where_a_swap_is_cheaper(pd: ModuleType) -> None:
     store = MemoryStore(MonotonicClock())
     async with a_worker(pd, store) as worker:
         cost = (await get_stats(worker)).preemption

@@ -73,7 +73,7 @@ class World:
         if len(self.problems) < 20:
             self.problems.append(f"{self.loop.time() - 1000.0:.6f} s, callback {self.loop.num_callbacks}: {problem}")
 
-    def told(self) -> str:
+    def reported(self) -> str:
         """The schedule in words."""
         asks = "; ".join(
             f"{a.name}: {a.length} tokens, {a.max_tokens} out, ended {a.ended} with {a.error!r}, notes {a.notes}"

@@ -80,7 +80,7 @@ def test_keys_and_certificates_reach_those_that_use_them(tmp_path: Path, monkeyp
     assert plan.http_url.startswith("https://")
 
 
-def test_workers_verify_weights_as_up_is_told(tmp_path: Path) -> None:
+def test_workers_verify_weights_as_up_is_configured(tmp_path: Path) -> None:
     for settings, mode in (({}, "changed"), ({"verify_weights": "always"}, "always")):
         for spec in make_plan(tmp_path, **settings).worker_specs():
             command = spec.command()

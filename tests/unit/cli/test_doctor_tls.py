@@ -103,8 +103,8 @@ def test_flags_or_the_environment_open_a_guarded_cluster(elsewhere: Elsewhere) -
 
 
 def test_without_them_the_next_step_names_them(elsewhere: Elsewhere) -> None:
-    told = json.loads(elsewhere.run("doctor", "--json", "--sample-s", "0").stdout)["verdicts"]
-    (lost,) = [row for row in told if row["level"] == "unknown"]
+    reported = json.loads(elsewhere.run("doctor", "--json", "--sample-s", "0").stdout)["verdicts"]
+    (lost,) = [row for row in reported if row["level"] == "unknown"]
     assert "p0" in lost["finding"]
     assert "--cluster-cert" in lost["next_step"]
     half = elsewhere.run("doctor", "--cluster-ca", elsewhere.inside["ca"])

@@ -77,7 +77,7 @@ def worst(found: Facts, check: str) -> Verdict:
     return max(judged(found, check), key=lambda verdict: order.index(verdict.level))
 
 
-def test_a_healthy_cluster_is_told_so() -> None:
+def test_a_healthy_cluster_gets_good_verdicts() -> None:
     verdicts = examine(facts())
     assert {v.level for v in verdicts} <= {Level.OK, Level.INFO}, lines_of(verdicts)
     assert not is_bad(verdicts)
@@ -199,9 +199,9 @@ def test_utilization_is_work_over_rate() -> None:
 
 def test_json_and_lines_tell_the_same() -> None:
     verdicts = examine(facts(decode=moved(DECODE, kv_usage=0.99)))
-    told = json.loads(as_json(verdicts))
-    assert told["ok"] is False
-    assert [row["finding"] for row in told["verdicts"]] == [v.finding for v in verdicts]
+    reported = json.loads(as_json(verdicts))
+    assert reported["ok"] is False
+    assert [row["finding"] for row in reported["verdicts"]] == [v.finding for v in verdicts]
     text = "\n".join(lines_of(verdicts))
     assert all(v.finding in text and v.next_step in text for v in verdicts)
 

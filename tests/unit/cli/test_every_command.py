@@ -140,7 +140,7 @@ def test_settings_are_printed_with_v_only(command: str, needed: list[str]) -> No
 
 
 @pytest.mark.parametrize("command", SERVERS)
-def test_secrets_are_not_told(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_secrets_are_not_printed(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if command == "serve":
         return  # it has no Redis
     monkeypatch.setenv("DIPTYCH_REDIS_URL", "redis://me:hush@127.0.0.1:1/0")
@@ -234,6 +234,6 @@ def test_5_8_every_flag_has_a_help_text_of_its_own(command: str) -> None:
         texts[text] = parameter.name
 
 
-def test_5_8_serve_writes_no_access_log_when_told_so() -> None:
+def test_5_8_serve_writes_no_access_log_when_switched_off() -> None:
     assert ServeConfig().parts(model="", name="", secret_file="")[0].access_log
     assert not ServeConfig(access_log=False).parts(model="", name="", secret_file="")[0].access_log

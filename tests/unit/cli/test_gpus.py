@@ -32,13 +32,13 @@ def test_15_3_4_two_gpus_are_one_for_each_worker():
     )
 
 
-def test_15_3_4_on_one_gpu_both_roles_share_its_memory_and_that_is_told():
+def test_15_3_4_on_one_gpu_both_roles_share_its_memory_and_that_is_printed():
     assignments = assign_gpus(GPUS[:1], prefill=1, decode=1)
     assert at(assignments) == {"prefill-0": "0", "decode-0": "0"}
     assert {assignment.share for assignment in assignments.values()} == {0.45}
-    told = describe_assignments(assignments)
-    assert "prefill-0 and decode-0 on GPU 0 (NVIDIA H200, 140 GiB), 45% of its memory each" in told
-    assert "diptych serve --device cuda" in told
+    reported = describe_assignments(assignments)
+    assert "prefill-0 and decode-0 on GPU 0 (NVIDIA H200, 140 GiB), 45% of its memory each" in reported
+    assert "diptych serve --device cuda" in reported
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ def test_none_left_is_one_sentence(visible):
         choose_visible(FOUND, visible)
 
 
-def test_workers_are_told_their_gpu_and_their_share(tmp_path):
+def test_workers_get_their_gpu_and_their_share(tmp_path):
     config = UpConfig(device="cuda")
     folder = RunFolder(tmp_path / ".run")
     for gpus, transport, share in ((GPUS[:2], [], "0.9"), (GPUS[:1], ["ipc"], "0.45")):

@@ -195,7 +195,7 @@ def test_main_prints_the_folder_or_the_error(tmp_path: Path, capsys: pytest.Capt
     assert "error: model=" in capsys.readouterr().err
 
 
-def test_main_writes_a_manifest_when_told_to(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_main_writes_a_manifest_on_request(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = model_folder(tmp_path / "m")
     assert model_store.main([str(folder)]) == 0
     assert read_manifest(folder) is None

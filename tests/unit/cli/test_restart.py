@@ -82,7 +82,7 @@ def test_5_2_a_worker_that_does_not_come_back_ends_the_roll_out(
     assert why in capsys.readouterr().err
 
 
-def test_5_2_a_command_that_fails_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_5_2_a_command_that_fails_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
     router = Router([worker("old")])
     assert restart(router, "raise SystemExit(3)") == 3
     assert "exit code 3" in capsys.readouterr().err

@@ -49,11 +49,11 @@ def test_a_refused_start_leaves_no_folder_that_was_not_there(tmp_path: Path):
     assert [file.name for file in folder.logs.iterdir()] == ["redis.log"]
 
 
-def test_a_command_without_a_cluster_says_whom_it_asks(tmp_path: Path, monkeypatch, capsys):
+def test_a_command_without_a_cluster_names_the_address_it_tries(tmp_path: Path, monkeypatch, capsys):
     monkeypatch.setenv("DIPTYCH_RUN_DIR", str(tmp_path / "none"))
     assert router_access().address == "127.0.0.1:50050"
-    told = capsys.readouterr().err
-    assert f"no cluster runs from {tmp_path / 'none'}: using the default address 127.0.0.1:50050 (--address" in told
+    reported = capsys.readouterr().err
+    assert f"no cluster runs from {tmp_path / 'none'}: using the default address 127.0.0.1:50050 (--address" in reported
     router_access("a:1")
     assert not capsys.readouterr().err
     with pytest.raises(NoWorkerError, match=r"the router at http://127.0.0.1:9 cannot be reached: Connection refused"):

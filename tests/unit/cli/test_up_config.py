@@ -49,21 +49,21 @@ def test_bad_values_are_named(values, field):
 
 
 def test_5_8_what_the_workers_would_refuse_of_the_model_is_refused_before_they_start(tmp_path: Path) -> None:
-    def told(**values: Any) -> str:
+    def reported(**values: Any) -> str:
         with pytest.raises(ConfigError) as caught:
             check_model(UpConfig(**values), tmp_path)
         return str(caught.value)
 
     config = tmp_path / "config.json"
-    assert "has no config.json" in told()
+    assert "has no config.json" in reported()
     config.write_text("[]")
-    assert "must hold a JSON object" in told()
+    assert "must hold a JSON object" in reported()
     config.write_text('{"architectures": ["GPTJForCausalLM"]}')
-    assert "GPTJForCausalLM" in told()
+    assert "GPTJForCausalLM" in reported()
     config.write_text(json.dumps(LLAMA))
     check_model(UpConfig(max_model_len=512), tmp_path)
     check_model(UpConfig(), tmp_path)
-    assert "max_model_len=513: must be at most the model's 512" in told(max_model_len=513)
+    assert "max_model_len=513: must be at most the model's 512" in reported(max_model_len=513)
     with pytest.raises(ConfigError, match="max_model_len"):
         WorkerConfig(max_model_len=1)
 

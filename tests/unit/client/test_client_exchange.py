@@ -71,8 +71,8 @@ def test_a_whole_answer() -> None:
         [(0, [5], "a"), (2, [7], "c")],
     ],
 )
-def test_tokens_that_nobody_looks_at_make_the_same_answer(deltas: list[tuple[int, list[int], str] | None]) -> None:
-    told: list[object] = []
+def test_tokens_that_are_not_looked_at_make_the_same_answer(deltas: list[tuple[int, list[int], str] | None]) -> None:
+    reported: list[object] = []
     for unseen in (False, True):
         exchange = Exchange(make_attempts())
         exchange.on_message(started())
@@ -86,10 +86,10 @@ def test_tokens_that_nobody_looks_at_make_the_same_answer(deltas: list[tuple[int
                 else:
                     exchange.on_message(tokens(*delta))
             exchange.on_message(finished())
-            told.append(exchange.result())
+            reported.append(exchange.result())
         except StreamBrokenError as error:
-            told.append(str(error))
-    assert told[0] == told[1]
+            reported.append(str(error))
+    assert reported[0] == reported[1]
 
 
 @pytest.mark.parametrize(
@@ -210,7 +210,7 @@ def test_a_resumed_answer_with_other_tokens_is_broken() -> None:
         exchange.on_message(tokens(0, [0, 9]))
 
 
-def test_a_finished_choice_may_be_told_again_and_not_go_on() -> None:
+def test_a_finished_choice_may_be_repeated_and_not_go_on() -> None:
     exchange = Exchange(make_attempts())
     exchange.on_message(started())
     exchange.on_message(tokens(0, [5], text="x"))
@@ -279,7 +279,7 @@ def test_a_duplicate_is_waited_for_only_after_a_try_of_our_own() -> None:
     assert exchange.on_error(DuplicateRequestError("runs")) > 0
 
 
-def test_the_rest_that_somebody_else_began() -> None:
+def test_the_rest_of_an_answer_that_another_stream_began() -> None:
     request = router_pb2.GenerateRequest(prompt="a")
     request.resume_after.token_ids.extend([5, 6])
     exchange = Exchange(make_attempts(), request, resume=True)

@@ -22,11 +22,11 @@ from diptych.client.wire import _plain
         ("", ""),
     ],
 )
-def test_reasons(details: str, told: str) -> None:
-    assert _plain(details) == told
+def test_reasons(details: str, reported: str) -> None:
+    assert _plain(details) == reported
 
 
-def test_nobody_listens() -> None:
+def test_no_router_listens() -> None:
     with (
         Client("127.0.0.1:1", retry=RetryPolicy(max_tries=1)) as client,
         pytest.raises(UnreachableError, match=r"^the router at 127.0.0.1:1 cannot be reached: Connection refused$"),

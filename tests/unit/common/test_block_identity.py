@@ -153,7 +153,7 @@ def test_no_other_code_makes_the_header_of_a_request():
 
 
 @pytest.mark.parametrize(("key", "block_size"), [(bytes(31), 16), (bytes(32), 0)])
-def test_a_header_that_could_not_be_told_apart_is_refused(key, block_size):
+def test_an_ambiguous_header_is_refused(key, block_size):
     with pytest.raises(ValueError, match="must be|not 32"):
         IdentityHeader(key, "m", "t", "float16", block_size)
 

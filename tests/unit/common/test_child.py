@@ -167,6 +167,6 @@ def test_a_child_has_none_of_our_descriptors() -> None:
         os.close(writer)
 
 
-def test_a_program_that_is_not_there_is_told_by_its_exit_code() -> None:
+def test_a_missing_program_is_known_by_its_exit_code() -> None:
     with reading(child.start(["/none/such"], stderr=subprocess.DEVNULL)) as process:
         assert process.wait(timeout=DEADLINE_S) == 1

@@ -110,7 +110,7 @@ async def test_a_zombie_stops_writing(store, clock):
     assert [w.incarnation for w in await store.list_workers()] == ["b"]
 
 
-async def test_events_arrive_in_order_and_the_lease_tells_the_last(store, clock):
+async def test_events_arrive_in_order_and_the_lease_names_the_last(store, clock):
     registration = make(store, clock)
     await registration.start()
     for sequence in range(1, 200):

@@ -23,7 +23,7 @@ def test_defaults_are_neutral():
 
 
 @pytest.mark.parametrize("name", ["n", "best_of", "beam_width"])
-def test_4_one_bound_of_choices_is_told_everywhere(name: str) -> None:
+def test_4_one_bound_of_choices_holds_everywhere(name: str) -> None:
     more = {"temperature": 0.0} if name == "beam_width" else {}
     assert getattr(check(**{name: MAX_CHOICES}, **more), name) == MAX_CHOICES
     with pytest.raises(InvalidRequestError, match=rf"{name} must be between .* and {MAX_CHOICES}, got 17") as caught:

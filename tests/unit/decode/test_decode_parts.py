@@ -96,7 +96,7 @@ def test_link_rates_follow_the_readings_and_bound_the_deadline() -> None:
     assert rates.read_deadline_s("p0", 6_000_000, base_s=3.0) == 7.0
 
 
-def test_an_illegal_move_tells_the_story() -> None:
+def test_an_illegal_move_names_the_moves_before_it() -> None:
     life = AttemptLifecycle("a")
     life.move(State.FETCHING)
     life.move(State.ENDED)
@@ -136,11 +136,11 @@ async def test_outbox_wakes_a_waiting_reader() -> None:
 
 
 async def test_outbox_is_bounded() -> None:
-    told: list[bool] = []
-    outbox = Outbox(max_bytes=200, on_overflow=lambda: told.append(True))
+    reported: list[bool] = []
+    outbox = Outbox(max_bytes=200, on_overflow=lambda: reported.append(True))
     for i in range(100):
         outbox.tokens(TokensOut("a", i, (1,), "text"))
-    assert told == [True]
+    assert reported == [True]
     outbox.close()
     with pytest.raises(OverloadedError):
         await outbox.next_batch()

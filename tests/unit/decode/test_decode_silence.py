@@ -12,7 +12,7 @@ from diptych.decode import liveness_timer as silence_module
 from diptych.decode.liveness_timer import LivenessTimer
 
 
-async def test_silence_ends_the_wait_and_a_word_starts_it_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_silence_ends_the_wait_and_a_message_restarts_it(monkeypatch: pytest.MonkeyPatch) -> None:
     ticks, pause = asyncio.Semaphore(0), asyncio.sleep
 
     async def tick(seconds: float) -> None:

@@ -185,10 +185,10 @@ def test_compiled_kernels_and_torch_take_turns(tiny_dir, driver_of, monkeypatch,
         mixed = driver_of(tiny_dir)
     assert mixed.runner.backend.startswith("native (") == (len(refused) == 1)
     assert "native refuses layer" in caplog.text
-    told = []
-    mixed.runner.on_layers = told.append
+    reported = []
+    mixed.runner.on_layers = reported.append
     assert run(mixed) == run(driver_of(tiny_dir, backend="torch"))
-    assert set(told) == {1, 2}
+    assert set(reported) == {1, 2}
     with pytest.raises(ConfigError, match="the test"):
         driver_of(tiny_dir, backend="native")
 

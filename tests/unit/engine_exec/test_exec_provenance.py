@@ -45,9 +45,9 @@ def test_rows_chunks_cached_blocks_and_copies(driver):
     table, other = driver.table(40), driver.table(40)
     assert computed(driver, PROMPT[:13], 0, table).num_tokens == 13
     neighbours = [driver.seq([3, 4, 5], 0, driver.table(3)), driver.seq([9], 0, driver.table(1))]
-    told = computed(driver, PROMPT[13:], 13, table, beside=neighbours)
-    assert (told.num_tokens, told.block_size) == (21, size)
-    assert told.digest == prompt_digest(PROMPT, size)
+    reported = computed(driver, PROMPT[13:], 13, table, beside=neighbours)
+    assert (reported.num_tokens, reported.block_size) == (21, size)
+    assert reported.digest == prompt_digest(PROMPT, size)
     shared = [table[0], *other[1:]]
     assert computed(driver, PROMPT[size : size + 3], size, shared).digest == prompt_digest(PROMPT[: size + 3], size)
     driver.runner.copy_blocks([BlockCopy(CopyKind.FORK, table[0], other[0])])
@@ -75,5 +75,5 @@ def test_a_row_that_the_layout_loses_is_told(driver, monkeypatch):
 
     monkeypatch.setattr(driver.runner._decoder, "lay_out", faulty)
     prompt = [*PROMPT[:4], 17, *PROMPT[5:]]
-    told = computed(driver, prompt, 0, driver.table(21))
-    assert told.digest == prompt_digest([*PROMPT[:4], 0, *PROMPT[5:]], driver.runner.block_size)
+    reported = computed(driver, prompt, 0, driver.table(21))
+    assert reported.digest == prompt_digest([*PROMPT[:4], 0, *PROMPT[5:]], driver.runner.block_size)

@@ -195,11 +195,11 @@ def test_layers_are_packed_alone_and_unpacked_alone(tiny, num_tokens):
 def test_what_a_step_says_of_its_layers_is_true(tiny, sample):
     """Their KV is final when it is said: packed then or after the step, it is the same."""
     table, runner = tiny.table(13), tiny.runner
-    prompt, told = prompt_of(13), []
+    prompt, reported = prompt_of(13), []
 
     def on_layers(num_layers):
         payload = bytearray(13 * runner.kv_bytes_per_token * num_layers // runner.num_layers)
-        told.append((num_layers, runner.pack(table, 13, memoryview(payload), range(num_layers)), payload))
+        reported.append((num_layers, runner.pack(table, 13, memoryview(payload), range(num_layers)), payload))
 
     runner.on_layers = on_layers
     try:
@@ -207,8 +207,8 @@ def test_what_a_step_says_of_its_layers_is_true(tiny, sample):
     finally:
         runner.on_layers = lambda num_layers: None
     assert runner.capabilities.reports_layers
-    assert [num_layers for num_layers, *_ in told] == [1, 2]
-    for num_layers, checksum, payload in told:
+    assert [num_layers for num_layers, *_ in reported] == [1, 2]
+    for num_layers, checksum, payload in reported:
         again = bytearray(len(payload))
         assert runner.pack(table, 13, memoryview(again), range(num_layers)) == checksum
         assert again == payload

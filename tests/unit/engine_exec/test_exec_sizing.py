@@ -43,7 +43,7 @@ def test_a_gpu_without_room_is_refused_with_its_numbers(values):
         fit(**values)
 
 
-def test_15_3_4_no_memory_for_the_pool_is_told_with_numbers(tiny_dir, monkeypatch):
+def test_15_3_4_no_memory_for_the_pool_is_reported_with_numbers(tiny_dir, monkeypatch):
     def no_room(*args, **kwargs):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 70.31 GiB. GPU 0 has ...")
 
@@ -87,7 +87,7 @@ class TestOnTheGpu:
         assert pool > GIB
         assert free - left <= 1.5 * GIB
 
-    def test_a_step_without_memory_is_told_and_the_next_one_runs(self, tiny_dir, monkeypatch):
+    def test_a_step_without_memory_is_reported_and_the_next_one_runs(self, tiny_dir, monkeypatch):
         runner = TorchModelRunner.load(tiny_dir, device="cuda", dtype="bfloat16", num_blocks=16, graph_sizes=[1])
         expected = runner.execute([_prompt(runner, "a", 40)]).token_ids
         compute = runner._fused.execute

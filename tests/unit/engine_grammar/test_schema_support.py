@@ -103,7 +103,7 @@ def test_tags_are_what_earlier_workers_read_unless_they_have_an_instead() -> Non
 
 
 @pytest.mark.parametrize("source", ["", "[]", "{}", '{"tags": []}', '{"tags": [{"begin": 1}]}', "[" * 5000])
-def test_tags_that_nobody_wrote(source) -> None:
+def test_tags_that_were_not_written(source) -> None:
     with pytest.raises(InvalidRequestError):
         Tags.load(source)
 

@@ -94,7 +94,7 @@ def test_steps_go_on_while_kv_comes_and_the_request_joins_when_it_is_there(core)
     assert not copy.waited
 
 
-def test_damage_is_told_and_does_not_count_as_arrived(core):
+def test_damage_is_reported_and_does_not_count_as_arrived(core):
     copy = Copy("checksum 1, not 7")
     unpack(core, copy)
     copy.ended = True

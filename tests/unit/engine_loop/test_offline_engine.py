@@ -42,7 +42,7 @@ def test_a_refused_request_has_its_error_and_the_others_run():
     assert good.finished is not None
 
 
-def test_a_request_that_waits_for_nobody_is_told():
+def test_a_request_that_no_worker_can_serve_is_an_error():
     with pytest.raises(InternalError, match="nothing moves"):
         make_engine().generate([make_request("a", mode=KvMode.REMOTE)])
 

@@ -153,7 +153,7 @@ def test_a_rank_that_dies_or_hangs_ends_the_engine(start, rank, what):
         executor.execute([], lambda: False)
 
 
-async def test_with_a_lost_rank_every_request_fails_and_the_worker_is_told(start):
+async def test_with_a_lost_rank_every_request_fails_and_the_worker_is_notified(start):
     executor, _ = start({}, {"at": 2, "what": "die"})
     ended = asyncio.Event()
     seen = []

@@ -126,8 +126,8 @@ def test_ages_of_cached_blocks_are_counted_by_the_callers_clock():
     pool.release([a, a])
     pool.ages.now = 14.0
     pool.allocate(1)
-    told = pool.ages.stats()
-    for ages, seconds in ((told.reuse_gap, 0.25), (told.lifetime, 4.0), (told.idle_before_evict, 2.75)):
+    reported = pool.ages.stats()
+    for ages, seconds in ((reported.reuse_gap, 0.25), (reported.lifetime, 4.0), (reported.idle_before_evict, 2.75)):
         assert sum(ages.buckets) == 1
         assert ages.sum_s == seconds
         assert ages.buckets[bisect_left(AGE_BUCKETS_S, seconds)] == 1

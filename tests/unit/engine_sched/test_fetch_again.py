@@ -140,6 +140,6 @@ def test_only_a_request_of_one_choice_and_only_by_measured_cost(kit, fields, mod
     params = SamplingParams(16, ignore_eos=True, **fields)
     for request in (kit.make_request("a", 6, sampling=params), kit.make_request("b", range(300, 306), 16)):
         engine.send(request)
-    told = {event.attempt for event in kit.run_until_idle(engine) if isinstance(event, Preempted)}
+    reported = {event.attempt for event in kit.run_until_idle(engine) if isinstance(event, Preempted)}
     assert engine.stats().preemptions_total > 0
-    assert told <= ({"b"} if mode == "auto" else set())
+    assert reported <= ({"b"} if mode == "auto" else set())

@@ -78,8 +78,8 @@ def test_what_nobody_told_of_is_unknown():
 def computed_from(kit, engine, attempt, prompt, outputs=()):
     request = kit.make_request(attempt, prompt, mode=KvMode.PREFILL, want_kv=False, output_token_ids=tuple(outputs))
     engine.send(request)
-    [told] = [event for event in kit.run_until_idle(engine) if isinstance(event, PromptComputed)]
-    return told.computed_from
+    [reported] = [event for event in kit.run_until_idle(engine) if isinstance(event, PromptComputed)]
+    return reported.computed_from
 
 
 @pytest.mark.parametrize("budget", [3, 7, 64])
@@ -93,9 +93,9 @@ def test_a_prefill_engine_says_what_its_runner_computed(kit, budget):
     cases = [(first, ()), ([*first, 7, 8], ()), ([*range(600, 640)], ()), (first, (5, 6, 7)), ([9], ())]
     for number, (prompt, outputs) in enumerate(cases):
         tokens = [*prompt, *outputs[:-1]]
-        told = computed_from(kit, engine, f"r{number}", prompt, outputs)
-        assert (told.num_tokens, told.block_size) == (len(tokens), kit.BLOCK)
-        assert told.digest == prompt_digest(tokens, kit.BLOCK)
+        reported = computed_from(kit, engine, f"r{number}", prompt, outputs)
+        assert (reported.num_tokens, reported.block_size) == (len(tokens), kit.BLOCK)
+        assert reported.digest == prompt_digest(tokens, kit.BLOCK)
     assert engine.stats().cached_tokens_total > 20
     assert engine.stats().restored_tokens_total > 0
 
@@ -113,5 +113,5 @@ def test_several_choices_are_vouched_for_once(kit):
     engine = kit.make_engine()
     sampling = SamplingParams(max_tokens=4, n=3, seed=1, ignore_eos=True)
     engine.send(kit.make_request("a", 20, sampling=sampling, mode=KvMode.PREFILL, want_kv=False))
-    told = [event for event in kit.run_until_idle(engine) if isinstance(event, PromptComputed)]
-    assert [one.computed_from.num_tokens for one in told] == [20]
+    reported = [event for event in kit.run_until_idle(engine) if isinstance(event, PromptComputed)]
+    assert [one.computed_from.num_tokens for one in reported] == [20]

@@ -381,7 +381,7 @@ def test_an_attempt_that_comes_twice_ends_once(kit):
     assert engine.core.scheduler.requests == {}
 
 
-def test_an_illegal_move_tells_the_story(kit):
+def test_an_illegal_move_names_the_moves_before_it(kit):
     engine = kit.make_engine()
     engine.send(kit.make_request())
     engine.step()

@@ -79,7 +79,7 @@ def test_the_log_is_read_as_pytest_writes_it(tmp_path, last, counts):
     assert hostile.progress_of(tmp_path / "log") == "100%"
 
 
-def test_conditions_reach_the_tests_and_failures_are_told(tmp_path, capsys, monkeypatch):
+def test_conditions_reach_the_tests_and_failures_are_reported(tmp_path, capsys, monkeypatch):
     for name in ("CC", "DIPTYCH_NATIVE_LANES"):  # of a hostile run that this test is in
         monkeypatch.delenv(name, raising=False)
     (tmp_path / "test_cases.py").write_text(CASES)
@@ -89,13 +89,13 @@ def test_conditions_reach_the_tests_and_failures_are_told(tmp_path, capsys, monk
     pinned, lanes = (json.loads((tmp_path / f"told-{lanes}.json").read_text()) for lanes in (None, 8))
     assert pinned["cores"] == 1
     assert lanes["cores"] == len(os.sched_getaffinity(0))
-    told = json.loads((tmp_path / "out" / "results.json").read_text())
-    outcomes = {outcome["condition"]: outcome for outcome in told["conditions"]}
+    reported = json.loads((tmp_path / "out" / "results.json").read_text())
+    outcomes = {outcome["condition"]: outcome for outcome in reported["conditions"]}
     one, other = outcomes["one-core"], outcomes["lanes-8"]
     assert [name.rpartition("::")[2] for name in one["failed"]] == ["test_fails_on_one_core"]
     assert (one["tests"], other["tests"]) == (2, 2)
     assert bool(other["failed"]) is not both
-    assert any(line.startswith("vectors: ") for line in told["machine"])
+    assert any(line.startswith("vectors: ") for line in reported["machine"])
     assert "| one-core | 2 | 1 | 0 |" in capsys.readouterr().out
 
 
@@ -167,7 +167,7 @@ def status(process: subprocess.Popen[bytes]) -> str:
     return psutil.Process(process.pid).status()
 
 
-def test_stop_and_continue_lets_stand_what_somebody_else_stopped(tmp_path):
+def test_stop_and_continue_leaves_processes_that_others_stopped(tmp_path):
     parent = counting(tmp_path / "n")
     other = counting(tmp_path / "m")
     try:

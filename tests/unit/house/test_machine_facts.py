@@ -56,7 +56,7 @@ def test_a_failure_names_vectors_compiler_cores_and_load(tmp_path):
         assert said.count(words) == 2, said
 
 
-def test_who_compiles_is_told_with_the_version(compiler):
+def test_the_compiler_is_named_with_its_version(compiler):
     [line] = [line for line in machine.facts() if line.startswith("compiler")]
     assert line.startswith(f"compiler: {compiler}: ")
     assert any(mark.isdigit() for mark in line)

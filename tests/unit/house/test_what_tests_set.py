@@ -62,7 +62,7 @@ def section() -> str:
     return text.partition("## Variables that tests set")[2].partition("\n## ")[0]
 
 
-def told() -> str:
+def reported() -> str:
     """The table's first columns."""
     return "\n".join(line.split("|")[1] for line in section().splitlines() if line.startswith("|"))
 
@@ -74,7 +74,7 @@ def test_the_table_names_the_variables_that_tests_set() -> None:
         for name in names_of_environments(ast.parse(path.read_text(encoding="utf-8")))
     }
     assert {"DIPTYCH_RUN_DIR", "OMP_NUM_THREADS", "OTEL_EXPORTER_OTLP_ENDPOINT"} <= found, "the search finds nothing"
-    assert found == set(re.findall(r"`([A-Z0-9_]+)`", told()))
+    assert found == set(re.findall(r"`([A-Z0-9_]+)`", reported()))
 
 
 def test_the_table_names_the_flags_that_are_for_tests() -> None:
@@ -83,7 +83,7 @@ def test_the_table_names_the_flags_that_are_for_tests() -> None:
     assert "fault_corrupt_every" in of_tests
     on = {field.name for field in fields(WorkerConfig) if field.default is True}
     flags = {("--no-" if name in on else "--") + name.replace("_", "-") for name in of_tests}
-    assert flags == set(re.findall(r"`(--[a-z-]+)`", told()))
+    assert flags == set(re.findall(r"`(--[a-z-]+)`", reported()))
 
 
 def test_a_cluster_under_test_gets_nothing_of_the_tests_own() -> None:

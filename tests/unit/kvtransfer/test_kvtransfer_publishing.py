@@ -176,7 +176,7 @@ def test_a_returned_grant_is_granted_again_and_a_stale_return_is_not(ledger, han
     assert ledger.on_event(pub.GrantReturned(0, 9), 0.0) == []
 
 
-def test_an_illegal_move_tells_the_story():
+def test_an_illegal_move_names_the_moves_before_it():
     table = SlabTable(1)
     table.move(0, SlabState.PACKED, "published for att-7")
     with pytest.raises(IllegalMoveError, match="att-7"):
@@ -218,7 +218,7 @@ def test_a_decode_worker_that_says_nothing_for_a_whole_lease_is_silent(ledger, h
 
 
 @pytest.mark.parametrize("word", [ask, lambda named: pub.Renewed(named, True), lambda named: pub.Acked(named, True)])
-def test_a_word_about_any_slab_is_no_silence_until_a_lease_after_it(ledger, handle, word):
+def test_a_message_about_any_slab_restarts_the_lease(ledger, handle, word):
     published(ledger, handle)
     other = published(ledger, handle, slab=1)
     published(ledger, handle, 3.0, slab=2)

@@ -32,7 +32,7 @@ def test_the_good_path(ledger):
     assert ledger.counts().free == 3
 
 
-def test_a_damaged_slab_is_free_at_once_and_prefill_is_told(ledger):
+def test_a_damaged_slab_is_free_at_once_and_prefill_is_notified(ledger):
     ledger.on_event(want(1), 0.0)
     assert ledger.on_event(rd.Received(1, BAD), 1.0) == [rd.FailRead(1, BAD), rd.Acknowledge(1), rd.Forget(1)]
 

@@ -79,7 +79,7 @@ def test_alternation_and_ratio(alternated):
     assert "WARNING: 1 of" in lines
 
 
-def test_whoever_must_be_held_is_told_before_every_run(scripted, virtual):
+def test_a_server_that_must_be_held_is_named_before_every_run(scripted, virtual):
     chosen = config()
     targets = (scripted(label="a"), scripted(label="b"))
     seen: list[tuple[int, int, int]] = []

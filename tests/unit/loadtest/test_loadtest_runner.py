@@ -48,7 +48,7 @@ def test_every_figure_is_the_scripts(scripted, virtual, says):
     assert result.lag.loop.high == 0.0
 
 
-def test_chunks_are_counted_as_tokens_only_when_nothing_else_is_told(scripted, virtual):
+def test_chunks_are_counted_as_tokens_only_when_no_count_is_reported(scripted, virtual):
     result = virtual(Runner(scripted(says="nothing"), OpenLoop(10.0)).run(generate(spec(num_requests=1))))
     assert result.records[0].counted_by is CountedBy.CHUNKS
 
@@ -110,7 +110,7 @@ def test_a_conversations_history_as_messages(scripted, virtual):
     assert answer == Message("assistant", "abab")
 
 
-def test_an_agents_turns_are_calls_and_results_that_both_of_our_faces_take(scripted, virtual):
+def test_an_agents_turns_are_calls_and_results_that_both_of_our_apis_take(scripted, virtual):
     items = generate(spec(kind="agent", num_requests=3, turns=3, form="messages", output_len=sizes.fixed(2)))
     target = scripted()
     virtual(Runner(target, OpenLoop(1.0)).run(items))

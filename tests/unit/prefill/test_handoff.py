@@ -134,7 +134,7 @@ async def test_events_in_order_and_open_until_settled(parts) -> None:
     await handoffs.drained()
 
 
-async def test_a_leg_that_draws_nothing_is_vouched_for(parts) -> None:
+async def test_a_session_that_samples_nothing_is_vouched_for(parts) -> None:
     handoffs, _, _ = parts
     async with aclosing(handoffs.serve(request(output_token_ids=[5]))) as events:
         task = asyncio.ensure_future(events.__anext__())
@@ -159,7 +159,7 @@ async def test_a_cancel_frees_all_and_later_ranges_go_back(parts) -> None:
     assert publisher.returned == [2]
 
 
-async def test_a_silent_decode_worker_loses_every_leg_and_no_other_does(parts) -> None:
+async def test_a_silent_decode_worker_loses_every_session_and_no_other_does(parts) -> None:
     """Waiting for slabs one after the other, each of its legs would take a lease for each of its ranges."""
     handoffs, engine, publisher = parts
     theirs = asyncio.ensure_future(anext(handoffs.serve(request())))
@@ -174,7 +174,7 @@ async def test_a_silent_decode_worker_loses_every_leg_and_no_other_does(parts) -
     assert (await other).WhichOneof("event") == "started"
 
 
-async def test_the_engines_failure_and_the_deadline_end_the_leg(parts) -> None:
+async def test_the_engines_failure_and_the_deadline_end_the_session(parts) -> None:
     handoffs, _, publisher = parts
     task = asyncio.ensure_future(anext(handoffs.serve(request())))
     await asyncio.sleep(0)
@@ -230,7 +230,7 @@ async def test_the_queue_is_bounded_and_a_draining_worker_takes_nothing(parts) -
     assert handoffs.num_sessions == 0
 
 
-async def test_a_leg_with_nothing_to_say_says_that_it_lives_but_not_for_a_stuck_engine(parts) -> None:
+async def test_an_idle_session_sends_keep_alives_but_not_for_a_stuck_engine(parts) -> None:
     _, engine, publisher = parts
     why, asked = "", 0
 

@@ -48,7 +48,7 @@ def test_a_step_waits_until_the_file_names_more_or_is_gone(runner, gate):
         assert runner.executed_steps == before + 1
 
 
-def test_a_held_step_is_given_up_when_nobody_wants_it(runner, gate):
+def test_a_held_step_is_given_up_when_no_request_needs_it(runner, gate):
     gate.write_text("0")
     sign = gate.with_name("decode-0.held")
     with pytest.raises(StepAborted):

@@ -96,7 +96,7 @@ def test_18_5_an_old_reading_is_no_series() -> None:
     assert gpu_to_proto(monitor.numbers()) is None
 
 
-def test_18_5_a_call_that_hangs_holds_nobody() -> None:
+def test_18_5_a_call_that_hangs_blocks_no_other() -> None:
     nvml = FakeNvml()
     nvml.held = threading.Event()
     monitor, _ = watched(nvml)

@@ -54,7 +54,7 @@ async def forget(peer: object) -> None:
     return
 
 
-async def test_whoever_waits_for_the_former_life_is_told_that_it_is_lost() -> None:
+async def test_waiters_for_the_former_incarnation_learn_that_it_is_lost() -> None:
     peers = PeerDirectory(COMPAT, forget=forget, open_channel=Channel)  # type: ignore[arg-type]
     waiting = [asyncio.create_task(peers.connect(OLD)) for _ in range(2)]
     await asyncio.sleep(0)

@@ -21,10 +21,10 @@ def test_engine_numbers_leave_out_what_is_unknown() -> None:
 
 
 def test_settings_are_those_named_and_hold_no_secret() -> None:
-    told = settings_of(WorkerConfig(model="m", redis_url="redis://u:pw@h/0", secret_file="/s", max_num_seqs=9))
-    assert set(told) == {*SETTINGS, "kernels", "kernels_refused", "compiler"}
-    assert told["max_num_seqs"] == "9"
-    assert "pw" not in str(told)
+    reported = settings_of(WorkerConfig(model="m", redis_url="redis://u:pw@h/0", secret_file="/s", max_num_seqs=9))
+    assert set(reported) == {*SETTINGS, "kernels", "kernels_refused", "compiler"}
+    assert reported["max_num_seqs"] == "9"
+    assert "pw" not in str(reported)
 
 
 def test_a_missing_module_and_a_missing_device_are_named(tmp_path: Path) -> None:

@@ -134,7 +134,7 @@ def test_a_quota_is_spent_and_comes_back() -> None:
     assert quotas.headers("b") == {}
 
 
-async def test_leaving_a_metered_answer_leaves_the_door_s() -> None:
+async def test_leaving_a_metered_answer_leaves_that_of_the_inner_api() -> None:
     router_api = FakeRouterApi([TokenEvent(0, (1, 2), "a"), None])
     quotas = TenantQuotas(lambda tenant: 60, now=FakeClock().now)
     metered = MeteredRouterApi(router_api, quotas)

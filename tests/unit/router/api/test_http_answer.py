@@ -125,6 +125,6 @@ def test_true_is_not_one_and_false_is_not_zero() -> None:
 
 def test_unknown_names_are_remembered_within_bounds(caplog: pytest.LogCaptureFixture) -> None:
     unknown = UnknownFields(limit=2)
-    told = unknown.note(["a", "b", "a", "c", "\n" * 100], known=())
-    assert len(told) == 5
+    reported = unknown.note(["a", "b", "a", "c", "\n" * 100], known=())
+    assert len(reported) == 5
     assert len(caplog.records) == 2

@@ -54,7 +54,7 @@ def http(name: str, value: Any) -> list[UncheckedRequest]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_parameter_can_be_given_on_every_face(name: str) -> None:
+def test_a_parameter_can_be_given_in_every_api(name: str) -> None:
     value = value_of(SAMPLING[name])
     options: Any = {"prompt": "a", name: value}
     specs = [spec_from(build_request(options), 5.0, FEATURES)[0], *http(name, value)]

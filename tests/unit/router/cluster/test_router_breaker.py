@@ -64,7 +64,7 @@ def test_five_in_a_row_open_and_one_probe_closes():
     assert not breakers.on_placed("p1", 5.3)
 
 
-def test_a_probe_that_tells_nothing_makes_room_for_the_next():
+def test_an_inconclusive_probe_makes_room_for_the_next():
     breakers = make()
     fail(breakers, "p1")
     breakers.on_placed("p1", 5.0)
@@ -132,7 +132,7 @@ def test_another_life_has_a_clean_record():
         max_size=80,
     )
 )
-def test_nobody_is_locked_out_for_good(steps):
+def test_no_worker_is_excluded_for_good(steps):
     breakers, now = make(), 0.0
     for name, what, pause in steps:
         now += pause

@@ -8,7 +8,7 @@ def why(watch, now, num_events=0, lease_sequence=0, mode=IndexMode.EXACT):
     return watch.why("w", num_events=num_events, lease_sequence=lease_sequence, mode=mode, now=now)
 
 
-def test_a_worker_that_computes_and_publishes_nothing_is_mute():
+def test_a_worker_that_computes_and_publishes_nothing_is_untracked():
     watch = EventWatch()
     assert why(watch, 0.0) == ""
     watch.computed("w", 1.0)

@@ -191,7 +191,7 @@ def serve(pace, seconds):
     pace.on_served(seconds)
 
 
-def test_one_long_pause_and_one_slow_client_hold_nobody_up():
+def test_one_long_pause_and_one_slow_client_hold_up_no_other():
     pace = TokenPace()
     pace.on_wake()  # the slow one
     for i in range(1000):

@@ -94,7 +94,7 @@ def test_answers_count_as_prompts_do():
     assert turns.take().tenant
 
 
-def test_a_debt_outlasts_an_empty_queue_but_not_the_time_in_which_somebody_waits():
+def test_a_debt_outlasts_an_empty_queue_but_not_the_time_in_which_a_request_waits():
     turns = FairQueue()
 
     def add(tenant, count=1):
@@ -231,7 +231,7 @@ def test_a_pool_that_has_become_idle_is_not_given_all_that_waits():
     assert len(let_in) == 4
 
 
-async def test_nobody_waits_while_there_is_room():
+async def test_no_request_waits_while_there_is_room():
     pool = Pool(100)
     gate, done = WaitQueue(pool, window_s=1.0), []
     await enter(gate, "a", 1000, done, pool)
@@ -324,7 +324,7 @@ class RoomByTenant:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_the_bound_holds_whoever_has_room(seed):
+def test_the_bound_holds_whichever_worker_has_room(seed):
     """Item 2.2: others may pass the next request when it has no room; the service stays in proportion to the weights."""
     rng = random.Random(seed)
     weights = {"a": 1.0, "b": rng.choice([0.5, 2.0, 3.0])}
@@ -488,7 +488,7 @@ def test_a_worker_that_stands_still_is_not_given_more_and_more():
     assert reservations.backlog.before("p0", "t", 40) == 0.0
 
 
-async def test_nobody_is_refused_for_what_others_sent():
+async def test_no_tenant_is_refused_for_requests_of_others():
     pool = Pool(0)
     gate, done = WaitQueue(pool, window_s=1.0, most=8), []
     tasks = [asyncio.create_task(enter(gate, "greedy", 10, done, pool)) for _ in range(8)]

@@ -71,7 +71,7 @@ def test_doubt_admits():
     assert judge(admission, ttft_s=2.0).verdict is Verdict.ADMITTED
 
 
-def test_shadow_mode_refuses_nobody_and_knows_who_was_wronged():
+def test_shadow_mode_refuses_no_request_and_counts_false_rejections():
     admission = calibrated(Admission("shadow", max_ttft_s=1.0))
     judgement = judge(admission, ttft_s=2.0)
     assert judgement.verdict is Verdict.WOULD_REFUSE

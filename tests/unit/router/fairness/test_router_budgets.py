@@ -144,7 +144,7 @@ async def test_a_burst_after_a_pause_may_use_what_has_come_back(store, clock):
     assert 30 <= hammer(quotas, "a", tokens=1) <= 31
 
 
-async def test_who_has_used_half_of_its_share_is_told_more_at_once(store, clock):
+async def test_a_tenant_that_used_half_of_its_share_gets_more_at_once(store, clock):
     """A burst that meets one of four routers: its share at once, all that is unused after a few exchanges."""
     quotas = routers(store, clock, {"a": 60}, count=4)[0]
     got = hammer(quotas, "a", tokens=1)

@@ -119,11 +119,11 @@ def test_every_series_moves(clock):
 
 def test_where_the_time_went_is_added_up_from_one_clock_each():
     metrics = RouterMetrics()
-    told = trace(ttft_s=0.9, cached=0)  # waited 0.1 s at the router
-    told.facts = types_pb2.Explanation(
+    reported = trace(ttft_s=0.9, cached=0)  # waited 0.1 s at the router
+    reported.facts = types_pb2.Explanation(
         reserved_s=0.05, prefill_queue_s=0.2, first_token_s=0.75, kv_complete_s=0.8, kv_bytes=4096
     )
-    metrics.split(told, 2.9)
+    metrics.split(reported, 2.9)
     got = values(metrics)
     assert got["diptych_request_queue_time_seconds_sum[]"] == pytest.approx(0.1 + 0.05 + 0.2)
     assert got["diptych_request_prefill_time_seconds_sum[]"] == pytest.approx(0.75 - 0.05 - 0.2)
@@ -143,9 +143,9 @@ def test_where_the_time_went_is_added_up_from_one_clock_each():
 )
 def test_a_fallback_is_counted_by_where_the_work_went(local, faults, to):
     metrics = RouterMetrics()
-    told = trace(ttft_s=0.9, cached=0)
-    told.facts = types_pb2.Explanation(local_prefill=local)
-    metrics.count_deviations(told, faults)
+    reported = trace(ttft_s=0.9, cached=0)
+    reported.facts = types_pb2.Explanation(local_prefill=local)
+    metrics.count_deviations(reported, faults)
     got = values(metrics)
     assert got[f"diptych_fallbacks_total[('to', '{to}')]"] == 1
     assert all(got[f"diptych_prefill_faults_total[('reason', '{reason}')]"] == 1 for reason in faults)
@@ -167,8 +167,8 @@ def test_the_gap_to_the_second_token_is_measured_once_and_waiting_ends_with_the_
 
 
 def test_tenants_have_series_only_where_that_was_asked_for(clock):
-    plain, told = RouterMetrics(), RouterMetrics(by_tenant=True)
-    for metrics in (plain, told):
+    plain, reported = RouterMetrics(), RouterMetrics(by_tenant=True)
+    for metrics in (plain, reported):
         own = replace(request(clock.now()), tenant="acme")
         timer = RequestTimer(metrics, own, clock)
         timer.tokens(TokenEvent(0, (7, 8), "ab", cached_tokens=16))
@@ -176,7 +176,7 @@ def test_tenants_have_series_only_where_that_was_asked_for(clock):
         metrics.refused("QUOTA_EXCEEDED", "acme")
     assert b"acme" not in plain.expose()
     assert b"tenant" not in plain.expose()
-    got = values(told)
+    got = values(reported)
     assert got["diptych_tenant_requests_total[('outcome', 'QUOTA_EXCEEDED'), ('tenant', 'acme')]"] == 1
     assert got["diptych_tenant_requests_total[('outcome', 'finished'), ('tenant', 'acme')]"] == 1
     assert got["diptych_tenant_generation_tokens_total[('tenant', 'acme')]"] == 2
@@ -185,7 +185,7 @@ def test_tenants_have_series_only_where_that_was_asked_for(clock):
 
 
 def test_many_observations_at_once_are_as_many_single_ones():
-    told = []
+    reported = []
     for many in (True, False):
         metrics = Metrics()
         histogram = metrics.histogram("x_seconds", "x", ITL_BUCKETS_S)
@@ -195,12 +195,14 @@ def test_many_observations_at_once_are_as_many_single_ones():
             else:
                 for _ in range(count):
                     histogram.observe(value)
-        told.append([line for line in metrics.expose().decode().splitlines() if "bucket" in line or "count" in line])
-    assert told[0] == told[1]
-    assert told[0][-1].endswith(" 23.0")
+        reported.append(
+            [line for line in metrics.expose().decode().splitlines() if "bucket" in line or "count" in line]
+        )
+    assert reported[0] == reported[1]
+    assert reported[0][-1].endswith(" 23.0")
 
 
-def test_series_are_told_as_prometheus_clients_own():
+def test_series_are_exposed_as_prometheus_clients_own():
     """All but the times at which theirs were created."""
     ours, theirs = Metrics(), CollectorRegistry()
     made = [

@@ -131,10 +131,10 @@ def same(one, other):
 @pytest.mark.parametrize("seed", range(8))
 def test_both_place_alike(seed, library):
     setup = Setup(seed, library, host=seed % 3 > 0, headers=HEADERS[: 1 + seed % 2])
-    told = [setup.ask() for _ in range(30)]
-    for one, other in told:
+    reported = [setup.ask() for _ in range(30)]
+    for one, other in reported:
         same(one, other)
-    assert len({one.chosen.decode.worker_id for one, _ in told if isinstance(one, Placement)}) > 1
+    assert len({one.chosen.decode.worker_id for one, _ in reported if isinstance(one, Placement)}) > 1
 
 
 def test_both_place_alike_beyond_64_workers(library):
@@ -159,24 +159,24 @@ def test_copies_of_hot_prefixes_go_to_the_same_worker(library):
 
 def test_a_worker_that_computes_alone_for_the_margins_sake_is_the_same(library):
     setup = Setup(2, library, headers=HEADERS[:1])
-    told = []
+    reported = []
     for i in range(100, 3000):
         setup.reservations.reserve(str(i), Reservation(f"p{i % 6}", "d0", 50_000))
     for _ in range(40):
-        told.append(setup.ask(colocated_margin=0.1, local_prefill_max_tokens=8, allow_local_fallback=True))
-    for one, other in told:
+        reported.append(setup.ask(colocated_margin=0.1, local_prefill_max_tokens=8, allow_local_fallback=True))
+    for one, other in reported:
         same(one, other)
-    assert any(one.colocated for one, _ in told)
+    assert any(one.colocated for one, _ in reported)
 
 
-def test_nobody_and_nothing_cached(library):
+def test_no_worker_and_nothing_cached(library):
     placers = [Placer(BlockIndex(), Reservations(), random.Random(0), library=one) for one in (None, library)]
     for placer in placers:
         placer.set_workers([], [], {}, {})
     same(*(placer.place(PlacementRequest(5, 64), PromptBlocks(Prompt([1] * 5)), 0.0) for placer in placers))
 
 
-def test_an_explanation_told_later_is_of_the_time_of_the_decision(library):
+def test_a_late_explanation_is_of_the_time_of_the_decision(library):
     setup = Setup(4, library, headers=HEADERS[:1])
     one, other = setup.ask(needs_kv=True)
     before = other.best(None)

@@ -75,7 +75,7 @@ def test_round_robin_takes_turns():
     assert Counter(terms.prefill.worker_id for terms in placements) == {"p0": 4, "p1": 4, "p2": 4}
 
 
-def test_random_covers_everybody():
+def test_random_covers_every_worker():
     policy = policy_by_name("random")
     pairs = {
         (terms.prefill.worker_id, terms.decode.worker_id)

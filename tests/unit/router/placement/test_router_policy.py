@@ -238,7 +238,7 @@ def test_disaggregating_never_costs_more_than_the_margin_over_colocated():
 
 
 @pytest.mark.parametrize("changes", [{"local": 0}, {"allow_local_fallback": False}, {"colocated_margin": float("inf")}])
-def test_whoever_rules_colocated_out_is_never_colocated(changes):
+def test_a_request_that_excludes_colocated_is_never_colocated(changes):
     placement = choose([worker("p0", pending=10**6)], [worker("d0")], n=400, **({"colocated_margin": 1.0} | changes))
     assert pair(placement) == ("p0", "d0")
 

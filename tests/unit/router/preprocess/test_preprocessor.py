@@ -259,7 +259,7 @@ async def test_beam_search_leaves_the_defaults_for_drawing_out(intake):
     assert caught.value.param == "temperature"
 
 
-async def test_echo_and_thoughts_are_told_to_the_faces(intake, words):
+async def test_echo_and_reasoning_are_reported_to_the_apis(intake, words):
     request = await intake.prepare(UncheckedRequest(prompt="a bb", echo=True, tenant="t"))
     assert (request.echo, request.thinking, request.tenant) == ("a bb", False, "t")
     assert (await intake.prepare(UncheckedRequest(token_ids=[1, 2], echo=True))).echo == "x xx"
