@@ -131,7 +131,7 @@ async def serve(
         tls = load_server_tls(config.tls_cert, config.tls_key)
     if not is_loopback(config.host) and (keys is None or tls is None):
         log.warning("other machines can reach this router", keys=keys is not None, tls=tls is not None)
-    faces = ApiServers(
+    servers = ApiServers(
         config.host,
         config.http_port,
         config.grpc_port,
@@ -146,18 +146,18 @@ async def serve(
         await frontend.start()
         if keys is not None:
             frontend.use_shares(keys.share)
-        on_started(await faces.start(frontend, frontend.metrics, frontend.status, frontend.budgets))
-        await faces.until(stop)
+        on_started(await servers.start(frontend, frontend.metrics, frontend.status, frontend.budgets))
+        await servers.until(stop)
     finally:
-        await drain(faces, frontend.close, hurry)
+        await drain(servers, frontend.close, hurry)
 
 
 async def drain(
-    faces: ApiServers, close: Callable[[], Awaitable[None]], hurry: asyncio.Event, drain_s: float = DRAIN_S
+    servers: ApiServers, close: Callable[[], Awaitable[None]], hurry: asyncio.Event, drain_s: float = DRAIN_S
 ) -> None:
     """Let running requests end for `drain_s` seconds. Then the frontend is closed, which ends the rest with a typed
     error, and the servers have CLOSE_S to deliver it: an answer is never cut silently."""
-    stopping = asyncio.create_task(faces.stop(drain_s + CLOSE_S))
+    stopping = asyncio.create_task(servers.stop(drain_s + CLOSE_S))
     hurrying = asyncio.create_task(hurry.wait())
     await asyncio.wait({stopping, hurrying}, timeout=drain_s, return_when=asyncio.FIRST_COMPLETED)
     hurrying.cancel()

@@ -82,9 +82,9 @@ async def measure() -> list[dict[str, Any]]:
     create_secret(folder / "secret")
     model = str(resolve_model("smollm2"))
     config = RouterConfig(model=model, secret_file=str(folder / "secret"), worker_settle_s=0.1)
-    frontend, faces = Frontend(config, store=MemoryStore(MonotonicClock())), ApiServers("127.0.0.1", 0, 0)
+    frontend, servers = Frontend(config, store=MemoryStore(MonotonicClock())), ApiServers("127.0.0.1", 0, 0)
     await frontend.start()
-    url = "http://" + (await faces.start(frontend, frontend.metrics)).http
+    url = "http://" + (await servers.start(frontend, frontend.metrics)).http
     freeze_startup_objects()
     longest = 0.0
 
@@ -112,7 +112,7 @@ async def measure() -> list[dict[str, Any]]:
         )  # fmt: skip
         print(f"{name:<36} x{count}  longest stall {longest * 1000:7.1f} ms  {' '.join(answers[::2])}", flush=True)
     watching.cancel()
-    await faces.stop(1.0)
+    await servers.stop(1.0)
     await frontend.close()
     return found
 

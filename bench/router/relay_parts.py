@@ -58,9 +58,9 @@ async def run_router(folder: Path, decode_address: str, given_secret: Path | Non
             await store.put_worker(_record(worker_id, role, decode_address, header), ttl_s=86_400.0)
         config = RouterConfig(model=str(folder), secret_file=str(secret_file), local_prefill_max_tokens=0)
         frontend = Frontend(config, store=store, clock=clock)
-        faces = ApiServers("127.0.0.1", 0, 0)
+        servers = ApiServers("127.0.0.1", 0, 0)
         await frontend.start()
-        addresses = await faces.start(frontend, getattr(frontend, "metrics", None) or Metrics())
+        addresses = await servers.start(frontend, getattr(frontend, "metrics", None) or Metrics())
         until = clock.now() + READY_DEADLINE_S
         while not frontend.ready()[0]:
             if clock.now() > until:

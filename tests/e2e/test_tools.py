@@ -123,21 +123,21 @@ async def face(cluster: Any, name: str, tmp_path: Path, monkeypatch: pytest.Monk
         model=str(folder_with(tmp_path / "model", model, TEMPLATES[name])),
         served_model_name=cluster.model,
     )
-    faces, door = ApiServers("127.0.0.1", 0, 0), Frontend(config)
+    servers, frontend = ApiServers("127.0.0.1", 0, 0), Frontend(config)
     try:
-        await door.start()
-        addresses = await faces.start(door, door.metrics)
-        await waiting.until(lambda: door.ready()[0], "the router is ready")
+        await frontend.start()
+        addresses = await servers.start(frontend, frontend.metrics)
+        await waiting.until(lambda: frontend.ready()[0], "the router is ready")
         async with (
             openai.AsyncOpenAI(
                 base_url=f"http://{addresses.http}/v1", api_key="none", max_retries=0, timeout=WAIT_S
             ) as http,
             AsyncClient(addresses.grpc, timeout_s=WAIT_S) as sdk,
         ):
-            yield Face(http, sdk, door, cluster.model)
+            yield Face(http, sdk, frontend, cluster.model)
     finally:
-        await faces.stop(1.0)
-        await door.close()
+        await servers.stop(1.0)
+        await frontend.close()
 
 
 Said = tuple[str, list[tuple[str, str]], str]

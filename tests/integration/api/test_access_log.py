@@ -22,7 +22,7 @@ from diptych.common.ticket import PURPOSE
 from diptych.router.api.auth import Authenticator
 from diptych.router.api.auth_keys import add_key
 from diptych.router.observe import access_log
-from diptych.router.server import ApiServers
+from diptych_tests.http_api import api_servers
 
 Lines = list[MutableMapping[str, Any]]
 PROMPT = [1] * 40
@@ -52,17 +52,14 @@ async def world(fleet: Any, tmp_path: Any) -> AsyncIterator[tuple[Any, Any, http
     decode = await fleet.add("d0", ticket_key=derive_key(fleet.secret, PURPOSE))
     await fleet.until_ready()
     key, _ = add_key(tmp_path / "keys.json", "acme", now=0.0)
-    faces = ApiServers("127.0.0.1", 0, 0, keys=Authenticator(tmp_path / "keys.json", now=lambda: 0.0))
-    try:
-        at = await faces.start(fleet.frontend, fleet.frontend.metrics, fleet.frontend.status)
+    keys = Authenticator(tmp_path / "keys.json", now=lambda: 0.0)
+    async with api_servers(fleet.frontend, fleet.frontend.status, keys=keys) as at:
         headers = {"authorization": f"Bearer {key}"}
         async with (
             httpx.AsyncClient(base_url=f"http://{at.http}", timeout=WAIT_S, headers=headers) as http,
             AsyncClient(at.grpc, api_key=key, timeout_s=WAIT_S) as sdk,
         ):
             yield fleet, decode, http, sdk, key
-    finally:
-        await faces.stop(1.0)
 
 
 async def test_5_4_a_request_that_is_served_has_one_line(world: Any, lines: Lines) -> None:

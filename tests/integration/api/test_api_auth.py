@@ -26,8 +26,8 @@ from diptych.router.api.auth import Authenticator
 from diptych.router.api.auth_keys import add_key, public_id, revoke_key
 from diptych.router.api.fake import FakeRouterApi, hello_script
 from diptych.router.api.http_app import create_app
-from diptych.router.server import ApiServers
 from diptych.rpc.channels import open_channel
+from diptych_tests.http_api import api_servers
 
 CHAT = "/v1/chat/completions"
 BODY: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}]}
@@ -45,12 +45,8 @@ class Clock:
 
 @asynccontextmanager
 async def serving(router_api: FakeRouterApi, **options: Any) -> AsyncIterator[tuple[str, str]]:
-    faces = ApiServers("127.0.0.1", 0, 0, **options)
-    try:
-        addresses = await faces.start(router_api, router_api.metrics)
+    async with api_servers(router_api, **options) as addresses:
         yield addresses.http, addresses.grpc
-    finally:
-        await faces.stop(1.0)
 
 
 @pytest.fixture

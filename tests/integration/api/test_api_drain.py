@@ -29,8 +29,8 @@ async def test_draining(ends: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     gate = asyncio.Event()
     after = hello_script()[1:] if ends else [WorkerLostError("the router stops")]
     router_api = FakeRouterApi([TokenEvent(0, (10,), "Hello"), gate, *after])
-    faces = ApiServers("127.0.0.1", 0, 0)
-    addresses = await faces.start(router_api, router_api.metrics)
+    servers = ApiServers("127.0.0.1", 0, 0)
+    addresses = await servers.start(router_api, router_api.metrics)
     async with (
         httpx.AsyncClient(base_url=f"http://{addresses.http}", timeout=WAIT_S) as http,
         AsyncClient(addresses.grpc, timeout_s=WAIT_S, retry=RetryPolicy(max_tries=1)) as client,
@@ -51,7 +51,7 @@ async def test_draining(ends: bool, monkeypatch: pytest.MonkeyPatch) -> None:
             gate.set()
 
         ending = asyncio.create_task(end_once_draining() if ends else asyncio.sleep(0))
-        await drain(faces, close, asyncio.Event(), drain_s=WAIT_S if ends else 0.05)
+        await drain(servers, close, asyncio.Event(), drain_s=WAIT_S if ends else 0.05)
         await ending
         answer = await posted
         assert running_at_close == (0 if ends else 2)

@@ -15,7 +15,7 @@ import pytest
 from diptych.router.api.auth import Authenticator
 from diptych.router.api.auth_keys import add_key
 from diptych.router.api.fake import FakeRouterApi, hello_script
-from diptych.router.server import ApiServers
+from diptych_tests.http_api import api_servers
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
 SAYS = {
@@ -58,10 +58,8 @@ async def test_without_a_router_it_ends_with_a_code_and_words(name: str) -> None
 @pytest.mark.parametrize("name", sorted(SAYS))
 async def test_example(name: str, tmp_path: Path) -> None:
     key, _ = add_key(tmp_path / "keys.json", "acme", now=0.0)
-    faces = ApiServers("127.0.0.1", 0, 0, keys=Authenticator(tmp_path / "keys.json", now=time.monotonic))
     router_api = FakeRouterApi(hello_script())
-    try:
-        addresses = await faces.start(router_api, router_api.metrics)
+    async with api_servers(router_api, keys=Authenticator(tmp_path / "keys.json", now=time.monotonic)) as addresses:
         target = addresses.grpc if name.startswith("sdk_") else f"http://{addresses.http}/v1"
         child = await asyncio.create_subprocess_exec(
             sys.executable,
@@ -73,8 +71,6 @@ async def test_example(name: str, tmp_path: Path) -> None:
             stderr=asyncio.subprocess.PIPE,
         )
         out, err = await asyncio.wait_for(child.communicate(), WAIT_S)
-    finally:
-        await faces.stop(1.0)
     assert child.returncode == 0, err.decode()
     assert SAYS[name] in out.decode()
     assert {spec.tenant for spec in router_api.specs} == {"acme"}

@@ -43,17 +43,17 @@ class Router:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="router under test")
         self._thread.start()
-        self._faces, self.addresses = self._call(self._start())
+        self._servers, self.addresses = self._call(self._start())
 
     async def _start(self) -> Any:
-        faces = ApiServers("127.0.0.1", 0, 0)
-        return faces, await faces.start(self.router_api, self.router_api.metrics)
+        servers = ApiServers("127.0.0.1", 0, 0)
+        return servers, await servers.start(self.router_api, self.router_api.metrics)
 
     def _call(self, work: Any) -> Any:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(WAIT_S)
 
     def close(self) -> None:
-        self._call(self._faces.stop(1.0))
+        self._call(self._servers.stop(1.0))
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(WAIT_S)
         self._loop.close()

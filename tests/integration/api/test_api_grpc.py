@@ -38,10 +38,10 @@ from diptych.client import (
 from diptych.router.api.fake import MODEL, REQUEST_ID, FakeRouterApi, Step, hello_script
 from diptych.router.api.grpc_service import SERVICE
 from diptych.router.requests.messages import TokenEvent
-from diptych.router.server import ApiServers
 from diptych.rpc.channels import open_channel
 from diptych.rpc.errors import from_rpc_error
 from diptych.rpc.v1 import router_pb2
+from diptych_tests.http_api import api_servers
 from diptych_tests.waiting import until
 
 WAIT_S = 60.0
@@ -53,11 +53,8 @@ grpc.aio.init_grpc_aio()  # its poller thread runs as long as the process; it mu
 @asynccontextmanager
 async def serving(router_api: FakeRouterApi) -> AsyncIterator[str]:
     """The gRPC address of a router whose frontend is `router_api`."""
-    faces = ApiServers("127.0.0.1", 0, 0)
-    try:
-        yield (await faces.start(router_api, router_api.metrics)).grpc
-    finally:
-        await faces.stop(1.0)
+    async with api_servers(router_api) as at:
+        yield at.grpc
 
 
 @asynccontextmanager

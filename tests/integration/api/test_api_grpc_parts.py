@@ -16,7 +16,7 @@ from diptych.common.grammar import Grammar, GrammarKind, Tags
 from diptych.common.sampling import FinishReason
 from diptych.router.api.fake import FakeRouterApi, Step, hello_script
 from diptych.router.requests.messages import ChoiceFinishedEvent, FinishedEvent, ModelFeatures, TokenEvent, UsageInfo
-from diptych.router.server import ApiServers
+from diptych_tests.http_api import api_servers
 
 WAIT_S = 60.0
 CALLER = ModelFeatures(tool_parser="hermes", reasoning=True, takes_tools=True)
@@ -28,13 +28,10 @@ grpc.aio.init_grpc_aio()
 
 @asynccontextmanager
 async def sdk(router_api: FakeRouterApi, **options: Any) -> AsyncIterator[AsyncClient]:
-    faces = ApiServers("127.0.0.1", 0, 0)
-    try:
-        address = (await faces.start(router_api, router_api.metrics)).grpc
+    async with api_servers(router_api) as at:
+        address = at.grpc
         async with AsyncClient(address, timeout_s=WAIT_S, **options) as client:
             yield client
-    finally:
-        await faces.stop(1.0)
 
 
 def end(tokens: int) -> FinishedEvent:

@@ -24,10 +24,9 @@ from diptych.router.preprocess.bounded_executor import LONG_BYTES, MAX_WAITING_B
 from diptych.router.preprocess.preprocessor import PreprocessLimits, RequestPreprocessor
 from diptych.router.preprocess.text_bound import TextBound
 from diptych.router.requests.messages import UncheckedRequest
-from diptych.router.server import ApiServers
 from diptych.router.tools.options import MAX_MESSAGES
 from diptych_tests import waiting
-from diptych_tests.http_api import http
+from diptych_tests.http_api import api_servers, http
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 
@@ -60,17 +59,14 @@ async def test_large_bodies_leave_the_loop_and_small_ones_do_not(threads):
 
 
 async def test_the_grpc_api_does_the_same(threads):
-    faces = ApiServers("127.0.0.1", 0, 0)
-    try:
-        address = (await faces.start(router_api := FakeRouterApi(hello_script()), router_api.metrics)).grpc
+    async with api_servers(FakeRouterApi(hello_script())) as at:
+        address = at.grpc
         async with AsyncClient(address) as client:
             await client.generate(prompt="Hi")
             await client.generate(prompt="a" * (LONG_BYTES + 1))
             assert threads == ["MainThread", "body-long_0"]
             with pytest.raises(InvalidRequestError, match=f"at most {MAX_MESSAGES} entries"):
                 await client.generate(messages=[{"role": "user", "content": ""}] * (MAX_MESSAGES + 1))
-    finally:
-        await faces.stop(1.0)
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from pathlib import Path
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -17,7 +18,7 @@ from diptych.router.api.auth import Authenticator
 from diptych.router.api.auth_keys import add_key
 from diptych.router.api.fake import FakeRouterApi, hello_script
 from diptych.router.config import RouterConfig
-from diptych.router.server import ApiServers
+from diptych_tests.http_api import api_servers
 
 grpc.aio.init_grpc_aio()
 
@@ -33,24 +34,20 @@ def described(address: str) -> dict[str, set[str]]:
         return found
 
 
-async def ask(faces: ApiServers) -> dict[str, set[str]]:
-    router_api = FakeRouterApi(hello_script())
-    try:
-        addresses = await faces.start(router_api, router_api.metrics)
-        return await asyncio.to_thread(described, addresses.grpc)
-    finally:
-        await faces.stop(1.0)
+async def ask(**options: Any) -> dict[str, set[str]]:
+    async with api_servers(FakeRouterApi(hello_script()), **options) as at:
+        return await asyncio.to_thread(described, at.grpc)
 
 
 async def test_it_lists_services_and_messages() -> None:
-    services = await ask(ApiServers("127.0.0.1", 0, 0, reflection=True))
+    services = await ask(reflection=True)
     assert {"Generate", "ListModels"} <= services["diptych.rpc.v1.Router"]
     assert "Check" in services["grpc.health.v1.Health"]
 
 
 async def test_off_it_is_an_unknown_method() -> None:
     with pytest.raises(grpc.RpcError) as refused:
-        await ask(ApiServers("127.0.0.1", 0, 0))
+        await ask()
     assert refused.value.code() == grpc.StatusCode.UNIMPLEMENTED
 
 
@@ -58,7 +55,7 @@ async def test_with_keys_it_needs_one(tmp_path: Path) -> None:
     add_key(tmp_path / "keys.json", "acme", now=0.0)
     keys = Authenticator(tmp_path / "keys.json", now=time.monotonic)
     with pytest.raises(grpc.RpcError) as refused:
-        await ask(ApiServers("127.0.0.1", 0, 0, keys=keys, reflection=True))
+        await ask(keys=keys, reflection=True)
     assert refused.value.code() == grpc.StatusCode.UNAUTHENTICATED
 
 

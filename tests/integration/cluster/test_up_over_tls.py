@@ -15,7 +15,7 @@ from diptych.common.tls import load_server_tls
 from diptych.router.api.auth import Authenticator
 from diptych.router.api.auth_keys import add_key
 from diptych.router.api.fake import FakeRouterApi, hello_script
-from diptych.router.server import ApiServers
+from diptych_tests.http_api import api_servers
 
 grpc.aio.init_grpc_aio()
 
@@ -34,10 +34,9 @@ async def test_the_probes_know_key_and_certificate(tmp_path: Path, monkeypatch: 
     other, _ = issue(tmp_path, "other")
     api_key, _ = add_key(tmp_path / "keys.json", "acme", now=0.0)
     keys = Authenticator(tmp_path / "keys.json", now=time.monotonic)
-    faces = ApiServers("127.0.0.1", 0, 0, keys=keys, tls=load_server_tls(cert, key))
     router_api = FakeRouterApi(hello_script())
-    try:
-        host, _, port = (await faces.start(router_api, router_api.metrics)).http.rpartition(":")
+    async with api_servers(router_api, keys=keys, tls=load_server_tls(cert, key)) as at:
+        host, _, port = at.http.rpartition(":")
 
         def ready(tls_cert: Path | None) -> bool:
             return is_ready(host, int(port), timeout_s=300.0, tls_cert=tls_cert)[0]
@@ -49,5 +48,3 @@ async def test_the_probes_know_key_and_certificate(tmp_path: Path, monkeypatch: 
         assert not await asyncio.to_thread(ready, other)
         answer = await asyncio.to_thread(lambda: first_answer(host, int(port), timeout_s=300.0, tls_cert=cert))
         assert answer.text == "Hello there"
-    finally:
-        await faces.stop(1.0)

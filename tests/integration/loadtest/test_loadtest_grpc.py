@@ -1,4 +1,4 @@
-"""The harness over our own gRPC API, against the router's faces with a scripted frontend behind them."""
+"""The harness over our own gRPC API, against the router's APIs with a scripted frontend behind them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from diptych.loadtest.target import TargetError
 from diptych.router.api.auth import Authenticator
 from diptych.router.api.auth_keys import add_key
 from diptych.router.api.fake import MODEL, FakeRouterApi, hello_script
-from diptych.router.server import ApiServers
+from diptych_tests.http_api import api_servers
 
 grpc.aio.init_grpc_aio()  # its poller thread runs as long as the process; it must not count as a leak of the first test
 
@@ -28,17 +28,14 @@ async def bench(router_api: FakeRouterApi, **more: object) -> tuple[str, RunReco
         "timeout_s": 10.0,
     }
     config = BenchConfig(**(settings | more))
-    faces = ApiServers("127.0.0.1", 0, 0)
-    try:
-        address = (await faces.start(router_api, router_api.metrics)).grpc
+    async with api_servers(router_api) as at:
+        address = at.grpc
         target = make_target(f"ours=grpc://{address}", config)
         try:
             model = await target.open()
             return model, await measure(target, model, config, config.items(), live.silent)
         finally:
             await target.close()
-    finally:
-        await faces.stop(1.0)
 
 
 async def test_answers_over_grpc_are_whole_and_explained():
@@ -83,16 +80,12 @@ async def test_tenants_are_known_to_the_server_by_their_keys(tmp_path, scheme):
         num_requests=12, request_rate=100.0, input_len="8", output_len="8", tenants="gold:1,free:1", tenant_keys=keys
     )
     router_api = FakeRouterApi(hello_script())
-    faces = ApiServers("127.0.0.1", 0, 0, keys=Authenticator(served, now=lambda: 0.0))
-    try:
-        addresses = await faces.start(router_api, router_api.metrics)
+    async with api_servers(router_api, keys=Authenticator(served, now=lambda: 0.0)) as addresses:
         target = make_target(f"ours={scheme}://{getattr(addresses, scheme)}", config)
         try:
             run = await measure(target, await target.open(), config, config.items(), live.silent)
         finally:
             await target.close()
-    finally:
-        await faces.stop(1.0)
     assert run.summary.outcomes == {"ok": 12}
     sent = [record.tenant for record in run.records]
     assert sorted(spec.tenant for spec in router_api.specs) == sorted(sent)

@@ -16,7 +16,7 @@ from diptych.common.secret import derive_key, tenant_salt
 from diptych.common.store.interface import KvEvent
 from diptych.common.ticket import PURPOSE
 from diptych.router.requests.messages import UncheckedRequest
-from diptych.router.server import ApiServers
+from diptych_tests.http_api import api_servers
 from diptych_tests.router_fleet import make_model_folder, running
 
 
@@ -70,9 +70,7 @@ async def test_the_status_page_draws_every_model(two, other_folder, tmp_path):
         pytest.skip("no Chromium is installed")
     await start_all(two, other_folder)
     await two.ask(model="big", request_id="of-big")
-    faces = ApiServers("127.0.0.1", 0, 0)
-    addresses = await faces.start(two.frontend, two.frontend.metrics, two.frontend.status)
-    try:
+    async with api_servers(two.frontend, two.frontend.status) as addresses:
         command = [
             browser,
             "--headless=new",
@@ -82,8 +80,6 @@ async def test_the_status_page_draws_every_model(two, other_folder, tmp_path):
         ]
         command += ["--virtual-time-budget=3000", "--dump-dom", f"http://{addresses.http}/status"]
         dump = (await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, timeout=300)).stdout
-    finally:
-        await faces.stop(1.0)
     assert '<span id="model">tiny, big</span>' in dump
     for worker in ("p0", "d0", "p1", "d1"):
         assert f'data-worker="{worker}"' in dump
@@ -133,9 +129,7 @@ async def test_one_model_may_be_away_while_the_other_serves(two, other_folder):
 
 async def test_over_both_apis_and_by_ticket(two, other_folder):
     tiny, big, _ = await start_all(two, other_folder)
-    faces = ApiServers("127.0.0.1", 0, 0)
-    try:
-        addresses = await faces.start(two.frontend, two.frontend.metrics)
+    async with api_servers(two.frontend) as addresses:
         async with httpx.AsyncClient(base_url=f"http://{addresses.http}", timeout=300.0) as http:
             listed = (await http.get("/v1/models")).json()["data"]
             assert [(one["id"], one["max_model_len"]) for one in listed] == [("tiny", 256), ("big", 128)]
@@ -155,8 +149,6 @@ async def test_over_both_apis_and_by_ticket(two, other_folder):
                 answer = await client.generate(model=name, token_ids=[1] * 40, max_tokens=3)
                 assert (answer.model, len(answer.token_ids)) == (name, 3)
                 assert len(worker.submits) == before + 1
-    finally:
-        await faces.stop(1.0)
 
 
 async def test_a_worker_of_no_model_is_reported_and_never_used(two, other_folder, tmp_path):

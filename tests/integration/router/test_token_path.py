@@ -172,17 +172,17 @@ async def _running(pd, folder: Path, tmp_path: Path) -> AsyncIterator[Served]:
         local_prefill_max_tokens=2**31 - 1,
     )
     frontend = Frontend(router_config, store=store, clock=MonotonicClock(), rng=random.Random(1))
-    faces = ApiServers("127.0.0.1", 0, 0)
+    servers = ApiServers("127.0.0.1", 0, 0)
     try:
         await worker.start()
         await frontend.start()
-        addresses = await faces.start(frontend, frontend.metrics)
+        addresses = await servers.start(frontend, frontend.metrics)
         life = (worker.worker_id, worker.incarnation)
         await until(lambda: frontend.ready()[0] and frontend._cluster.direct_endpoint(life) is not None)
         yield Served(addresses.http, addresses.grpc, gate, lambda: worker.role.services["decode"].intake.num_attempts)
     finally:
         gate.disarm()
-        await faces.stop(1.0)
+        await servers.stop(1.0)
         await frontend.close()
         await worker.close()
 

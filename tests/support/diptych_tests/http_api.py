@@ -1,9 +1,10 @@
-"""The HTTP face behind a real uvicorn, over a scripted frontend."""
+"""The APIs on real sockets, over a scripted frontend."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 import grpc.aio
 import httpx
@@ -11,7 +12,7 @@ import openai
 
 from diptych.router.api.fake import FakeRouterApi
 from diptych.router.api.http_options import HttpOptions
-from diptych.router.server import ApiServers
+from diptych.router.server import ApiServers, RouterAddresses
 
 WAIT_S = 60.0
 
@@ -19,13 +20,20 @@ grpc.aio.init_grpc_aio()  # its poller thread runs as long as the process; it mu
 
 
 @asynccontextmanager
+async def api_servers(router_api: Any, status: Any = None, **options: Any) -> AsyncIterator[RouterAddresses]:
+    """Both APIs of a router whose frontend is `router_api`; `options`: of ApiServers."""
+    servers = ApiServers("127.0.0.1", 0, 0, **options)
+    try:
+        yield await servers.start(router_api, router_api.metrics, status)
+    finally:
+        await servers.stop(1.0)
+
+
+@asynccontextmanager
 async def serving(router_api: FakeRouterApi, options: HttpOptions | None = None) -> AsyncIterator[str]:
     """The base URL of a router whose frontend is `router_api`."""
-    faces = ApiServers("127.0.0.1", 0, 0, options=options)
-    try:
-        yield "http://" + (await faces.start(router_api, router_api.metrics)).http
-    finally:
-        await faces.stop(1.0)
+    async with api_servers(router_api, options=options) as at:
+        yield f"http://{at.http}"
 
 
 @asynccontextmanager
