@@ -11,12 +11,13 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import xgrammar
-
 from diptych.common.errors import InvalidRequestError
 from diptych.common.grammar import Grammar, GrammarKind, Tags, choices_of
 from diptych.engine.grammar.program import SLOW_S, Mask, Matcher, Program, mask_words
 from diptych.engine.grammar.vocabulary import Vocabulary
+from diptych.engine.grammar.xgrammar_alone import import_beside_torch
+
+xgrammar = import_beside_torch()
 
 MAX_WHITESPACE = 16
 """Characters of white space in one place of a JSON answer: a small model could write nothing else for ever."""
