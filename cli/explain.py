@@ -72,6 +72,11 @@ def lines_of(why: Any) -> list[str]:
             f"seen:     first token after {why.ttft_s:.3f} s, {why.cached_tokens} tokens cached;"
             f" prefill {why.prefill}, decode {why.decode}, {why.kv_bytes} bytes over {why.transport}"
         )
+        if why.total_s:
+            lines.append(
+                f"          the rest in {max(0.0, why.total_s - why.ttft_s):.3f} s"
+                + (f", the longest gap between tokens {why.longest_gap_s:.3f} s" if why.longest_gap_s else "")
+            )
         lines.append(f"computed: by {why.backend or 'an unknown back end'}")
     lines += [f"note: {note}" for note in why.notes]
     lines.append(

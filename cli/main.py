@@ -213,6 +213,15 @@ def _register_small(app: typer.Typer) -> None:
 
         raise typer.Exit(model_main([*(["--manifest"] if manifest else []), *([] if name is None else [name])]))
 
+    @app.command(hidden=True)
+    def status() -> None:
+        """Name the commands that show what it would show."""
+        _fail(
+            "there is no command 'status': `diptych top` shows the cluster, `diptych doctor` judges it, "
+            "`diptych health ADDRESS` checks one server",
+            2,
+        )
+
     @app.command()
     def health(
         address: Annotated[str, typer.Argument(help="host:port of a gRPC server, or an http(s):// URL.")],

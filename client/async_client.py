@@ -36,7 +36,7 @@ class AsyncClient:
     Args:
         address: host:port of the router's gRPC server. Nothing is connected before the first call.
         timeout_s: deadline of `generate` and `stream` calls that do not bring their own.
-        retry: tries after UNAVAILABLE, before the first message only.
+        retry: tries after UNAVAILABLE, before the first message, and of streams with resume=True.
         api_key: None: the one in DIPTYCH_API_KEY, if it is set.
         tls: None: plain text.
         lookaside: the router only places requests and signs a ticket for each; answers come from decode workers directly.

@@ -81,6 +81,9 @@ class DirectRequest:
         self._sink: Callable[[decode_pb2.Event], None] | None = None
         self._over = False
         self.first_token_at: float | None = None
+        self.longest_gap_s = 0.0
+        """Between two messages with tokens."""
+        self._tokens_at = 0.0
         """Seconds on the loop's clock."""
         self._timer = asyncio.get_running_loop().call_later(remaining_s, self._late)
 
@@ -108,8 +111,13 @@ class DirectRequest:
             await self._ready.wait()
 
     def put(self, event: decode_pb2.Event) -> None:
-        if self.first_token_at is None and event.HasField("tokens"):
-            self.first_token_at = asyncio.get_running_loop().time()
+        if event.HasField("tokens"):
+            now = asyncio.get_running_loop().time()
+            if self.first_token_at is None:
+                self.first_token_at = now
+            else:
+                self.longest_gap_s = max(self.longest_gap_s, now - self._tokens_at)
+            self._tokens_at = now
         if ended := event.HasField("end"):
             self._stream.forget(self._attempt)
             self._timer.cancel()

@@ -40,19 +40,22 @@ _CUT = (UNAVAILABLE, 10)
 
 @dataclass(frozen=True, slots=True)
 class RetryPolicy:
-    """Retries after UNAVAILABLE, before the first message. At most `max_tries` in all, while the pauses fit into
-    `budget_s`.
+    """Retries after UNAVAILABLE. Before the first message at most `max_tries` in all, while the pauses fit into
+    `budget_s`; of a stream that broke later and has resume=True, while they fit into `resume_budget_s`, because a worker
+    or router that died may need that long to come back.
 
-    A pause is uniform between half and all of base_s * 2**n, and never shorter than the server's Retry-After.
+    A pause is uniform between half and all of base_s * 2**n, at most max_pause_s, and never shorter than the server's
+    Retry-After.
     """
 
     max_tries: int = 4
     base_s: float = 0.1
     max_pause_s: float = 2.0
     budget_s: float = 5.0
+    resume_budget_s: float = 60.0
 
     def pause_s(self, tries: int, advice_s: float | None, rng: Random) -> float:
-        pause: float = min(self.max_pause_s, self.base_s * 2 ** (tries - 1)) * rng.uniform(0.5, 1.0)
+        pause: float = min(self.max_pause_s, self.base_s * 2 ** min(tries - 1, 30)) * rng.uniform(0.5, 1.0)
         return max(pause, advice_s or 0.0)
 
 
@@ -88,6 +91,7 @@ class Attempts:
         self._started = now()
         self._tries = 1
         self._paused_s = 0.0
+        self._resumes = False
 
     def remaining_s(self) -> float:
         """Raises: RequestDeadlineError when no time is left."""
@@ -100,15 +104,23 @@ class Attempts:
     def tries(self) -> int:
         return self._tries
 
-    def pause_after(self, error: DiptychError, *, force: bool = False) -> float:
+    def pause_after(self, error: DiptychError, *, force: bool = False, resumes: bool = False) -> float:
         """Seconds to wait before the next try.
 
-        Raises: `error` itself when it is not UNAVAILABLE (unless `force`) or the budget is spent.
+        Args:
+            resumes: a stream broke after its first message, and will be continued.
+
+        Raises: `error` itself when it is not UNAVAILABLE (unless `force` or `resumes`) or the budget is spent.
         """
-        if (error.grpc_code != UNAVAILABLE and not force) or self._tries >= self._retry.max_tries:
+        retry = self._retry
+        self._resumes |= resumes
+        if error.grpc_code != UNAVAILABLE and not force and not resumes:
             raise error
-        pause = self._retry.pause_s(self._tries, error.retry_after_s, self._rng)
-        if self._paused_s + pause > self._retry.budget_s or pause >= self.remaining_s():
+        if not self._resumes and self._tries >= retry.max_tries:
+            raise error
+        pause = retry.pause_s(self._tries, error.retry_after_s, self._rng)
+        budget_s = retry.resume_budget_s if self._resumes else retry.budget_s
+        if self._paused_s + pause > budget_s or pause >= self.remaining_s():
             raise error
         self._tries += 1
         self._paused_s += pause
@@ -314,7 +326,7 @@ class Exchange:
             self._state = State.FAILED
             raise error
         try:
-            pause = self._attempts.pause_after(error, force=resumes or again)
+            pause = self._attempts.pause_after(error, force=again, resumes=resumes)
         except DiptychError:
             self._state = State.FAILED
             raise

@@ -142,6 +142,8 @@ class DirectAnswer:
             finished.explanation.cached_tokens = finished.usage.cached_tokens
             if self._direct.first_token_at is not None:
                 finished.explanation.ttft_s = self._direct.first_token_at - self._began
+            finished.explanation.total_s = asyncio.get_running_loop().time() - self._began
+            finished.explanation.longest_gap_s = self._direct.longest_gap_s
         else:
             finished.ClearField("explanation")
         return "finished", finished

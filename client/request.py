@@ -40,8 +40,8 @@ class GenerateOptions(SamplingOptions, total=False):
         split: split a chat answer into content, reasoning and tool_calls; always done with tools.
         idempotency_key: the router refuses a second request of this key while the first runs and for a while after it
             has succeeded (DuplicateRequestError). Printable ASCII, at most 128 bytes.
-        resume: when the stream breaks after tokens have arrived, continue after them, within the retry budget. Tokens and
-            text are those of an undisturbed run. For one choice, without split.
+        resume: when the stream breaks after tokens have arrived, continue after them, with pauses of at most 60 s in all
+            (RetryPolicy.resume_budget_s). Tokens and text are those of an undisturbed run. For one choice, without split.
         resume_after: the answer's first tokens, from a stream that broke in another process: only later tokens are
             sent. Needs the seed of that stream.
         model: name of the model; may be left out when the cluster serves one.

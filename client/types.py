@@ -164,6 +164,8 @@ class Explanation:
     prefill_queue_s: float = 0.0
     prefill_compute_s: float = 0.0
     backend: str = ""
+    total_s: float = 0.0
+    longest_gap_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,8 @@ from diptych.cli.doctor.verdict import Level, Verdict, amount, bad, info, millis
 
 SMALL_BATCH_SHARE = 0.25
 LOW_HIT_RATE = 0.02
+LONG_GAP_S = 2.0
+"""Longer than any step that computes prompts beside decoding sequences."""
 MIN_PROMPT_TOKENS = 5_000
 """With fewer tokens the hit rate is not meaningful."""
 FULL, ALMOST_FULL = 0.97, 0.85
@@ -114,11 +116,13 @@ def cache(facts: Facts) -> Iterator[Verdict]:
 
 def queues(facts: Facts) -> Iterator[Verdict]:
     queue, prefill = facts.stage("queue"), facts.stage("prefill")
-    transfer, second = facts.stage("transfer"), facts.stage("second_token")
+    transfer, second, decode = facts.stage("transfer"), facts.stage("second_token"), facts.stage("decode")
     if queue is None or prefill is None:
         yield info("time", "no request ended at this router recently: no stage times")
         return
+    gap = facts.stage("longest_gap", "p95")
     parts = [("queue", queue), ("prefill", prefill), ("transfer", transfer), ("second token", second)]
+    parts.append(("all after the first token", decode))
     seen = "p50 " + ", ".join(f"{name} {milliseconds(value)}" for name, value in parts if value is not None)
     if queue > 0.1 and queue > prefill:
         yield bad(
@@ -129,7 +133,17 @@ def queues(facts: Facts) -> Iterator[Verdict]:
         )
     elif transfer is not None and transfer > 0.05 and transfer > 0.5 * prefill:
         yield warn(
-            "time", seen, "transferring KV takes as long as computing it: see transport and link; more --num-slabs"
+            "time",
+            seen,
+            f"transferring KV takes {transfer / prefill:.1f} times as long as computing it: see transport and link; "
+            "more --num-slabs",
+        )
+    elif gap is not None and gap > LONG_GAP_S:
+        yield warn(
+            "time",
+            f"p95 of an answer's longest gap between tokens {milliseconds(gap)}",
+            "answers stop after their first token: see preemptions, batch and cores; `diptych explain ID` shows the gap "
+            "of one request",
         )
     else:
         yield ok("time", seen)

@@ -20,6 +20,8 @@ class RequestTrace:
         notes: deviations from the plan at the router, before decode's notes.
         facts: decode's part, once it has ended well.
         ttft_s: from the request's arrival to its first token; 0.0: there was none.
+        total_s: from its arrival to its end; 0.0: it runs.
+        longest_gap_s: between two messages with tokens.
     """
 
     request_id: str
@@ -30,6 +32,16 @@ class RequestTrace:
     facts: types_pb2.Explanation | None = None
     cached_tokens: int = 0
     ttft_s: float = 0.0
+    total_s: float = 0.0
+    longest_gap_s: float = 0.0
+    tokens_at: float | None = None
+    """When the last message with tokens came."""
+
+    def on_tokens(self, now: float) -> None:
+        """A message with tokens came."""
+        if self.tokens_at is not None:
+            self.longest_gap_s = max(self.longest_gap_s, now - self.tokens_at)
+        self.tokens_at = now
 
     @property
     def predicted_ttft_s(self) -> float:
@@ -51,6 +63,8 @@ class RequestTrace:
         del whole.notes[:]
         whole.notes.extend([*planned, *self.notes, *decodes])
         whole.ttft_s = self.ttft_s
+        whole.total_s = self.total_s
+        whole.longest_gap_s = self.longest_gap_s
         whole.cached_tokens = self.cached_tokens
         if placement is not None:
             whole.index_mode = self.mode.value

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 _KEPT = 512
-STAGES = ("tokenize", "queue", "prefill", "transfer", "decode", "second_token")
+STAGES = ("tokenize", "queue", "prefill", "transfer", "decode", "second_token", "longest_gap")
 
 
 @dataclass(slots=True)

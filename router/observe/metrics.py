@@ -214,6 +214,8 @@ class RouterMetrics(Metrics):
         for name, seconds in parts.items():
             self.stages[name].observe(seconds)
             self.live.stage(name, seconds)
+        if trace.longest_gap_s > 0:
+            self.live.stage("longest_gap", trace.longest_gap_s)
         self.inference.observe(max(0.0, total_s - queue_s))
 
     def count_deviations(self, trace: RequestTrace, faults: Sequence[str]) -> None:

@@ -261,7 +261,7 @@ class Lookaside:
         if trace.placement is not None:
             prefill = finished.explanation.prefill
             record_outcome(cluster, trace.placement, reason="", prefill=prefill, faults=status.prefill_faults)
-        total_s = now - grant.decision.arrived
+        total_s = trace.total_s = now - grant.decision.arrived
         reason = _finish_reason(finished.finish_reason)
         grant.end = (reason, usage)
         metrics.count_deviations(trace, [fault.reason for fault in status.prefill_faults])

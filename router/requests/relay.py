@@ -241,10 +241,11 @@ class Relay:
             self._started = True
             return StartedEvent(self._request.request_id, self._request.model, len(self._request.prompt.token_ids))
         if kind == "tokens":
-            delta = event.tokens
+            delta, now = event.tokens, self._clock.now()
+            self._trace.on_tokens(now)
             if self._lifecycle.num_tokens == len(self._request.resume_after) and self._attempt is not None:
                 self._cluster.reservations.prompt_computed(self._attempt.id)
-                self._trace.ttft_s = self._clock.now() - self._request.arrived
+                self._trace.ttft_s = now - self._request.arrived
                 self._trace.cached_tokens = event.cached_tokens
                 self._metrics.predictions(self._trace)
                 if self._judgement is not None:
@@ -294,10 +295,11 @@ class Relay:
         trace = self._trace
         trace.facts, trace.cached_tokens = message.explanation, usage.cached_tokens
         self._decision.outcome = "finished"
+        trace.total_s = self._clock.now() - self._request.arrived
         if self._judgement is not None and usage.completion_tokens > 1 and sampling.num_choices == 1:
-            answer_s = self._clock.now() - self._request.arrived - trace.ttft_s
+            answer_s = trace.total_s - trace.ttft_s
             self._cluster.admission.on_pace(self._judgement, answer_s / (usage.completion_tokens - 1))
-        self._metrics.split(trace, self._clock.now() - self._request.arrived)
+        self._metrics.split(trace, trace.total_s)
         self._cluster.on_computed(message.explanation.prefill, usage.prompt_tokens - usage.cached_tokens)
         return FinishedEvent(
             reason=finish_reason_from_proto(message.finish_reason),

@@ -234,7 +234,7 @@ class TierTokens(_message.Message):
     def __init__(self, tier: _Optional[str] = ..., tokens: _Optional[int] = ...) -> None: ...
 
 class Explanation(_message.Message):
-    __slots__ = ("prefill", "decode", "transport", "kv_bytes", "cached_tokens_prefill", "cached_tokens_decode", "kv_ranges", "kv_ranges_overlapped", "local_prefill", "index_mode", "notes", "candidates", "request_id", "prefill_pid", "decode_pid", "reserved_s", "first_token_s", "kv_complete_s", "policy", "predicted_ttft_s", "ttft_s", "predicted_cached_tokens", "cached_tokens", "prefill_queue_s", "prefill_compute_s", "backend")
+    __slots__ = ("prefill", "decode", "transport", "kv_bytes", "cached_tokens_prefill", "cached_tokens_decode", "kv_ranges", "kv_ranges_overlapped", "local_prefill", "index_mode", "notes", "candidates", "request_id", "prefill_pid", "decode_pid", "reserved_s", "first_token_s", "kv_complete_s", "policy", "predicted_ttft_s", "ttft_s", "predicted_cached_tokens", "cached_tokens", "total_s", "longest_gap_s", "prefill_queue_s", "prefill_compute_s", "backend")
     PREFILL_FIELD_NUMBER: _ClassVar[int]
     DECODE_FIELD_NUMBER: _ClassVar[int]
     TRANSPORT_FIELD_NUMBER: _ClassVar[int]
@@ -258,6 +258,8 @@ class Explanation(_message.Message):
     TTFT_S_FIELD_NUMBER: _ClassVar[int]
     PREDICTED_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_S_FIELD_NUMBER: _ClassVar[int]
+    LONGEST_GAP_S_FIELD_NUMBER: _ClassVar[int]
     PREFILL_QUEUE_S_FIELD_NUMBER: _ClassVar[int]
     PREFILL_COMPUTE_S_FIELD_NUMBER: _ClassVar[int]
     BACKEND_FIELD_NUMBER: _ClassVar[int]
@@ -284,7 +286,9 @@ class Explanation(_message.Message):
     ttft_s: float
     predicted_cached_tokens: int
     cached_tokens: int
+    total_s: float
+    longest_gap_s: float
     prefill_queue_s: float
     prefill_compute_s: float
     backend: str
-    def __init__(self, prefill: _Optional[str] = ..., decode: _Optional[str] = ..., transport: _Optional[str] = ..., kv_bytes: _Optional[int] = ..., cached_tokens_prefill: _Optional[int] = ..., cached_tokens_decode: _Optional[int] = ..., kv_ranges: _Optional[int] = ..., kv_ranges_overlapped: _Optional[int] = ..., local_prefill: _Optional[bool] = ..., index_mode: _Optional[str] = ..., notes: _Optional[_Iterable[str]] = ..., candidates: _Optional[_Iterable[_Union[PlacementTerms, _Mapping]]] = ..., request_id: _Optional[str] = ..., prefill_pid: _Optional[int] = ..., decode_pid: _Optional[int] = ..., reserved_s: _Optional[float] = ..., first_token_s: _Optional[float] = ..., kv_complete_s: _Optional[float] = ..., policy: _Optional[str] = ..., predicted_ttft_s: _Optional[float] = ..., ttft_s: _Optional[float] = ..., predicted_cached_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., prefill_queue_s: _Optional[float] = ..., prefill_compute_s: _Optional[float] = ..., backend: _Optional[str] = ...) -> None: ...
+    def __init__(self, prefill: _Optional[str] = ..., decode: _Optional[str] = ..., transport: _Optional[str] = ..., kv_bytes: _Optional[int] = ..., cached_tokens_prefill: _Optional[int] = ..., cached_tokens_decode: _Optional[int] = ..., kv_ranges: _Optional[int] = ..., kv_ranges_overlapped: _Optional[int] = ..., local_prefill: _Optional[bool] = ..., index_mode: _Optional[str] = ..., notes: _Optional[_Iterable[str]] = ..., candidates: _Optional[_Iterable[_Union[PlacementTerms, _Mapping]]] = ..., request_id: _Optional[str] = ..., prefill_pid: _Optional[int] = ..., decode_pid: _Optional[int] = ..., reserved_s: _Optional[float] = ..., first_token_s: _Optional[float] = ..., kv_complete_s: _Optional[float] = ..., policy: _Optional[str] = ..., predicted_ttft_s: _Optional[float] = ..., ttft_s: _Optional[float] = ..., predicted_cached_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., total_s: _Optional[float] = ..., longest_gap_s: _Optional[float] = ..., prefill_queue_s: _Optional[float] = ..., prefill_compute_s: _Optional[float] = ..., backend: _Optional[str] = ...) -> None: ...

@@ -28,6 +28,8 @@ def test_an_explanation_on_a_terminal():
     assert "4096 bytes over ucx:tcp" in lines[2]
     assert lines[3] == "computed: by native (layers 0-2), torch (layer 3)"
     assert lines[4] == "note: one thing"
+    why.total_s, why.longest_gap_s = 2.81, 2.25
+    assert lines_of(why)[3].strip() == "the rest in 2.500 s, the longest gap between tokens 2.250 s"
     assert lines[-2].startswith("> p0")
     assert lines[-1].startswith("  (local)")
     assert lines[-1].endswith("16")

@@ -147,6 +147,8 @@ HOST_TIER = {**SETTINGS, "num_host_blocks": "100", "preemption_mode": "auto"}
         ("cache", Level.WARN, "is GUESS", facts(cluster={"workers": [{"id": "d0", "index_mode": "GUESS"}]})),
         ("time", Level.BAD, "queue 900 ms", facts(stages={**STATUS["stages"], "queue": stage(0.9)})),
         ("time", Level.WARN, "transfer 150 ms", facts(stages={**STATUS["stages"], "transfer": stage(0.15)})),
+        ("time", Level.WARN, "longest gap between tokens 2500 ms", facts(stages={**STATUS["stages"], "longest_gap": stage(0.1, 2.5)})),
+        ("time", Level.OK, "all after the first token 1000 ms", facts()),
         ("time", Level.INFO, "no request", facts(stages={})),
         ("tokenizer", Level.WARN, "p95 200 ms", facts(stages={**STATUS["stages"], "tokenize": stage(0.01, 0.2)})),
         ("balance", Level.WARN, "prefill was busy 100%, decode 5%", facts(moved(PREFILL, computed_tokens_total=590.0 + 10), moved(DECODE, steps=5.0))),

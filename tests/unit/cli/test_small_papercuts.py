@@ -32,6 +32,18 @@ def test_version(flag: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
     assert (ended.value.code, capsys.readouterr().out) == (0, metadata.version("diptych") + "\n")
 
 
+def test_status_names_the_commands_that_show_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["diptych", "status"])
+    with pytest.raises(SystemExit) as ended:
+        main.main()
+    told = capsys.readouterr().err
+    assert ended.value.code == 2
+    assert "diptych top" in told
+    assert "restart" not in told
+
+
 @pytest.mark.parametrize("name", ["http_port", "grpc_port"])
 def test_serve_looks_at_its_ports_before_it_fetches_a_model(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def fetched(*_: object) -> Path:

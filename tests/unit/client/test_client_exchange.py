@@ -261,13 +261,24 @@ def test_only_a_cut_is_resumed(error) -> None:
         exchange.on_error(error)
 
 
-def test_resumptions_count_against_the_budget() -> None:
+def test_resumptions_have_a_budget_of_their_own() -> None:
+    """A worker took 18 s to come back: the 5 s and 4 tries of a call that never began were too few."""
+    policy = RetryPolicy(max_tries=2, budget_s=0.1, resume_budget_s=30.0)
+    exchange = Exchange(make_attempts(timeout_s=600.0, retry=policy), resume=True)
+    exchange.on_message(started())
+    exchange.on_message(tokens(0, [5], "a"))
+    waited = exchange.on_error(UnreachableError("cut"))
+    while waited < 28.0:
+        waited += exchange.on_error(NoWorkerError("not back yet"))
+    with pytest.raises(NoWorkerError):
+        exchange.on_error(NoWorkerError("not back yet", retry_after_s=2.0))
+
+
+def test_a_call_that_never_began_keeps_its_budget_with_resume() -> None:
     exchange = Exchange(make_attempts(retry=RetryPolicy(max_tries=2)), resume=True)
-    exchange.on_message(started())
-    exchange.on_error(UnreachableError("cut"))
-    exchange.on_message(started())
+    exchange.on_error(UnreachableError("gone"))
     with pytest.raises(UnreachableError):
-        exchange.on_error(UnreachableError("cut again"))
+        exchange.on_error(UnreachableError("gone"))
 
 
 def test_a_duplicate_is_waited_for_only_after_a_try_of_our_own() -> None:
