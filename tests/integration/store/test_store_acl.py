@@ -16,14 +16,11 @@ from redis.exceptions import NoPermissionError
 from diptych.cli.up.embedded_redis import server_binary
 from diptych.common.store.interface import KvEvent
 from diptych.common.store.redis_store import RedisStore
-from diptych.common.store.worker_record import WorkerRecord
+from diptych_tests.records import worker_record
 from diptych_tests.scripts import load_script
 
 ROOT = Path(__file__).resolve().parents[3]
-RECORD = WorkerRecord(
-    worker_id="p0", incarnation="a1", role="prefill", address="127.0.0.1:7001", pid=42, model="m", compat={},
-    kv_bytes_per_token=1024, num_blocks=100, block_size=16, max_model_len=2048, max_num_seqs=8, event_epoch=1,
-)  # fmt: skip
+RECORD = worker_record(incarnation="a1", event_epoch=1)
 EVENT = KvEvent("a1", epoch=1, sequence=1, kind="stored", keys=(b"k" * 16,))
 PENDING = (1000, 2)
 

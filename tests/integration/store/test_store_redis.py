@@ -5,27 +5,13 @@ import pytest
 
 from diptych.common.store.interface import KvEvent, StoreError
 from diptych.common.store.redis_store import RedisStore
-from diptych.common.store.worker_record import WorkerRecord
 from diptych_tests import waiting
+from diptych_tests.records import worker_record
 
 
 def make_record(incarnation="a1", worker_id="p0", **changes):
-    fields = {
-        "worker_id": worker_id,
-        "incarnation": incarnation,
-        "role": "prefill",
-        "address": "127.0.0.1:7001",
-        "pid": 42,
-        "model": "m",
-        "compat": {"block_size": "16"},
-        "kv_bytes_per_token": 1024,
-        "num_blocks": 100,
-        "block_size": 16,
-        "max_model_len": 2048,
-        "max_num_seqs": 8,
-        "event_epoch": 1,
-    }
-    return WorkerRecord(**(fields | changes))
+    plain = {"incarnation": incarnation, "role": "prefill", "compat": {"block_size": "16"}, "event_epoch": 1}
+    return worker_record(worker_id, **(plain | changes))
 
 
 @pytest.fixture

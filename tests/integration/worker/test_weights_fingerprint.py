@@ -24,6 +24,7 @@ from diptych.router.served_model import load_folders
 from diptych.worker.config import WorkerConfig
 from diptych.worker.model import LoadedModel, load_model
 from diptych_tests import router_fleet
+from diptych_tests.records import worker_record
 from diptych_tests.scripts import load_script
 
 WEIGHTS = "model.safetensors"
@@ -77,11 +78,7 @@ def change_one_weight(folder: Path) -> None:
 
 
 def record_of(model: LoadedModel, worker_id: str) -> WorkerRecord:
-    return WorkerRecord(
-        worker_id=worker_id, incarnation="i", role="decode", address="127.0.0.1:1", pid=1, model="chat",
-        compat=as_strings(model.compat), kv_bytes_per_token=1, num_blocks=24, block_size=16, max_model_len=64,
-        max_num_seqs=1, event_epoch=0,
-    )  # fmt: skip
+    return worker_record(worker_id, role="decode", model="chat", compat=as_strings(model.compat), max_model_len=64)
 
 
 def test_another_fine_tune_under_the_same_name_reuses_nothing_and_is_never_paired(

@@ -10,7 +10,6 @@ from diptych.common.block_identity import IdentityHeader, identity_facts
 from diptych.common.clock import FakeClock, MonotonicClock
 from diptych.common.secret import create_secret, derive_key
 from diptych.common.store.memory import MemoryStore
-from diptych.common.store.worker_record import WorkerRecord
 from diptych.common.text.revision import tokenizer_revision
 from diptych.router.api.grpc_service import RouterService
 from diptych.router.cluster.fake_decode import FakeDecode
@@ -19,6 +18,7 @@ from diptych.router.frontend import Frontend
 from diptych.router.requests.messages import UncheckedRequest
 from diptych.rpc.channels import bind, new_server
 from diptych_tests import waiting
+from diptych_tests.records import worker_record
 
 BLOCK_SIZE = 16
 VOCAB = 64
@@ -68,23 +68,11 @@ class Fleet:
 
     def record(self, worker, role="decode", header=None, **changes):
         header = header or self.header
-        compat = identity_facts(header)
-        fields = {
-            "worker_id": worker.worker_id,
-            "incarnation": worker.incarnation,
-            "role": role,
-            "address": worker.address,
-            "pid": 1,
-            "model": "tiny",
-            "compat": compat,
-            "kv_bytes_per_token": 1024,
-            "num_blocks": 100,
-            "block_size": BLOCK_SIZE,
-            "max_model_len": 256,
-            "max_num_seqs": 8,
-            "event_epoch": 0,
-        }
-        return WorkerRecord(**(fields | changes))
+        plain = {
+            "incarnation": worker.incarnation, "role": role, "address": worker.address, "model": "tiny",
+            "compat": identity_facts(header), "kv_bytes_per_token": 1024, "block_size": BLOCK_SIZE, "max_model_len": 256,
+        }  # fmt: skip
+        return worker_record(worker.worker_id, **(plain | changes))
 
     async def add(self, worker_id, role="decode", incarnation="i1", ticket_key=None, **changes):
         worker = await FakeDecode(worker_id=worker_id, incarnation=incarnation, ticket_key=ticket_key).start()

@@ -7,24 +7,10 @@ from diptych.common.clock import FakeClock
 from diptych.common.store.interface import KvEvent, StoreError
 from diptych.common.store.memory import MemoryStore
 from diptych.common.store.registration import WorkerRegistration
-from diptych.common.store.worker_record import WorkerRecord
 from diptych_tests import waiting
+from diptych_tests.records import worker_record
 
-RECORD = WorkerRecord(
-    worker_id="p0",
-    incarnation="a",
-    role="prefill",
-    address="127.0.0.1:1",
-    pid=1,
-    model="m",
-    compat={},
-    kv_bytes_per_token=1,
-    num_blocks=1,
-    block_size=16,
-    max_model_len=10,
-    max_num_seqs=1,
-    event_epoch=3,
-)
+RECORD = worker_record(event_epoch=3)
 
 
 def event(sequence, num_keys=1, kind="stored", epoch=3):

@@ -13,22 +13,12 @@ from diptych.common.store.codec import (
     encode_record,
 )
 from diptych.common.store.interface import KvEvent
-from diptych.common.store.worker_record import GpuLoad, WorkerLoad, WorkerRecord
+from diptych.common.store.worker_record import GpuLoad, WorkerLoad
 from diptych.common.tiers import TierState
+from diptych_tests.records import worker_record
 
-RECORD = WorkerRecord(
-    worker_id="p0",
-    incarnation="a",
-    role="prefill",
-    address="127.0.0.1:1",
-    pid=1,
-    model="m",
+RECORD = worker_record(
     compat={"x": "y"},
-    kv_bytes_per_token=1,
-    num_blocks=1,
-    block_size=16,
-    max_model_len=10,
-    max_num_seqs=1,
     event_epoch=3,
     load=WorkerLoad(
         prefill_tokens_per_s=3.5, link_bytes_per_s={"p1": 2.0}, gpu=GpuLoad(0.5, 0.1, 300.0, 1e9, ("hw_thermal",))

@@ -1,9 +1,9 @@
 """Silence is counted while the loop runs: a blocked loop makes no worker dead."""
 
 from diptych.common.clock import FakeClock
-from diptych.common.store.worker_record import WorkerRecord
 from diptych.router.cluster.loop_uptime import TICK_S, LoopUptime
 from diptych.router.cluster.worker_link import WorkerLink
+from diptych_tests.records import worker_record
 
 
 def live(clock: FakeClock, listening: LoopUptime, seconds: float) -> None:
@@ -28,10 +28,7 @@ def test_it_runs_with_the_loop_and_stands_with_it() -> None:
 async def test_a_stalled_router_finds_no_worker_dead_and_a_silent_one_is() -> None:
     clock = FakeClock(5.0)
     listening = LoopUptime(clock.now)
-    record = WorkerRecord(
-        worker_id="d0", incarnation="i", role="prefill", address="127.0.0.1:1", pid=1, model="m", compat={},
-        kv_bytes_per_token=1, num_blocks=1, block_size=16, max_model_len=64, max_num_seqs=1, event_epoch=0,
-    )  # fmt: skip
+    record = worker_record()
     link = WorkerLink(record, receiving_s=listening.receiving_s, probe_s=0.25, dead_s=2.0, on_change=lambda: None)
     link._serving = link._probed = True
     for _ in range(10):  # ten stalls of four seconds, with a moment between

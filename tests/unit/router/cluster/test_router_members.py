@@ -7,6 +7,7 @@ from diptych.common.block_identity import IdentityHeader, identity_facts
 from diptych.common.store.worker_record import WorkerRecord
 from diptych.router.cluster.compatibility import RouterCheck, pair_differences
 from diptych.router.cluster.members import Members
+from diptych_tests.records import worker_record
 
 KEY = bytes(32)
 
@@ -22,22 +23,9 @@ class FakeLink:
 
 
 def record(worker_id="d0", incarnation="a", **changes):
-    plain = WorkerRecord(
-        worker_id=worker_id,
-        incarnation=incarnation,
-        role="decode",
-        address="127.0.0.1:1",
-        pid=1,
-        model="m",
-        compat=identity_facts(IdentityHeader(KEY, "m1", "t1", "float32", 16)),
-        kv_bytes_per_token=1,
-        num_blocks=1,
-        block_size=16,
-        max_model_len=10,
-        max_num_seqs=1,
-        event_epoch=3,
-    )
-    return msgspec.structs.replace(plain, **changes)
+    compat = identity_facts(IdentityHeader(KEY, "m1", "t1", "float32", 16))
+    plain = {"incarnation": incarnation, "role": "decode", "compat": compat, "event_epoch": 3}
+    return worker_record(worker_id, **(plain | changes))
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from diptych.common.compiled import ALL_LANES
 from diptych.common.errors import ConfigError
 from diptych.common.request import Prompt
 from diptych.common.store.interface import KvEvent
-from diptych.common.store.worker_record import WorkerLoad, WorkerRecord
+from diptych.common.store.worker_record import WorkerLoad
 from diptych.common.tiers import LOWER_TIERS, TIER_NAMES, TierState
 from diptych.router.api.packed_ids import PackedIds, unpack
 from diptych.router.placement.block_table import to_bytes
@@ -23,6 +23,7 @@ from diptych.router.placement.replication import Replication
 from diptych.router.placement.reservations import Reservation, Reservations
 from diptych.router.placement.types import Placement, PlacementRequest
 from diptych.rpc.v1 import router_pb2
+from diptych_tests.records import worker_record
 
 HEADERS = [IdentityHeader(bytes(32), "model", "tokenizer", "float16", size) for size in (16, 8)]
 
@@ -42,12 +43,8 @@ def a_worker(name, role, header, chance):
         decode_step_s=chance.uniform(0.01, 0.02) if known else 0.0,
         link_bytes_per_s={f"p{i}": chance.uniform(1e8, 1e10) for i in range(chance.randrange(4))},
     )
-    return WorkerRecord(
-        worker_id=name, incarnation="i", role=role, address="127.0.0.1:1", pid=1, model="m", compat={},
-        kv_bytes_per_token=50_000, num_blocks=100, block_size=header.block_size, max_model_len=4096, max_num_seqs=8,
-        event_epoch=0, load=load,
-        tiers=tuple(TierState(tier.name, bytes_per_s=chance.choice([0.0, 1e9])) for tier in LOWER_TIERS),
-    )  # fmt: skip
+    tiers = tuple(TierState(tier.name, bytes_per_s=chance.choice([0.0, 1e9])) for tier in LOWER_TIERS)
+    return worker_record(name, incarnation="i", role=role, block_size=header.block_size, load=load, tiers=tiers)
 
 
 class Setup:

@@ -6,36 +6,13 @@ from collections import Counter
 import pytest
 
 from diptych.common.errors import ConfigError
-from diptych.common.store.worker_record import WorkerLoad, WorkerRecord
 from diptych.router.config import ADMISSION_MODES, PLACEMENT_POLICIES, RouterConfig
 from diptych.router.fairness.admission import MODES
 from diptych.router.placement.cost import choose_placement
 from diptych.router.placement.policies import POLICIES, policy_by_name
-from diptych.router.placement.types import Placement, PlacementRequest, WorkerView
+from diptych.router.placement.types import Placement, PlacementRequest
 from diptych.router.placement.worker_arrays import ClusterSnapshot
-
-
-def worker(worker_id, requests=0, pending=0, hit=0, **load):
-    if worker_id.startswith("p"):  # many short prompts: little of a long one is computed before a short one
-        requests = requests or pending // 20
-        load.setdefault("num_waiting", load.get("waiting_prompt_tokens", 0) // 20)
-    record = WorkerRecord(
-        worker_id=worker_id,
-        incarnation="i",
-        role="prefill" if worker_id.startswith("p") else "decode",
-        address="127.0.0.1:1",
-        pid=1,
-        model="m",
-        compat={},
-        kv_bytes_per_token=50_000,
-        num_blocks=100,
-        block_size=16,
-        max_model_len=2048,
-        max_num_seqs=8,
-        event_epoch=0,
-        load=WorkerLoad(prefill_tokens_per_s=100.0, decode_step_s=0.03, **load),
-    )
-    return WorkerView(record, hit, (), pending, requests, 0.0)
+from diptych_tests.records import worker_view as worker
 
 
 def choose(policy, prefill, decode, seed=0, local=0, affinity=b"", incompatible=None):

@@ -1,39 +1,20 @@
 import random
+from functools import partial
 
 import msgspec
 import pytest
 
 from diptych.common.kv_format import windowed_format
-from diptych.common.store.worker_record import WorkerLoad, WorkerRecord
 from diptych.common.tiers import TierState
 from diptych.router.placement.cost import COLOCATED_SLACK_MS, choose_placement
 from diptych.router.placement.types import Placement, PlacementRequest, Rejected, WorkerView, usable_hit_tokens
 from diptych.router.placement.worker_arrays import HANDOFF_MS, ClusterSnapshot
+from diptych_tests.records import worker_view
 
 NOW = 100.0
 
 
-def worker(worker_id, hit=0, pending=0, requests=0, **load):
-    if worker_id.startswith("p"):  # many short prompts: little of a long one is computed before a short one
-        requests = requests or pending // 20
-        load.setdefault("num_waiting", load.get("waiting_prompt_tokens", 0) // 20)
-    record = WorkerRecord(
-        worker_id=worker_id,
-        incarnation=f"i-{worker_id}",
-        role="prefill" if worker_id.startswith("p") else "decode",
-        address="127.0.0.1:1",
-        pid=1,
-        model="m",
-        compat={},
-        kv_bytes_per_token=50_000,
-        num_blocks=100,
-        block_size=16,
-        max_model_len=2048,
-        max_num_seqs=8,
-        event_epoch=0,
-        load=WorkerLoad(**({"prefill_tokens_per_s": 100.0, "decode_step_s": 0.03} | load)),
-    )
-    return WorkerView(record, hit_tokens=hit, pending_tokens=pending, pending_requests=requests, reported_at=NOW)
+worker = partial(worker_view, reported_at=NOW)
 
 
 def choose(prefill, decode, n=200, local=64, incompatible=None, seed=0, **request):
