@@ -17,6 +17,17 @@ import pytest
 
 pytestmark = pytest.mark.multiproc
 DEADLINE_S = 300.0
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 2,
+    "vocab_size": 256,
+    "max_position_embeddings": 512,
+}
+"""`up` looks at it before it starts the children, which are held before they do."""
 
 GATE = """
 import os, pathlib, signal, sys, threading, time
@@ -65,7 +76,7 @@ elif role:
 def model(tmp_path: Path) -> Path:
     folder = tmp_path / "model"
     folder.mkdir()
-    (folder / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"]}))
+    (folder / "config.json").write_text(json.dumps(CONFIG))
     (folder / "tokenizer.json").write_text("{}")
     (folder / "model.safetensors").touch()
     return folder
