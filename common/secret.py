@@ -9,6 +9,7 @@ from blake3 import blake3
 
 from diptych.common.errors import ConfigError
 
+_TENANT_SALT_BYTES = 16
 SECRET_BYTES = 32
 
 
@@ -43,11 +44,17 @@ def load_secret(path: Path) -> bytes:
 
 
 def further_salt(salt: bytes, text: str) -> bytes:
-    """Isolates a part of the tenant's cache by a text from the client. It never gives access to another tenant's cache."""
+    """Isolates a part of the tenant's cache by a text from the client. It never gives access to another tenant's cache.
+    The tenant's salt stays in front: see `tenant_of`."""
     parts = len(salt).to_bytes(2, "little") + salt + text.encode()
-    return blake3(parts, derive_key_context="diptych cache salt of a request").digest(16)
+    return salt + blake3(parts, derive_key_context="diptych cache salt of a request").digest(16)
 
 
 def tenant_salt(secret: bytes, tenant: str) -> bytes:
     """Salt that separates one tenant's cache from another's; "" is the default tenant."""
-    return blake3(tenant.encode(), key=derive_key(secret, "tenant salt")).digest(16)
+    return blake3(tenant.encode(), key=derive_key(secret, "tenant salt")).digest(_TENANT_SALT_BYTES)
+
+
+def tenant_of(cache_salt: bytes) -> str:
+    """The tenant as a worker knows it: one for all salts that its clients choose. Workers share time and cache by it."""
+    return cache_salt[:_TENANT_SALT_BYTES].hex()

@@ -16,6 +16,7 @@ import structlog
 
 from diptych.common.errors import DiptychError, InternalError, RequestDeadlineError
 from diptych.common.grammar import Grammar
+from diptych.common.secret import tenant_of
 from diptych.decode.admission import GiveUp, Local, Remote, choose_route, next_after_failure
 from diptych.decode.explain import Facts, choice_finished, end_of
 from diptych.decode.lifecycle import AttemptLifecycle, State
@@ -143,7 +144,7 @@ class Attempt:
                 sampling=sub.sampling,
                 # May become local (RunLocally), once the number of cached tokens is known.
                 mode=KvMode.REMOTE,
-                tenant=sub.prompt.cache_salt.hex(),
+                tenant=tenant_of(sub.prompt.cache_salt),
                 priority=sub.priority,
                 output_token_ids=sub.output_token_ids,
                 grammar=grammar,

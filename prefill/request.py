@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from diptych.common.block_identity import KEY_BYTES
 from diptych.common.errors import InvalidRequestError, PromptTooLongError
+from diptych.common.secret import tenant_of
 from diptych.engine.grammar.program import FirstToken, mask_words
 from diptych.engine.messages import EngineRequest, KvMode, PublishCached
 from diptych.rpc import convert
@@ -69,7 +70,7 @@ def parse_request(message: prefill_pb2.PrefillRequest, limits: Limits) -> Prefil
             sampling=sampling,
             output_token_ids=outputs,
             mode=KvMode.PREFILL,
-            tenant=message.cache_salt.hex(),
+            tenant=tenant_of(message.cache_salt),
             priority=message.priority,
             decode_cached_tokens=cached,
             want_kv=message.want_kv,

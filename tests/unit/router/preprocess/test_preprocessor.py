@@ -5,6 +5,7 @@ import pytest
 
 from diptych.common.clock import FakeClock
 from diptych.common.errors import InvalidRequestError, ModelNotFoundError, PromptTooLongError
+from diptych.common.secret import further_salt, tenant_of, tenant_salt
 from diptych.common.text.tokenizer import GenerationDefaults
 from diptych.router.api.openai_fields import UnknownFields
 from diptych.router.api.openai_requests import chat_call, completion_call
@@ -351,6 +352,14 @@ async def test_a_salt_of_the_callers_parts_within_its_tenant(intake):
     assert len(set(salts)) == len(salts)
     assert await salt("a", "b") == salts[1]
     assert await salt("a", "") == salts[0]
+
+
+def test_all_salts_of_a_tenant_are_one_tenant_to_workers():
+    """Item 2.2: a tenant that sends each prompt with a salt of its own gets one share of a worker, not one for each."""
+    one, other = (tenant_salt(b"s" * 32, tenant) for tenant in ("one", "other"))
+    assert {tenant_of(further_salt(one, text)) for text in "abc"} == {tenant_of(one)}
+    assert tenant_of(further_salt(other, "a")) != tenant_of(one)
+    assert len({further_salt(one, text) for text in "abc"}) == 3
 
 
 async def test_an_echo_is_of_the_tokens_that_are_kept(intake):
