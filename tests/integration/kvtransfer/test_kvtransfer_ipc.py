@@ -8,25 +8,23 @@ import mmap
 import os
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
 
 from diptych.common.clock import FakeClock
 from diptych.common.errors import ConfigError, StaleReferenceError, TransferError
-from diptych.engine.messages import DeviceRange, RangePacked
 from diptych.kernels.kv_sum import kv_sum
 from diptych.kvtransfer import self_test
-from diptych.kvtransfer.api import KvAddress, PeerRef
+from diptych.kvtransfer.api import KvAddress
 from diptych.kvtransfer.build import build_transfer
 from diptych.kvtransfer.config import TransferConfig
 from diptych.kvtransfer.gpu_ring import GpuRing
-from diptych.kvtransfer.layout import RingSpec, SlabQuotas
+from diptych.kvtransfer.layout import RingSpec
 from diptych.kvtransfer.self_test import run_ipc_self_test
-from diptych.kvtransfer.thread import TransferThread
 from diptych.kvtransfer.transports.ipc import IpcTransport
-from diptych_tests import waiting
+from diptych_tests.device_pair import DevicePair, data_at, noise
+from diptych_tests.waiting import until
 
 SLAB = 8192
 NUM_SLABS = 4
@@ -71,78 +69,19 @@ class HostMemory:
         return len(ctypes.string_at(address, size_bytes)) * 1e9
 
 
-def data_at(payload: Any) -> np.ndarray:
-    assert isinstance(payload, DeviceRange)
-    return np.frombuffer(ctypes.string_at(payload.address, payload.nbytes), np.uint8)
-
-
-class Pair:
-    """A publisher and a reader with their threads."""
-
-    def __init__(self) -> None:
-        loop = asyncio.get_running_loop()
-        self.memory, self.reader_memory = HostMemory(), HostMemory()
-        config = TransferConfig(transport="inproc", slab_bytes=SLAB, num_slabs=NUM_SLABS)
-        ring = RingSpec(NUM_SLABS, SLAB)
-        common: dict[str, Any] = {"layout_hash": 7, "num_layers": 1, "bytes_per_s": 1e9, "loop": loop}
-        self.transport = IpcTransport("p0", "life", host="127.0.0.1", memory=self.memory)
-        self.publisher = TransferThread(
-            self.transport,
-            config,
-            worker_id="p0",
-            incarnation="life",
-            quotas=SlabQuotas(NUM_SLABS, 0),
-            ring=GpuRing(ring, *self.memory.allocate(ring.total_bytes)),
-            **common,
-        )
-        self.reader = TransferThread(
-            IpcTransport("d0", "x", host="127.0.0.1", memory=self.reader_memory),
-            config,
-            worker_id="d0",
-            incarnation="x",
-            quotas=SlabQuotas(0, NUM_SLABS),
-            ring=GpuRing(ring),
-            **common,
-        )
-        self.ref = PeerRef("p0", "life", self.publisher.address)
-        self.grants: asyncio.Queue[Any] = asyncio.Queue()
-        self.settled: list[tuple[str, int]] = []
-        self.publisher.start(
-            lambda grants: loop.call_soon_threadsafe(lambda: [self.grants.put_nowait(g) for g in grants]),
-            lambda attempt, slab: self.settled.append((attempt, slab)),
-        )
-
-    async def publish(self, attempt: str, data: np.ndarray) -> Any:
-        grant = await asyncio.wait_for(self.grants.get(), 60)
-        ctypes.memmove(grant.payload.address, data.ctypes.data, data.nbytes)
-        packed = RangePacked(attempt, grant.slab, grant.generation, 0, 1, data.nbytes, kv_sum(data))
-        return self.publisher.publish("d0", packed)
-
-    async def read(self, handle: Any) -> Any:
-        return await self.reader.read(self.ref, handle, deadline_s=300.0)
-
-    async def slabs(self) -> Any:
-        audit = await self.publisher.audit(full=True)
-        assert not audit.violations
-        return audit.slabs
-
-    async def until(self, met: Any) -> None:
-        await waiting.until(met)
-
-    async def close(self) -> None:
-        await self.reader.close()
-        await self.publisher.close()
-
-
 @pytest.fixture
 async def pair():
-    pair = Pair()
+    spec = RingSpec(NUM_SLABS, SLAB)
+    memory, reader_memory = HostMemory(), HostMemory()
+    pair = DevicePair(
+        IpcTransport("p0", "life", host="127.0.0.1", memory=memory),
+        GpuRing(spec, *memory.allocate(spec.total_bytes)),
+        IpcTransport("d0", "x", host="127.0.0.1", memory=reader_memory),
+        GpuRing(spec),
+    )
+    pair.reader_memory = reader_memory
     yield pair
     await pair.close()
-
-
-def noise(seed: int, size: int = 4096) -> np.ndarray:
-    return np.random.default_rng(seed).integers(0, 256, size, np.uint8)
 
 
 async def test_slabs_arrive_by_address_and_all_come_back(pair) -> None:
@@ -153,10 +92,7 @@ async def test_slabs_arrive_by_address_and_all_come_back(pair) -> None:
         assert received.payload.checksum == kv_sum(data)
         pair.reader.finish(received)
 
-    async def all_free() -> bool:
-        return (await pair.slabs()).free == NUM_SLABS and (await pair.reader.audit(full=True)).slabs.free == NUM_SLABS
-
-    await pair.until(all_free)
+    await pair.all_free()
     assert len(pair.settled) == 20
     assert len(pair.reader_memory.open_handles) == 1  # mapped once
 
@@ -173,7 +109,7 @@ async def test_a_slab_belongs_to_the_reader_until_it_says_so(pair) -> None:
     async def free() -> bool:
         return (await pair.slabs()).free == NUM_SLABS
 
-    await pair.until(free)
+    await until(free)
 
 
 async def test_a_handle_is_read_once_and_a_forged_one_never(pair) -> None:
@@ -199,7 +135,7 @@ async def test_the_mapping_outlives_the_peer_until_nothing_reads_it(pair) -> Non
     async def unmapped() -> bool:
         return not pair.reader_memory.open_handles
 
-    await pair.until(unmapped)
+    await until(unmapped)
     assert (await pair.reader.audit(full=True)).slabs.free == NUM_SLABS
 
 
@@ -210,7 +146,7 @@ async def test_a_reader_that_leaves_frees_what_it_was_reading(pair) -> None:
     async def free() -> bool:
         return (await pair.slabs()).free == NUM_SLABS
 
-    await pair.until(free)
+    await until(free)
     assert pair.settled == [("a", 0)] or len(pair.settled) == 1
 
 
@@ -226,7 +162,7 @@ async def test_forget_waits_for_the_kernel_that_still_reads(pair) -> None:
     async def gone() -> bool:
         return not pair.reader_memory.open_handles and (await pair.slabs()).in_flight == 0
 
-    await pair.until(gone)
+    await until(gone)
     again = await pair.read(await pair.publish("a", noise(6)))
     assert np.array_equal(data_at(again.payload), noise(6))
     pair.reader.finish(again)

@@ -12,6 +12,7 @@ import contextlib
 import ctypes
 import importlib.util
 import logging
+import os
 import sys
 from dataclasses import replace
 from typing import Any
@@ -20,19 +21,18 @@ import numpy as np
 import pytest
 
 from diptych.common.errors import ConfigError, StaleReferenceError, TransferError
-from diptych.engine.messages import DeviceRange, RangePacked
 from diptych.kernels.kv_sum import kv_sum
 from diptych.kvtransfer import gpu_path
-from diptych.kvtransfer.api import PeerRef
 from diptych.kvtransfer.build import build_transfer
 from diptych.kvtransfer.config import TransferConfig
 from diptych.kvtransfer.gpu_path import DIRECT, STAGED
 from diptych.kvtransfer.gpu_ring import GpuRing
-from diptych.kvtransfer.layout import RingSpec, SlabQuotas
-from diptych.kvtransfer.thread import TransferThread
+from diptych.kvtransfer.layout import RingSpec
 from diptych.kvtransfer.transports import ucx_gpu
 from diptych.kvtransfer.transports.ucx_gpu import UcxGpuTransport
 from diptych.kvtransfer.ucx_gpu_probe import run_ucx_gpu_self_test, serve
+from diptych_tests import waiting
+from diptych_tests.device_pair import DevicePair, data_at, noise
 
 # Not imported here: UCXX's UCX would keep NIXL's out of the process that collects the tests of both.
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("ucxx") is None, reason="UCXX is not installed")
@@ -85,68 +85,19 @@ def ring_in(memory: HostMemory, spec: RingSpec) -> GpuRing:
     return GpuRing(spec, *memory.allocate(spec.total_bytes))
 
 
-class Pair:
-    def __init__(self, *, require: str = "") -> None:
-        loop = asyncio.get_running_loop()
-        self.memory, self.reader_memory = HostMemory(), HostMemory()
-        config = TransferConfig(transport="inproc", slab_bytes=SLAB, num_slabs=NUM_SLABS)
-        common: dict[str, Any] = {"layout_hash": 7, "num_layers": 1, "bytes_per_s": 1e9, "loop": loop}
-        self.publisher = TransferThread(
-            OverTcp("p0", "life", host="127.0.0.1", memory=self.memory),
-            config, worker_id="p0", incarnation="life", quotas=SlabQuotas(NUM_SLABS, 0),
-            ring=ring_in(self.memory, RingSpec(NUM_SLABS, SLAB)), **common,
-        )  # fmt: skip
-        self.reads = OverTcp("d0", "x", host="127.0.0.1", memory=self.reader_memory, require_path=require)
-        self.reader = TransferThread(
-            self.reads,
-            config, worker_id="d0", incarnation="x", quotas=SlabQuotas(0, NUM_SLABS),
-            ring=ring_in(self.reader_memory, RingSpec(NUM_SLABS, SLAB)), **common,
-        )  # fmt: skip
-        self.ref = PeerRef("p0", "life", self.publisher.address)
-        self.grants: asyncio.Queue[Any] = asyncio.Queue()
-        self.publisher.start(
-            lambda grants: loop.call_soon_threadsafe(lambda: [self.grants.put_nowait(g) for g in grants]),
-            lambda attempt, slab: None,
-        )
-
-    async def publish(self, attempt: str, data: np.ndarray) -> Any:
-        grant = await asyncio.wait_for(self.grants.get(), 60)
-        ctypes.memmove(grant.payload.address, data.ctypes.data, data.nbytes)
-        packed = RangePacked(attempt, grant.slab, grant.generation, 0, 1, data.nbytes, kv_sum(data))
-        return self.publisher.publish("d0", packed)
-
-    async def read(self, handle: Any) -> Any:
-        return await self.reader.read(self.ref, handle, deadline_s=300.0)
-
-    async def all_free(self) -> None:
-        from diptych_tests import waiting  # not found in the other process, which this file is, too
-
-        async def free() -> bool:
-            audits = [await side.audit(full=True) for side in (self.publisher, self.reader)]
-            assert not any(audit.violations for audit in audits)
-            return all(audit.slabs.free == NUM_SLABS for audit in audits)
-
-        await waiting.until(free)
-
-    async def close(self) -> None:
-        await self.reader.close()
-        await self.publisher.close()
+def make_pair(require: str = "") -> DevicePair:
+    spec = RingSpec(NUM_SLABS, SLAB)
+    memory, reader_memory = HostMemory(), HostMemory()
+    reads = OverTcp("d0", "x", host="127.0.0.1", memory=reader_memory, require_path=require)
+    publishes = OverTcp("p0", "life", host="127.0.0.1", memory=memory)
+    return DevicePair(publishes, ring_in(memory, spec), reads, ring_in(reader_memory, spec))
 
 
 @pytest.fixture
 async def pair():
-    pair = Pair()
+    pair = make_pair()
     yield pair
     await pair.close()
-
-
-def noise(seed: int, size: int = 4096) -> np.ndarray:
-    return np.random.default_rng(seed).integers(0, 256, size, np.uint8)
-
-
-def data_at(payload: Any) -> np.ndarray:
-    assert isinstance(payload, DeviceRange)
-    return np.frombuffer(ctypes.string_at(payload.address, payload.nbytes), np.uint8)
 
 
 async def test_payloads_arrive_in_memory_of_ours_and_all_slabs_come_back(pair) -> None:
@@ -184,8 +135,6 @@ async def test_who_was_forgotten_is_met_anew(pair, monkeypatch) -> None:
             found.append(await pair.read(handle))
         return bool(found)
 
-    from diptych_tests import waiting
-
     await waiting.until(read)
     (received,) = found
     assert np.array_equal(data_at(received.payload), data)
@@ -209,14 +158,15 @@ async def test_the_second_large_payload_determines_the_path(pair, monkeypatch, c
 async def test_a_peer_on_another_path_than_the_required_one_is_refused(monkeypatch) -> None:
     monkeypatch.setattr(gpu_path, "SLOW_BYTES_PER_S", 1e18)
     monkeypatch.setattr(ucx_gpu, "TELLING_BYTES", 1000)
-    pair = Pair(require=DIRECT)
+    pair = make_pair(DIRECT)
     pair.reader.finish(await pair.read(await pair.publish("a", noise(1))))
     with pytest.raises(TransferError, match="ucx-gpu:direct is required"):
         await pair.read(await pair.publish("a", noise(2)))
     await pair.close()
 
 
-def test_the_self_test_reads_out_of_another_process_and_says_what_it_finds(caplog) -> None:
+def test_the_self_test_reads_out_of_another_process_and_says_what_it_finds(caplog, monkeypatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
     memory = HostMemory()
     found = run_ucx_gpu_self_test(
         lambda worker_id, life: OverTcp(worker_id, life, host="127.0.0.1", memory=memory),
