@@ -12,10 +12,11 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from triton import knobs
 
-from diptych.bench.kernels.cases import LLAMA_8B, Heads, paged_case
+from diptych.bench.kernels.cases import Heads, paged_case
 from diptych.kernels.reference import paged_attention_ref
 from diptych.kernels.reference_fused import paged_attention_dense_ref
 from diptych.kernels.triton_decode import choose_splits, paged_decode
+from diptych_tests.gpu_shapes import SHAPES, TOLERANCE
 
 # The interpreter of Triton 3.6 takes loop bounds out of one-element arrays.
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim:DeprecationWarning")
@@ -103,29 +104,12 @@ def test_what_does_not_fit_is_refused(spoil, words):
         paged_decode(arguments["q"], case.kv, arguments["tables"], case.rows, arguments["lens"], scale=1.0)
 
 
-B16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
-
-
 @pytest.mark.gpu
-@pytest.mark.parametrize(
-    ("heads", "dtype", "block_size"),
-    [
-        (LLAMA_8B, B16, 16),
-        (LLAMA_8B, F16, 64),
-        (LLAMA_8B, F32, 16),
-        (Heads(9, 3, 64), B16, 32),
-        (Heads(9, 3, 64), F32, 16),
-        (Heads(16, 2, 80), B16, 128),
-        (Heads(8, 8, 96), F16, 16),
-        (Heads(8, 1, 256), B16, 16),
-        (Heads(8, 1, 256), F32, 64),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("heads", "dtype", "block_size"), SHAPES, ids=str)
 def test_decode_gpu(cuda, heads, dtype, block_size):
     lens = [1, 17, 1024, 3001, 0, 130]
     case = paged_case(heads, lens, block_size=block_size, dtype=dtype, device=cuda)
-    tolerance = {B16: 8e-3, F16: 2e-3, F32: 1e-5}[dtype]
+    tolerance = TOLERANCE[dtype]
     for window in (None, 100):
         for splits in (1, 5):
             check(case, window=window, splits=splits, tile=None, tolerance=tolerance)

@@ -7,9 +7,10 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from triton import knobs
 
-from diptych.bench.kernels.cases import LLAMA_8B, Heads, chunk_rows, paged_case
+from diptych.bench.kernels.cases import Heads, chunk_rows, paged_case
 from diptych.kernels.reference_fused import paged_attention_dense_ref
 from diptych.kernels.triton_prefill import paged_prefill, prefill_rows, prefill_tiles
+from diptych_tests.gpu_shapes import SHAPES, TOLERANCE
 
 # The interpreter of Triton 3.6 takes loop bounds out of one-element arrays.
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim:DeprecationWarning")
@@ -74,28 +75,11 @@ def test_a_group_that_fits_no_tile_is_refused():
         )
 
 
-B16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
-
-
 @pytest.mark.gpu
-@pytest.mark.parametrize(
-    ("heads", "dtype", "block_size"),
-    [
-        (LLAMA_8B, B16, 16),
-        (LLAMA_8B, F16, 64),
-        (LLAMA_8B, F32, 16),
-        (Heads(9, 3, 64), B16, 32),
-        (Heads(9, 3, 64), F32, 16),
-        (Heads(16, 2, 80), B16, 128),
-        (Heads(8, 8, 96), F16, 16),
-        (Heads(8, 1, 256), B16, 16),
-        (Heads(8, 1, 256), F32, 64),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("heads", "dtype", "block_size"), SHAPES, ids=str)
 def test_prefill_gpu(cuda, heads, dtype, block_size):
     case = paged_case(heads, [700, 1000, 333, 64], block_size=block_size, dtype=dtype, device=cuda)
-    tolerance = {B16: 8e-3, F16: 2e-3, F32: 1e-5}[dtype]
+    tolerance = TOLERANCE[dtype]
     rows = prefill_rows(heads.head_dim, dtype.itemsize, heads.group)
     for window in (None, 100):
         check(case, [700, 300, 1, 50], window=window, rows=rows, tile=None, tolerance=tolerance)
