@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from diptych.common.errors import ConfigError
-from diptych.engine.capacity import CacheOf, cache_of, capacity_line, kibibytes
+from diptych.common.kv_groups import PoolDemand
+from diptych.engine.capacity import CacheOf, cache_of, capacity_line, held_lines, kibibytes
 from diptych.engine.sched.swap_cost import Rates, break_even_copy_bytes_per_s, break_even_tokens
 from diptych.worker.defaults import CPU
 
@@ -37,13 +38,19 @@ def capacity_report(cache: CacheOf, *, block_size: int, memory_gib: float = 0.0)
         raise ConfigError("block_size", block_size, "must be at least 1")
     if not 0.0 <= memory_gib < math.inf:
         raise ConfigError("memory_gib", memory_gib, "must be 0 or more")
-    size = cache.bytes_per_token
-    lines = [*cache.arithmetic(), f"a block of {block_size} tokens: {kibibytes(size * block_size)}"]
+    kv, demand = cache.kv, PoolDemand(CPU["max_num_seqs"], CPU["max_num_batched_tokens"])
+    windows = any(group.window for group in kv.groups)
+    lines = [*cache.arithmetic(), f"a block of {block_size} tokens: {kibibytes(cache.bytes_per_token * block_size)}"]
     if cache.max_position is not None:
-        lines.append(f"a whole context of {cache.max_position:,} tokens: {_size(cache.max_position * size)}")
+        size = kv.bytes_held(cache.max_position) if windows else cache.max_position * cache.bytes_per_token
+        lines.append(f"a whole context of {cache.max_position:,} tokens: {_size(size)}")
+        if windows:
+            lines += held_lines(kv, min(8192, cache.max_position), demand.max_num_batched_tokens)
     if memory_gib:
-        num_blocks = int(memory_gib * _GIB) // (size * block_size)
-        lines.append(f"{memory_gib:g} GiB hold: {capacity_line(num_blocks, block_size, size)}")
+        num_blocks = demand.most_blocks(kv, int(memory_gib * _GIB))
+        lines.append(f"{memory_gib:g} GiB hold: {capacity_line(kv, demand.group_blocks(kv, num_blocks))}")
+        if windows:
+            lines.append(f"(window blocks for {demand.max_num_seqs} sequences, --max-num-seqs)")
         if cache.max_position is not None:
             lines.append(f"that is {num_blocks * block_size / cache.max_position:,.1f} whole contexts")
     return lines
@@ -97,7 +104,7 @@ def run_capacity(
 
         with progress_on() as progress:
             path = resolve_model(model, progress)
-    cache = cache_of(read_config(path), dtype)
+    cache = cache_of(read_config(path), dtype, block_size)
     lines = capacity_report(cache, block_size=block_size, memory_gib=memory_gib)
     if not dtype and cache.dtype != _SERVED_DTYPE:
         lines.insert(

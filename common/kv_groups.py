@@ -42,11 +42,6 @@ def expected_ranges(kv: KvFormat, first_token: int, end: int) -> tuple[GroupRang
     return tuple(ranges)
 
 
-def freed_blocks(kv: KvFormat, before: int, after: int) -> tuple[range, ...]:
-    """By group, the blocks that fall behind the window when the computed tokens rise from `before` to `after`."""
-    return tuple(range(group.first_block(before), group.first_block(after)) for group in kv.groups)
-
-
 def longest_hit(kv: KvFormat, present: Sequence[Sequence[bool]], limit: int) -> int:
     """How many leading tokens may be taken from a prefix cache: the most after which every group has what the next token reads.
 
@@ -93,10 +88,10 @@ def most_blocks_held(group: KvGroup, num_tokens: int, chunk: int = 1) -> int:
     return min(all_blocks, -(-(group.window - 1 + chunk) // group.block_size) + 1)
 
 
-def holds(kv: KvFormat, group_blocks: Sequence[int], num_tokens: int, chunk: int) -> bool:
-    """Whether empty pools of so many blocks, by group, can hold one sequence of `num_tokens` tokens."""
+def holds(kv: KvFormat, group_blocks: Sequence[int], num_tokens: int, chunk: int, num_seqs: int = 1) -> bool:
+    """Whether empty pools of so many blocks, by group, can hold `num_seqs` sequences of `num_tokens` tokens."""
     return all(
-        most_blocks_held(group, num_tokens, chunk) <= blocks
+        num_seqs * most_blocks_held(group, num_tokens, chunk) <= blocks
         for group, blocks in zip(kv.groups, group_blocks, strict=True)
     )
 

@@ -95,7 +95,7 @@ class EngineClient:
 
     async def reset_cache(self, *, deadline_s: float = _QUERY_DEADLINE_S) -> None:
         """Empty the prefix cache; CacheCleared follows as an event. Raises: as audit."""
-        await self._query(lambda core: core.scheduler.kv.pool.clear(), deadline_s)
+        await self._query(lambda core: core.scheduler.kv.clear(), deadline_s)
 
     async def measure_copies(self, *, deadline_s: float = _QUERY_DEADLINE_S) -> float:
         """See EngineCore.measure_copies. Raises: as audit."""

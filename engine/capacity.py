@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from diptych.common.errors import ConfigError
-from diptych.common.kv_format import KvFormat, KvGroup, KvKind, Shard, dtype_bytes, full_format
+from diptych.common.kv_format import KvFormat, KvGroup, KvKind, Shard, dtype_bytes, windowed_format
+from diptych.common.kv_groups import most_blocks_held
+from diptych.engine.exec.models.registry import describe
 
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 _HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
@@ -52,7 +54,8 @@ def _arithmetic(group: KvGroup, shard: Shard, *, named: bool) -> str:
 
 
 def cache_of(config: Mapping[str, Any], dtype: str = "", block_size: int = 16) -> CacheOf:
-    """The cache of a decoder with attention in every layer, whatever its architecture is called.
+    """The cache of a decoder with attention in every layer, whatever its architecture is called. Layers of a family that is
+    served have its windows; those of any other count as seeing every token.
 
     Args:
         config: a config.json; a multimodal one's text_config counts.
@@ -82,15 +85,43 @@ def cache_of(config: Mapping[str, Any], dtype: str = "", block_size: int = 16) -
             raise ConfigError("hidden_size", hidden, f"does not divide among {heads} heads, and head_dim is not given")
         head_dim = hidden // heads
     head_dim = _checked("head_dim", head_dim)
-    return CacheOf(full_format(layers, kv_heads, head_dim, block_size=block_size, dtype=dtype), max_position)
+    kv = windowed_format(_windows(config, layers), kv_heads, head_dim, block_size=block_size, dtype=dtype)
+    return CacheOf(kv, max_position)
 
 
-def capacity_line(num_blocks: int, block_size: int, bytes_per_token: int) -> str:
-    """One line for the log: `KV: 18,432 blocks x 16 tokens = 294,912 tokens, 45 KiB per token`."""
-    tokens = num_blocks * block_size
-    return (
-        f"KV: {num_blocks:,} blocks x {block_size} tokens = {tokens:,} tokens, {kibibytes(bytes_per_token)} per token"
-    )
+def _windows(config: Mapping[str, Any], num_layers: int) -> list[int]:
+    """Of each layer, 0: every token."""
+    try:
+        return [window or 0 for window in describe(config).windows]
+    except ConfigError:  # not served, or not all of a config
+        return [0] * num_layers
+
+
+def capacity_line(kv: KvFormat, group_blocks: Sequence[int]) -> str:
+    """One line for the log: `KV: 18,432 blocks x 16 tokens = 294,912 tokens, 45 KiB per token`, and the blocks of further
+    groups. Args: group_blocks: of each group's pool."""
+    line = ""
+    for group, count in zip(kv.groups, group_blocks, strict=True):
+        if line:
+            line += f"; {group.name}: {count:,} blocks, {kibibytes(group.bytes_per_token(kv.shard))} per token"
+            continue
+        name = "" if len(kv.groups) == 1 else f" of {group.name}"
+        tokens = count * group.block_size
+        size = kibibytes(group.bytes_per_token(kv.shard))
+        line = f"KV: {count:,} blocks{name} x {group.block_size} tokens = {tokens:,} tokens, {size} per token"
+    return line
+
+
+def held_lines(kv: KvFormat, num_tokens: int, chunk: int) -> list[str]:
+    """What a sequence of so many tokens holds, and at most while its prompt is computed in chunks of `chunk` tokens; for a
+    format with windows."""
+    peak = sum(most_blocks_held(group, num_tokens, chunk) * group.block_bytes(kv.shard) for group in kv.groups)
+    held, full = kv.bytes_held(num_tokens), num_tokens * kv.bytes_per_token
+    return [
+        f"a sequence of {num_tokens:,} tokens holds {mebibytes(held)} while it decodes, {held / full:.0%} of what it would "
+        "without windows",
+        f"and at most {mebibytes(peak)} while its prompt is computed in chunks of {chunk:,} tokens",
+    ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,11 +137,11 @@ class WeightSizes:
         """One line for the log: `weights: 405 MiB of layers + 108 MiB of output head + 108 MiB of embedding = 621
         MiB`."""
         parts = ((self.layers, "layers"), (self.head, "output head"), (self.embedding, "embedding"))
-        terms = [f"{_mebibytes(size)} of {what}" for size, what in parts if size]
-        return f"weights: {' + '.join(terms)} = {_mebibytes(self.layers + self.head + self.embedding)}"
+        terms = [f"{mebibytes(size)} of {what}" for size, what in parts if size]
+        return f"weights: {' + '.join(terms)} = {mebibytes(self.layers + self.head + self.embedding)}"
 
 
-def _mebibytes(size_bytes: int) -> str:
+def mebibytes(size_bytes: int) -> str:
     return f"{size_bytes / (1 << 20):,.0f} MiB"
 
 

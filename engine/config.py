@@ -90,8 +90,3 @@ class EngineConfig:
     def tier_blocks(self) -> Mapping[str, int]:
         """Blocks of each tier, by its name in common.tiers: the only place where a tier meets its setting."""
         return {DEVICE: self.num_blocks, HOST: self.num_host_blocks}
-
-    @property
-    def tenant_cache_blocks(self) -> int | None:
-        """Cached blocks that one tenant may have; None: no limit."""
-        return None if self.tenant_cache_share == 1.0 else int(self.tenant_cache_share * self.num_blocks)

@@ -13,6 +13,7 @@ from typing import TypeVar
 from diptych.common.block_identity import IdentityHeader
 from diptych.common.clock import Clock
 from diptych.common.errors import ConfigError, DiptychError, InternalError, OverloadedError
+from diptych.common.kv_format import KvKind
 from diptych.engine.async_unpacks import AsyncUnpacks
 from diptych.engine.config import EngineConfig
 from diptych.engine.executor import Executor, ExecutorLost
@@ -35,7 +36,7 @@ from diptych.engine.messages import (
     RunLocally,
     UnpackRange,
 )
-from diptych.engine.runner import OutOfDeviceMemory, StepAborted
+from diptych.engine.runner import OutOfDeviceMemory, RunnerCapabilities, StepAborted
 from diptych.engine.sched import async_scheduling as ahead
 from diptych.engine.sched.admission import ModelLimits
 from diptych.engine.sched.output import DetokenizerFactory
@@ -80,6 +81,7 @@ class EngineCore:
             raise ConfigError("num_blocks", config.num_blocks, f"the runner's pool has {able.num_blocks}")
         if drafter is not None and not able.verifies_drafts:
             raise ConfigError("drafter", type(drafter).__name__, "the runner does not verify drafts")
+        _check_groups(able, config)
         limits = ModelLimits(
             max_model_len=able.max_model_len,
             vocab_size=able.vocab_size,
@@ -87,6 +89,8 @@ class EngineCore:
             kv_bytes_per_token=able.kv_bytes_per_token,
             num_layers=able.num_layers,
             grammars=able.grammars,
+            kv=able.kv,
+            group_blocks=(config.num_blocks, *able.group_blocks[1:]) if able.group_blocks else (),
         )
         self.scheduler = Scheduler(config, limits, identity, detokenizer_factory, drafter)
         self.steps = 0
@@ -339,7 +343,7 @@ class EngineCore:
         except Exception as error:
             _log.exception("copying %d blocks failed", len(copies))
             self.scheduler.fail_all(_internal("copying KV blocks failed", error))
-            self.scheduler.kv.pool.clear()
+            self.scheduler.kv.clear()
             return None
         num_moved = sum(copy.kind is not CopyKind.FORK for copy in copies)
         self.scheduler.throughput.observe_copy(self._clock.now() - start, num_moved * self._block_bytes)
@@ -409,6 +413,25 @@ class EngineCore:
                     return
                 self.scheduler.unpacked(job, last=command.last)
         self._answers.append(RangeUnpacked(command.attempt, command.job, job is not None))
+
+
+def _check_groups(able: RunnerCapabilities, config: EngineConfig) -> None:
+    """Raises: ConfigError for what an engine cannot do with several KV groups, or with a window."""
+    kv = able.kv
+    if kv is None or kv.has_one_full_group:
+        return
+    sizes = {group.name: group.block_size for group in kv.groups}
+    if set(sizes.values()) != {config.block_size}:
+        raise ConfigError("block_size", sizes, f"every KV group must have blocks of {config.block_size} tokens")
+    if able.group_blocks and len(able.group_blocks) != len(kv.groups):
+        raise ConfigError("group_blocks", able.group_blocks, f"the runner has {len(kv.groups)} KV groups")
+    kinds = [group.name for group in kv.groups if group.kind not in (KvKind.FULL, KvKind.WINDOW)]
+    if kinds:
+        raise ConfigError("groups", kinds, "the engine has full and window groups only")
+    if config.num_host_blocks:
+        raise ConfigError(
+            "num_host_blocks", config.num_host_blocks, f"the host tier cannot hold {', '.join(sizes)}: set it to 0"
+        )
 
 
 def _internal(what: str, error: Exception) -> DiptychError:

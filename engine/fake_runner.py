@@ -1,8 +1,8 @@
 """A deterministic ModelRunner without torch, for tests and simulations.
 
-Its KV is real bytes in the real layout, and every token it draws is a hash over the KV bytes of all positions so far: a
-wrong block table, a lost or flipped byte or a slot written twice changes the tokens, as it would (sometimes) in a
-model. Where logits matter (constraints, logprobs) they are hashes too, one a token id."""
+Its KV is real bytes in the real layout, and every token it draws is a hash over the KV bytes of all positions that its
+layers see: a wrong block table, a lost or flipped byte or a slot written twice changes the tokens, as it would
+(sometimes) in a model. Where logits matter (constraints, logprobs) they are hashes too, one a token id."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ import numpy.typing as npt
 import xxhash
 
 from diptych.common.errors import InternalError
-from diptych.common.kv_format import full_format
+from diptych.common.kv_format import full_format, windowed_format
+from diptych.common.kv_groups import PoolDemand
 from diptych.common.sampling import SamplingParams
 from diptych.engine import constraints
 from diptych.engine.messages import BlockCopy, Candidate, CopyKind, ScheduledSeq, StepResult, TokenLogprobs
@@ -27,6 +28,8 @@ class FakeRunner:
     Args:
         before_execute: called with the step's sequences before anything is computed; may raise, advance a clock or
         block.
+        windows: of each layer, 0: it sees every token; empty: all layers do.
+        demand: bounds the pools of window groups.
         bad_attempts: attempts whose rows come out bad, as NaN logits would.
     """
 
@@ -42,13 +45,23 @@ class FakeRunner:
         eos_token_ids: tuple[int, ...] = (2,),
         num_host_blocks: int = 0,
         before_execute: Callable[[Sequence[ScheduledSeq]], None] | None = None,
+        windows: Sequence[int] = (),
+        demand: PoolDemand | None = None,
     ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.max_model_len = max_model_len
         self.vocab_size = vocab_size
         self.eos_token_ids = eos_token_ids
-        self.kv = full_format(num_layers, 1, head_dim, block_size=block_size, dtype="int8")
+        if windows:
+            num_layers = len(windows)
+            self.kv = windowed_format(windows, 1, head_dim, block_size=block_size, dtype="int8")
+        else:
+            self.kv = full_format(num_layers, 1, head_dim, block_size=block_size, dtype="int8")
+        self.group_blocks = (demand or PoolDemand()).group_blocks(self.kv, num_blocks)
+        self._places = {
+            layer: (index, at) for index, group in enumerate(self.kv.groups) for at, layer in enumerate(group.layers)
+        }
         self.kv_bytes_per_token = self.kv.bytes_per_token
         self.num_layers = num_layers
         self.steps_ahead = False
@@ -56,7 +69,11 @@ class FakeRunner:
         self.on_layers: Callable[[int], None] = lambda num_layers: None
         self.before_execute = before_execute
         self.bad_attempts: set[str] = set()
-        self.pool = np.zeros((num_blocks, num_layers, 2, block_size, 1, head_dim), dtype=np.uint8)
+        self.pools = [
+            np.zeros((count, group.num_layers, 2, block_size, 1, head_dim), dtype=np.uint8)
+            for group, count in zip(self.kv.groups, self.group_blocks, strict=True)
+        ]
+        self.pool = self.pools[0]
         self.num_host_blocks = num_host_blocks
         self.host = np.zeros((num_host_blocks, *self.pool.shape[1:]), dtype=np.uint8)
         self._provenance: Provenance | None = None
@@ -77,6 +94,8 @@ class FakeRunner:
             runs_ahead=self.steps_ahead,
             reports_layers=True,
             verifies_drafts=True,
+            kv=self.kv,
+            group_blocks=self.group_blocks,
         )
 
     def expect_compiled(self) -> None:
@@ -108,8 +127,8 @@ class FakeRunner:
 
     def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
         for copy in copies:
-            source = self.host if copy.kind is CopyKind.FROM_HOST else self.pool
-            target = self.host if copy.kind is CopyKind.TO_HOST else self.pool
+            source = self.host if copy.kind is CopyKind.FROM_HOST else self.pools[copy.group]
+            target = self.host if copy.kind is CopyKind.TO_HOST else self.pools[copy.group]
             target[copy.dst] = source[copy.src]
         if self._provenance is not None:
             self._provenance.copied(copies)
@@ -118,7 +137,7 @@ class FakeRunner:
         self, block_ids: Sequence[int], num_tokens: int, out: memoryview, layers: range | None = None, group: int = 0
     ) -> int:
         full, tail = divmod(num_tokens, self.block_size)
-        pool = self._part(layers)
+        pool = self._part(layers, group)
         parts = [pool[block_ids[i]].tobytes() for i in range(full)]
         if tail:
             parts.append(pool[block_ids[full], :, :, :tail].tobytes())
@@ -130,11 +149,11 @@ class FakeRunner:
         self, block_ids: Sequence[int], num_tokens: int, src: memoryview, layers: range | None = None, group: int = 0
     ) -> None:
         full, tail = divmod(num_tokens, self.block_size)
-        pool = self._part(layers)
+        pool = self._part(layers, group)
         shape = pool.shape[1:]
         size = int(np.prod(shape))
         data = np.frombuffer(src, dtype=np.uint8)
-        if self._provenance is not None:
+        if self._provenance is not None and not group:
             self._provenance.forget(block_ids)
         for i in range(full):
             pool[block_ids[i]] = data[i * size : (i + 1) * size].reshape(shape)
@@ -142,26 +161,33 @@ class FakeRunner:
             rest = data[full * size : num_tokens * (size // self.block_size)]
             pool[block_ids[full], :, :, :tail] = rest.reshape(shape[0], 2, tail, 1, shape[4])
 
-    def _part(self, layers: range | None) -> npt.NDArray[np.uint8]:
-        """A view of the pool, of these layers only."""
-        return self.pool if layers is None else self.pool[:, layers.start : layers.stop]
+    def _part(self, layers: range | None, group: int) -> npt.NDArray[np.uint8]:
+        """A view of the group's pool, of these layers only."""
+        pool = self.pools[group]
+        return pool if layers is None else pool[:, layers.start : layers.stop]
 
-    def _slot(self, seq: ScheduledSeq, position: int) -> npt.NDArray[np.uint8]:
+    def _slot(self, seq: ScheduledSeq, position: int, group: int = 0) -> npt.NDArray[np.uint8]:
         block, offset = divmod(position, self.block_size)
-        return self.pool[seq.block_tables[0][block], :, :, offset]
+        index = block - seq.first_blocks[group]
+        assert index >= 0, f"{seq.attempt}: block {block} of group {group} is behind the window"
+        return self.pools[group][seq.block_tables[group][index], :, :, offset]
 
     def _write(self, seqs: Sequence[ScheduledSeq], should_abort: Callable[[], bool] | None) -> None:
         """Layer by layer, as a model does."""
+        groups = range(len(self.pools))
         slots = [
-            (self._slot(seq, position), kv) for seq in seqs for position, kv in enumerate(self._kv(seq), seq.start)
+            ([self._slot(seq, position, group) for group in groups], kv)
+            for seq in seqs
+            for position, kv in enumerate(self._kv(seq), seq.start)
         ]
         for layer in range(self.num_layers):
             if layer:
                 self.on_layers(layer)
                 if should_abort is not None and should_abort():
                     raise StepAborted
-            for slot, kv in slots:
-                slot[layer] = kv[layer]
+            group, at = self._places[layer]
+            for by_group, kv in slots:
+                by_group[group][at] = kv[layer]
         self.computed_tokens += sum(len(seq.token_ids) for seq in seqs)
 
     def _note(self, seqs: Sequence[ScheduledSeq], result: StepResult) -> None:
@@ -174,22 +200,30 @@ class FakeRunner:
         note_step(self._provenance, seqs, range(len(seqs)), token_ids, positions, result)
 
     def _kv(self, seq: ScheduledSeq) -> list[npt.NDArray[np.uint8]]:
-        """Of each of its tokens: a hash of the token and of the KV before it."""
+        """Of each of its tokens: a hash of the token and of the first group's KV before it."""
         position, out = seq.start, []
+        layers = list(self.kv.groups[0].layers)
         before = self._slot(seq, position - 1).tobytes() if position else b""
         for token in seq.token_ids:
             digest = xxhash.xxh3_128_digest(before + token.to_bytes(4, "little") + position.to_bytes(4, "little"))
             digest = (digest * (self.kv_bytes_per_token // len(digest) + 1))[: self.kv_bytes_per_token]
             out.append(np.frombuffer(digest, dtype=np.uint8).reshape(self.num_layers, 2, 1, -1))
-            before = digest
+            before = digest if len(layers) == self.num_layers else out[-1][layers].tobytes()
             position += 1
         return out
 
     def _seen(self, seq: ScheduledSeq, num_tokens: int) -> int:
-        """A hash over the KV bytes of the sequence's first tokens."""
-        used = -(-num_tokens // self.block_size)
-        kv = self.pool[seq.block_tables[0][:used]].transpose(0, 3, 1, 2, 4, 5).reshape(used * self.block_size, -1)
-        return int(xxhash.xxh3_64_intdigest(kv[:num_tokens].tobytes()))
+        """A hash over the KV bytes that the last of the sequence's first `num_tokens` tokens sees."""
+        size, parts = self.block_size, []
+        used = -(-num_tokens // size)
+        for index, (group, pool) in enumerate(zip(self.kv.groups, self.pools, strict=True)):
+            first = group.first_needed(num_tokens - 1)
+            begin, in_front = first // size, seq.first_blocks[index]
+            assert begin >= in_front, f"{seq.attempt}: block {begin} of {group.name} was freed, and is still seen"
+            blocks = seq.block_tables[index][begin - in_front : used - in_front]
+            kv = pool[blocks].transpose(0, 3, 1, 2, 4, 5).reshape(len(blocks) * size, -1)
+            parts.append(kv[first - begin * size : num_tokens - begin * size].tobytes())
+        return int(xxhash.xxh3_64_intdigest(b"".join(parts)))
 
     def _sample(self, i: int, seq: ScheduledSeq, result: StepResult) -> None:
         """Draw at the row's last position; with drafts at each position whose guesses before it were right."""

@@ -34,7 +34,10 @@ class Rank:
         """Carry out one frame. Raises: what the runner raises."""
         match kind:
             case k if k == READY:
-                return json.dumps(asdict(self._runner.capabilities)).encode()
+                able = self._runner.capabilities
+                if able.kv is not None and not able.kv.has_one_full_group:
+                    raise ValueError("a runner in a process of its own has one KV group, which keeps every token")
+                return json.dumps(asdict(replace(able, kv=None, group_blocks=()))).encode()
             case k if k == EXECUTE:
                 return self._execute(step_codec.decode_seqs(body))
             case k if k == COPY:

@@ -117,7 +117,8 @@ class RanksExecutor:
                 self._ranks.append(_Rank(number, spec, samples=number == sampler))
             declared = [json.loads(answer) for answer in self._call(READY, b"", start_deadline_s)]
             self._parts = [
-                RunnerCapabilities(**{**one, "eos_token_ids": tuple(one["eos_token_ids"])}) for one in declared
+                RunnerCapabilities(**{**one, "eos_token_ids": tuple(one["eos_token_ids"]), "group_blocks": ()})
+                for one in declared
             ]
             self.capabilities = _together(self._parts, self._parts[sampler])
         except BaseException:

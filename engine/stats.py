@@ -28,6 +28,8 @@ class EngineAudit:
     slabs_held: int
     """Granted slabs that the step thread holds unused."""
     violations: tuple[str, ...] = ()
+    more_blocks: tuple[BlockCounts, ...] = ()
+    """Of the KV groups behind the first one."""
 
 
 @dataclass(frozen=True, slots=True)

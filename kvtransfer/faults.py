@@ -179,5 +179,10 @@ class FaultyTransport:
         every = self._spec.corrupt_every
         if self._corrupt > 0 or (every and self._received % every == 0):
             self._corrupt = max(0, self._corrupt - 1)
-            middle = HEADER_BYTES + (dest.size - HEADER_BYTES) // 2
-            dest[middle | 3] ^= 0x40  # the exponent of a little-endian fp32: a change that cannot be lost in rounding
+            damage(dest)
+
+
+def damage(dest: np.ndarray) -> None:
+    """Flip one bit in the middle of a slab that was read. [bytes] uint8."""
+    middle = HEADER_BYTES + (dest.size - HEADER_BYTES) // 2
+    dest[middle | 3] ^= 0x40  # the exponent of a little-endian fp32: a change that cannot be lost in rounding

@@ -16,7 +16,8 @@ from diptych.common.block_identity import IdentityHeader
 from diptych.common.checkpoint.hashing import CheckpointHash
 from diptych.common.compat import Compat, identified
 from diptych.common.errors import ConfigError
-from diptych.common.kv_format import COMPUTE_DTYPES
+from diptych.common.kv_format import COMPUTE_DTYPES, KvFormat
+from diptych.common.kv_groups import PoolDemand
 from diptych.common.sampling import SamplingParams
 from diptych.common.secret import derive_key, load_secret
 from diptych.common.text.detokenizer import RequestDetokenizer
@@ -68,15 +69,18 @@ class LoadedModel:
     gpu_uuid: str = ""
 
 
-def choose_num_blocks(config: WorkerConfig, *, bytes_per_block: int, max_model_len: int, available_bytes: int) -> int:
-    """KV blocks of the pool: the configured number, else as many as fit into memory, at least one whole context.
+def choose_num_blocks(
+    config: WorkerConfig, kv: KvFormat, demand: PoolDemand, *, max_model_len: int, available_bytes: int
+) -> int:
+    """KV blocks of the first group's pool: the configured number, else as many as fit into memory together with the window
+    groups' (`demand`), at least one whole context.
 
     Raises: ConfigError when kv_memory_bytes is less than one block, or the configured memory is not available.
     """
     if config.device == "cpu":
         for name, wanted in (
-            ("num_blocks", config.num_blocks * bytes_per_block),
-            ("num_host_blocks", config.num_host_blocks * bytes_per_block),
+            ("num_blocks", demand.pool_bytes(kv, config.num_blocks) if config.num_blocks else 0),
+            ("num_host_blocks", config.num_host_blocks * kv.block_bytes),
             ("kv_memory_bytes", config.kv_memory_bytes),
             ("num_slabs", config.num_slabs * config.slab_bytes if config.role == "prefill" else 0),
         ):
@@ -86,10 +90,10 @@ def choose_num_blocks(config: WorkerConfig, *, bytes_per_block: int, max_model_l
     if config.num_blocks:
         return config.num_blocks
     if config.kv_memory_bytes:
-        if config.kv_memory_bytes < bytes_per_block:
-            raise ConfigError("kv_memory_bytes", config.kv_memory_bytes, f"one block takes {bytes_per_block} bytes")
-        return config.kv_memory_bytes // bytes_per_block
-    share = min(int(available_bytes * _KV_SHARE), _KV_MOST_BYTES) // bytes_per_block
+        if config.kv_memory_bytes < kv.block_bytes:
+            raise ConfigError("kv_memory_bytes", config.kv_memory_bytes, f"one block takes {kv.block_bytes} bytes")
+        return demand.most_blocks(kv, config.kv_memory_bytes)
+    share = demand.most_blocks(kv, min(int(available_bytes * _KV_SHARE), _KV_MOST_BYTES))
     return max(share, -(-max_model_len // config.block_size) + 1)
 
 
@@ -120,7 +124,7 @@ def _load(config: WorkerConfig, folder: Path, hashing: CheckpointHash) -> Loaded
     parsed = describe(raw)
     facts = ModelFacts(
         checkpoint_dtype(raw) if config.device != "cpu" and config.dtype == AUTO else "float32",
-        kv_format_of(parsed, block_size=config.block_size),
+        kv_format_of(parsed, block_size=config.block_size, window_groups=True),
     )
     device = _device_facts(config.device)
     config, lines = settled(config, device, facts)
@@ -128,12 +132,14 @@ def _load(config: WorkerConfig, folder: Path, hashing: CheckpointHash) -> Loaded
         log.info("by default", setting=line)
     kv = facts.kv.with_dtype(config.dtype)
     max_model_len = config.max_model_len or parsed.max_position
+    demand = PoolDemand(config.max_num_seqs, config.max_num_batched_tokens)
     budget = None
     if config.device == "cuda" and not config.num_blocks and not config.kv_memory_bytes:
         budget = PoolBudget(config.gpu_memory_utilization, config.max_num_batched_tokens, _ring_on_gpu(config))
     num_blocks = choose_num_blocks(
         config,
-        bytes_per_block=kv.block_bytes,
+        kv,
+        demand,
         max_model_len=max_model_len,
         available_bytes=_available_bytes(),
     )
@@ -149,6 +155,7 @@ def _load(config: WorkerConfig, folder: Path, hashing: CheckpointHash) -> Loaded
         num_host_blocks=config.num_host_blocks,
         backend=None if config.backend == AUTO else config.backend,
         budget=budget,
+        demand=demand,
     )
     waited = time.monotonic()
     fingerprint = hashing.manifest().fingerprint
@@ -177,7 +184,7 @@ def _load(config: WorkerConfig, folder: Path, hashing: CheckpointHash) -> Loaded
         factory, grammars = _load_text(config, folder)
     log.info("model loaded", seconds=round(time.monotonic() - began, 2))
     log.info(
-        capacity_line(runner.num_blocks, config.block_size, runner.kv_bytes_per_token),
+        capacity_line(kv, runner.capabilities.group_blocks),
         dtype=config.dtype,
         kernels=runner.backend,
     )

@@ -35,7 +35,7 @@ from diptych.common.sampling import SamplingParams
 from diptych.common.store.interface import Store
 from diptych.common.store.registration import WorkerRegistration
 from diptych.common.store.worker_record import WorkerLoad, WorkerRecord
-from diptych.common.tiers import TierState, tier_states
+from diptych.common.tiers import TIERS, TierState, tier_states
 from diptych.common.tls import load_cluster_tls
 from diptych.engine.api import EngineClient
 from diptych.engine.config import EngineConfig
@@ -335,8 +335,12 @@ class WorkerRuntime:
 
     def tiers(self) -> tuple[TierState, ...]:
         """Sizes and rates of the tiers that this worker has, nearest first."""
-        block_bytes = self.model.compat.kv.block_bytes
-        sizes = {name: blocks * block_bytes for name, blocks in self._engine_config.tier_blocks.items()}
+        kv, able = self.model.compat.kv, self.model.runner.capabilities
+        sizes = {name: blocks * kv.block_bytes for name, blocks in self._engine_config.tier_blocks.items()}
+        if able.group_blocks:
+            sizes[TIERS[0].name] = sum(
+                count * group.block_bytes(kv.shard) for count, group in zip(able.group_blocks, kv.groups, strict=True)
+            )
         return tier_states(sizes, self.engine.stats().tier_bytes_per_s)
 
     async def audit(self, *, full: bool) -> worker_pb2.AuditResponse:

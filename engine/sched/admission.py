@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from diptych.common.errors import DiptychError, InternalError, InvalidRequestError, PromptTooLongError
+from diptych.common.kv_format import KvFormat
+from diptych.common.kv_groups import holds
 from diptych.common.request import Prompt
 from diptych.common.sampling import SamplingParams
 from diptych.engine.config import EngineConfig
@@ -24,6 +26,17 @@ class ModelLimits:
     num_layers: int = 1
     grammars: bool = True
     """The runner can sample under a grammar."""
+    kv: KvFormat | None = None
+    """None: one group, which keeps every token."""
+    group_blocks: tuple[int, ...] = ()
+    """Of each group's pool; empty: the configured number."""
+
+    def group_sizes(self, group: int) -> tuple[int, int]:
+        """Layers, and bytes of a token's KV, of the group with this index."""
+        if self.kv is None:
+            return self.num_layers, self.kv_bytes_per_token
+        one = self.kv.groups[group]
+        return one.num_layers, one.bytes_per_token(self.kv.shard)
 
 
 def check_request(
@@ -65,7 +78,7 @@ def check_request(
         )
     size, pool_tokens = config.block_size, config.num_blocks * config.block_size
     kv_tokens = num_prompt + max(0, len(forced) - 1)
-    if kv_tokens > pool_tokens:
+    if not _pools_hold(kv_tokens, config, limits):
         raise PromptTooLongError(
             f"the prompt has {kv_tokens} tokens; this worker's KV pool holds {pool_tokens}", param="prompt"
         )
@@ -77,16 +90,24 @@ def check_request(
                 param="decode_cached_tokens",
             )
         return None
-    if total - 1 > pool_tokens:
+    if not _pools_hold(total - 1, config, limits):
         raise InvalidRequestError(
             f"prompt and max_tokens need KV of {total - 1} tokens; this worker's pool holds {pool_tokens}",
             param="max_tokens",
         )
     if beam_width:
-        _check_beams(beam_width, -(-(total - 1) // size), config)
+        _check_beams(beam_width, total - 1, config, limits)
     output = make_output(request.sampling, prompt, limits, total - num_prompt, detokenizer_factory)
     output.prime(forced)
     return output
+
+
+def _pools_hold(num_tokens: int, config: EngineConfig, limits: ModelLimits, num_seqs: int = 1) -> bool:
+    """Whether empty pools could hold `num_seqs` sequences of so many tokens, if they share no block."""
+    if limits.kv is None or limits.kv.has_one_full_group:
+        return num_seqs * -(-num_tokens // config.block_size) <= config.num_blocks
+    counts = limits.group_blocks or (config.num_blocks,) * len(limits.kv.groups)
+    return holds(limits.kv, counts, num_tokens, config.max_num_batched_tokens, num_seqs)
 
 
 def _check_text_only(prompt: Prompt) -> None:
@@ -97,16 +118,16 @@ def _check_text_only(prompt: Prompt) -> None:
         raise InvalidRequestError("this engine takes text only", param="media")
 
 
-def _check_beams(width: int, blocks_of_each: int, config: EngineConfig) -> None:
+def _check_beams(width: int, num_tokens: int, config: EngineConfig, limits: ModelLimits) -> None:
     """All beams run at one time, and at worst they share no block. Raises: InvalidRequestError."""
     if width > config.max_num_seqs:
         raise InvalidRequestError(
             f"beam_width={width}: this worker runs {config.max_num_seqs} sequences at a time", param="beam_width"
         )
-    if width * blocks_of_each > config.num_blocks:
+    if not _pools_hold(num_tokens, config, limits, width):
         raise InvalidRequestError(
-            f"beam_width={width} times the {blocks_of_each} KV blocks of prompt and max_tokens is more than this worker's "
-            f"{config.num_blocks}",
+            f"beam_width={width} times the {-(-num_tokens // config.block_size)} KV blocks of prompt and max_tokens is more "
+            f"than this worker's {config.num_blocks}",
             param="beam_width",
         )
 

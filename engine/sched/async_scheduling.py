@@ -48,7 +48,7 @@ def can_run_ahead(live: Lifecycle, out: SchedulerOutput) -> bool:
 def plan(scheduler: Scheduler, now: float) -> SchedulerOutput | None:
     """The step behind the one on the device; None where it cannot be planned yet. `sources` of the plan name the
     sequences of the step before. Remote requests are admitted as in any step: they compute nothing."""
-    scheduler.kv.pool.ages.now = now
+    scheduler.kv.set_time(now)
     out = SchedulerOutput()
     reason = _obstacle(scheduler, out) or _fill(scheduler, out)
     if reason:
@@ -91,7 +91,7 @@ def _fill(scheduler: Scheduler, out: SchedulerOutput) -> str:
             at, token = len(tokens), UNKNOWN_TOKEN
         if request.shares_tail:
             return "choices"
-        if len(request.block_ids) * size <= at and not kv.grow(request):
+        if request.block_end * size <= at and not kv.grow(request):
             return "no free block"
         seq.token_ids = [token]
         seq.start = at

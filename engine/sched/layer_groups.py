@@ -32,6 +32,8 @@ class LayerGroups:
     ) -> None:
         self._packing = packing
         self._due: dict[int, list[Request]] = {}
+        if not packing.sends_layers:
+            return
         chunk_s = out.num_prefill_tokens / prefill_tokens_per_s if prefill_tokens_per_s else 0.0
         for request in out.requests[out.num_decode :]:
             packed_until = packing.packed_until(request)

@@ -21,7 +21,7 @@ from itertools import chain
 from diptych.common.errors import DiptychError
 from diptych.common.sampling import FinishReason
 from diptych.engine.config import EngineConfig
-from diptych.engine.messages import Finished, Preempted, PrefillComplete
+from diptych.engine.messages import Finished, KvMode, Preempted, PrefillComplete
 from diptych.engine.sched.admission import ModelLimits, make_output
 from diptych.engine.sched.beams import BeamGroups
 from diptych.engine.sched.choices import ChoiceGroups
@@ -60,7 +60,10 @@ class Lifecycle:
             config.block_size,
             config.enable_prefix_caching,
             num_host_blocks=config.num_host_blocks,
-            tenant_quota=config.tenant_cache_blocks,
+            kv=limits.kv,
+            group_blocks=limits.group_blocks,
+            max_chunk=config.max_num_batched_tokens,
+            tenant_cache_share=config.tenant_cache_share,
             worth_restoring=lambda num_tokens: restore_is_cheaper(num_tokens, self.rates),
         )
         self.policy = make_policy(config.scheduling_policy, sjf_aging_tokens_per_s=config.sjf_aging_tokens_per_s)
@@ -70,7 +73,7 @@ class Lifecycle:
         self.choices = ChoiceGroups()
         self.beams = BeamGroups(limits.eos_token_ids)
         self.packing = Packing(
-            config.block_size, limits.kv_bytes_per_token, config.slab_quota_per_peer, limits.num_layers
+            config.block_size, limits.kv_bytes_per_token, config.slab_quota_per_peer, limits.num_layers, limits.kv
         )
         self.outbox = Outbox()
         self.emit, self.totals = self.outbox.add, self.outbox.totals
@@ -256,7 +259,8 @@ class Lifecycle:
         request.move(State.PREEMPTED)
         self.waiting.push_returned(request)
         totals.preemptions += 1
-        if request.may_be_refetched and self.config.preemption_mode == "auto":
+        refetch = request.may_be_refetched and request.mode is not KvMode.PREFILL
+        if refetch and self.config.preemption_mode == "auto":
             self.outbox.add(Preempted(request.attempt_id, num_tokens, resume_s))
 
     def _swaps_out(self, request: Request) -> bool:

@@ -6,7 +6,10 @@ holds at most its quota, and the ranges of other peers are sent. The slab that c
 still in a CPU cache.
 
 The last range of a prompt may be sent in groups of layers (`layer_job`) while the step that computes it runs. What is
-left of its layers is packed after the step."""
+left of its layers is packed after the step.
+
+Of several KV groups each has ranges of its own, of all its layers. A window group is packed once the prompt is computed:
+only what the next token sees of it is sent (`common.kv_groups.expected_ranges`)."""
 
 from __future__ import annotations
 
@@ -14,6 +17,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from diptych.common.errors import ConfigError
+from diptych.common.kv_format import KvFormat
+from diptych.common.kv_groups import expected_ranges
 from diptych.engine.messages import RangePacked, SlabGrant
 from diptych.engine.overlap import Overlap
 from diptych.engine.sched.request import Request, State
@@ -35,16 +40,31 @@ class PackJob:
 
 @dataclass(slots=True)
 class _Progress:
-    """Tokens before `until` are packed; of those from there to the end, the first `layers` layers are."""
+    """By group: tokens before `until` are packed, or need not be. Of those from there to the end, the first `layers`
+    layers are; of one group only."""
 
-    until: int
+    until: list[int]
     layers: int = 0
 
 
 class Packing:
     """Owns the granted slabs, and what is packed of each request."""
 
-    def __init__(self, block_size: int, kv_bytes_per_token: int, quota_per_peer: int, num_layers: int = 1) -> None:
+    def __init__(
+        self,
+        block_size: int,
+        kv_bytes_per_token: int,
+        quota_per_peer: int,
+        num_layers: int = 1,
+        kv: KvFormat | None = None,
+    ) -> None:
+        self._kv = kv if kv is not None and not kv.has_one_full_group else None
+        """None: one group, which keeps every token."""
+        self._group_bytes = (
+            (kv_bytes_per_token,)
+            if self._kv is None
+            else tuple(group.bytes_per_token(self._kv.shard) for group in self._kv.groups)
+        )
         self._block_size = block_size
         self._token_bytes = kv_bytes_per_token
         self._num_layers = num_layers
@@ -65,12 +85,9 @@ class Packing:
         if overlap is not None:
             self.overlap = overlap
         for grant in grants:
-            if len(grant.payload) < self._block_size * self._token_bytes:
-                raise ConfigError(
-                    "slab_bytes",
-                    len(grant.payload),
-                    f"a slab must hold a block of {self._block_size * self._token_bytes} bytes",
-                )
+            least = self._block_size * max(self._group_bytes)
+            if len(grant.payload) < least:
+                raise ConfigError("slab_bytes", len(grant.payload), f"a slab must hold a block of {least} bytes")
             peer = self._held_by.pop(grant.slab, None)
             if peer is not None:
                 left = self._per_peer[peer] - 1
@@ -88,14 +105,22 @@ class Packing:
         self._pending.pop(request.attempt, None)
         self._progress.pop(request.attempt, None)
 
-    def packed_until(self, request: Request) -> int:
-        """Tokens before this are packed, or were with decode from the start."""
+    @property
+    def sends_layers(self) -> bool:
+        """Ranges of some layers can be made (`layer_job`)."""
+        return self._kv is None
+
+    def packed_until(self, request: Request, group: int = 0) -> int:
+        """Tokens of the group before this are packed, were with decode from the start, or are not sent."""
         progress = self._progress.get(request.attempt)
-        return request.source.decode_cached_tokens if progress is None else progress.until
+        return self._start(request)[group] if progress is None else progress.until[group]
 
     def is_packed(self, request: Request) -> bool:
         """Nothing is left to pack."""
-        return not request.want_kv or self.packed_until(request) >= request.kv_target
+        if not request.want_kv:
+            return True
+        progress = self._progress.get(request.attempt)
+        return min(self._start(request) if progress is None else progress.until) >= request.kv_target
 
     def next_job(self) -> PackJob | None:
         """The oldest request with a computed range and a peer below its quota; None: nothing can be packed now."""
@@ -118,14 +143,17 @@ class Packing:
                 if request.num_computed >= request.kv_target and self._may_hold_more(request):
                     return self._layers(request, self._num_layers, self._grants.pop())
                 continue
-            start, end = self.packed_until(request), self._packable_end(request)
-            if end <= start or not self._may_hold_more(request):
+            if not self._may_hold_more(request):
                 continue
-            grant = self._grants.pop()
-            size = self._block_size
-            fit = len(grant.payload) // self._token_bytes // size * size
-            count = min(end - start, fit)
-            return PackJob(request, grant, self._blocks(request, start, count), start, count)
+            for group, token_bytes in enumerate(self._group_bytes):
+                start, end = self.packed_until(request, group), self._packable_end(request, group)
+                if end <= start:
+                    continue
+                grant = self._grants.pop()
+                size = self._block_size
+                fit = len(grant.payload) // token_bytes // size * size
+                count = min(end - start, fit)
+                return PackJob(request, grant, self._blocks(request, start, count, group), start, count, group=group)
         return None
 
     def layer_job(self, request: Request, num_computed: int) -> PackJob | None:
@@ -143,23 +171,37 @@ class Packing:
         request, peer, grant = job.request, job.request.peer, job.grant
         self._held_by[grant.slab] = peer
         self._per_peer[peer] = self._per_peer.get(peer, 0) + 1
-        size_bytes = job.num_tokens * self._token_bytes
+        size_bytes = job.num_tokens * self._group_bytes[job.group]
         first_layer = num_layers = 0
+        progress = self._progress.setdefault(request.attempt, _Progress(self._start(request)))
+        progress.layers = 0
+        if self._kv is not None:
+            num_layers = self._kv.groups[job.group].num_layers
         if job.layers is not None:
             first_layer, num_layers = job.layers.start, len(job.layers)
             size_bytes = size_bytes * num_layers // self._num_layers
         if job.layers is not None and job.layers.stop < self._num_layers:
-            self._progress[request.attempt] = _Progress(job.first_token, job.layers.stop)
+            progress.until[0], progress.layers = job.first_token, job.layers.stop
         else:
-            self._progress[request.attempt] = _Progress(job.first_token + job.num_tokens)
+            progress.until[job.group] = job.first_token + job.num_tokens
         return RangePacked(
             request.attempt, grant.slab, grant.generation, job.first_token, job.num_tokens, size_bytes, checksum,
-            first_layer, num_layers,
+            first_layer, num_layers, job.group,
         )  # fmt: skip
 
     def give_back(self, job: PackJob) -> None:
         """Nothing was packed: the slab can be used for another range."""
         self._grants.append(job.grant)
+
+    def _start(self, request: Request) -> list[int]:
+        """By group, the first token to be sent."""
+        held, end = request.source.decode_cached_tokens, request.kv_target
+        if self._kv is None:
+            return [held]
+        start = [end] * len(self._kv.groups)
+        for part in expected_ranges(self._kv, held, end):
+            start[part.group] = part.first
+        return start
 
     def _may_hold_more(self, request: Request) -> bool:
         return self._per_peer.get(request.peer, 0) < self._quota
@@ -179,15 +221,17 @@ class Packing:
         layers = range(first, min(until, first + max(1, self._layers_that_fit(request, grant))))
         return PackJob(request, grant, self._blocks(request, start, count), start, count, layers)
 
-    def _blocks(self, request: Request, start: int, count: int) -> list[int]:
-        size = self._block_size
-        return request.block_ids[start // size : -(-(start + count) // size)]
+    def _blocks(self, request: Request, start: int, count: int, group: int = 0) -> list[int]:
+        size, first = self._block_size, request.seq.first_blocks[group]
+        return request.tables[group][start // size - first : -(-(start + count) // size) - first]
 
-    def _packable_end(self, request: Request) -> int:
+    def _packable_end(self, request: Request, group: int = 0) -> int:
         if request.num_computed >= request.kv_target:
             return request.kv_target
+        packed_until = self.packed_until(request, group)
+        if self._kv is not None and self._kv.groups[group].window:
+            return packed_until
         end = request.num_computed // self._block_size * self._block_size
-        packed_until = self.packed_until(request)
-        early_bytes = (end - packed_until) * self._token_bytes
+        early_bytes = (end - packed_until) * self._group_bytes[group]
         least = self.overlap.least_early_bytes(request.source.link_bytes_per_s)
         return end if early_bytes >= least else packed_until

@@ -38,7 +38,7 @@ class Passing:
         if stuck is None or stuck.state not in (State.WAITING, State.PREEMPTED):
             self._passers.clear()
             return
-        self._passers = [request for request in self._passers if request.block_ids or request.num_reserved]
+        self._passers = [request for request in self._passers if request.holds_blocks]
         if live.free_slots() < 1 or not self._passers or not self._would_fit(stuck):
             return
         if live.waiting.head(may_compute=True) is not stuck:
@@ -83,7 +83,7 @@ class Passing:
     def _would_fit(self, request: Request) -> bool:
         """If those that passed had not been admitted."""
         live = self._live
-        gain = preemption.blocks_freed(live, self._passers) + sum(passer.num_reserved for passer in self._passers)
+        gain = live.kv.freed_by(self._passers, reserved=True)
         if live.beams.preempted_with(request):
-            return preemption.blocks_wanted(live, request) <= live.kv.pool.available + gain
-        return live.kv.fits(request, -gain)
+            return live.kv.has_room(preemption.blocks_wanted(live, request), gain)
+        return live.kv.fits(request, [-count for count in gain])

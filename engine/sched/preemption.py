@@ -3,7 +3,6 @@ max_num_seqs."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable
 
 from diptych.engine.messages import KvMode
@@ -37,12 +36,12 @@ def fits(live: Lifecycle, request: Request) -> bool:
     beams = live.beams.preempted_with(request)
     if not beams:
         return live.free_slots() > 0 and live.kv.fits(request)
-    return live.free_slots() >= len(beams) and blocks_wanted(live, request) <= live.kv.pool.available
+    return live.free_slots() >= len(beams) and live.kv.has_room(blocks_wanted(live, request))
 
 
-def blocks_wanted(live: Lifecycle, request: Request) -> int:
-    """At admission, with all the beams that are resumed with it, without what a cache may save."""
-    return sum(live.kv.blocks_at_admission(one) for one in live.beams.preempted_with(request) or (request,))
+def blocks_wanted(live: Lifecycle, request: Request) -> list[int]:
+    """By KV group, at admission, with all the beams that are resumed with it, without what a cache may save."""
+    return live.kv.wanted(live.beams.preempted_with(request) or (request,))
 
 
 def preempt_for_priority(live: Lifecycle) -> None:
@@ -52,7 +51,7 @@ def preempt_for_priority(live: Lifecycle) -> None:
         if fits(live, request):
             return
         victims = [r for r in live.running if r.mode is not KvMode.PREFILL and policy.outranks(request, r)]
-        if not victims or blocks_wanted(live, request) > kv.pool.available + blocks_freed(live, victims):
+        if not victims or not kv.has_room(blocks_wanted(live, request), kv.freed_by(victims)):
             return
         live.preempt(max(victims, key=policy.rank))
 
@@ -64,7 +63,11 @@ def enforce_max_num_seqs(live: Lifecycle) -> None:
         live.preempt(max(running, key=live.policy.rank))
 
 
-def blocks_freed(live: Lifecycle, requests: Iterable[Request]) -> int:
-    """Blocks that only these requests hold."""
-    held = Counter(block for request in requests for block in request.block_ids)
-    return sum(live.kv.pool.refs(block) == count for block, count in held.items())
+def make_room_for_chunks(live: Lifecycle) -> bool:
+    """No prompt that has begun finds a block for its next chunk: window blocks that it counted on stayed with others.
+    Preempt the last by rank, unless it is the only one. Returns: whether one was."""
+    holders = [request for request in live.running if request.holds_blocks]
+    if len(holders) < 2:
+        return False
+    live.preempt(max(holders, key=live.policy.rank))
+    return True

@@ -33,15 +33,15 @@ class _Arriving:
     """What has arrived of one request's KV.
 
     Args:
-        covered: indices of the blocks whose KV is there.
-        layers_in: of blocks that come layer by layer, a bit for each layer that is there.
+        covered: (group, index) of the blocks whose KV is there.
+        layers_in: of blocks that come layer by layer, a bit for each layer of the group that is there.
         copies: what still writes into its blocks.
         complete: everything up to kv_target is there.
     """
 
     request: Request
-    covered: set[int] = field(default_factory=set)
-    layers_in: dict[int, int] = field(default_factory=dict)
+    covered: set[tuple[int, int]] = field(default_factory=set)
+    layers_in: dict[tuple[int, int], int] = field(default_factory=dict)
     copies: list[CopyHandle] = field(default_factory=list)
     complete: bool = False
 
@@ -88,18 +88,20 @@ class RemoteRequests:
 
     def plan(self, command: UnpackRange) -> UnpackJob | None:
         """Where the range goes; None when it must not be written: the attempt is gone or runs already, the range is not
-        block-aligned, overlaps the pinned prefix, reaches past the end or the layers, or the payload is too short."""
+        block-aligned, overlaps the pinned prefix, reaches past the end or the layers, lies behind the window or in no
+        group, or the payload is too short."""
         arriving = self._arriving.get(command.attempt)
-        if arriving is None or arriving.complete or command.group:
-            return None  # the pool has one group
+        if arriving is None or arriving.complete or not 0 <= command.group < self._kv.num_groups:
+            return None
         request, size = arriving.request, self._kv.block_size
         first, end = command.first_token, command.first_token + command.num_tokens
         whole = end % size == 0 or end == request.kv_target
         if command.num_tokens < 1 or first % size or not whole:
             return None
-        if first < request.num_computed or end > request.kv_target:
+        begin = request.seq.first_blocks[command.group]
+        if first < max(request.num_computed, begin * size) or end > request.kv_target:
             return None
-        all_layers, token_bytes = self._limits.num_layers, self._limits.kv_bytes_per_token
+        all_layers, token_bytes = self._limits.group_sizes(command.group)
         num_layers = command.num_layers or all_layers
         if command.first_layer < 0 or command.first_layer + num_layers > all_layers:
             return None
@@ -110,8 +112,8 @@ class RemoteRequests:
         layers = range(command.first_layer, command.first_layer + num_layers) if some else None
         self._kv.bind(request)
         first_block = first // size
-        blocks = request.block_ids[first_block : -(-end // size)]
-        return UnpackJob(request, first_block, blocks, command.num_tokens, layers)
+        blocks = request.tables[command.group][first_block - begin : -(-end // size) - begin]
+        return UnpackJob(request, first_block, blocks, command.num_tokens, layers, command.group)
 
     def copy_begins(self, job: UnpackJob, copy: CopyHandle) -> None:
         self._arriving[job.request.attempt].copies.append(copy)
@@ -127,22 +129,28 @@ class RemoteRequests:
     def unpacked(self, job: UnpackJob) -> None:
         """Every byte of the range is there, and was verified."""
         arriving = self._arriving[job.request.attempt]
-        blocks = range(job.first_block, job.first_block + len(job.block_ids))
+        blocks = [(job.group, index) for index in range(job.first_block, job.first_block + len(job.block_ids))]
         if job.layers is None:
             arriving.covered.update(blocks)
             return
         these = (1 << job.layers.stop) - (1 << job.layers.start)
-        every = (1 << self._limits.num_layers) - 1
+        every = (1 << self._limits.group_sizes(job.group)[0]) - 1
         for block in blocks:
             arriving.layers_in[block] = arriving.layers_in.get(block, 0) | these
             if arriving.layers_in[block] == every:
                 arriving.covered.add(block)
 
-    def missing(self, request: Request) -> list[int]:
-        """Indices of the blocks whose KV has not arrived."""
+    def missing(self, request: Request) -> str:
+        """The blocks whose KV has not arrived, in words; empty: everything that the next token sees is there."""
         size, covered = self._kv.block_size, self._arriving[request.attempt].covered
-        wanted = range(request.num_computed // size, -(-request.kv_target // size))
-        return [i for i in wanted if i not in covered]
+        end = -(-request.kv_target // size)
+        parts = []
+        for group, begin in enumerate(request.seq.first_blocks):
+            gaps = [i for i in range(max(begin, request.num_computed // size), end) if (group, i) not in covered]
+            if gaps:
+                named = f" of KV group {group}" if self._kv.num_groups > 1 else ""
+                parts.append(f"{len(gaps)} blocks{named} from block {gaps[0]} on")
+        return ", ".join(parts)
 
     def set_complete(self, request: Request) -> None:
         self._arriving[request.attempt].complete = True

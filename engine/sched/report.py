@@ -11,13 +11,12 @@ from diptych.engine.sched.request import State
 
 def stats(live: Lifecycle, *, steps: int, steps_ahead: int, busy_since: float | None) -> EngineStats:
     kv, throughput, totals = live.kv, live.throughput, live.outbox.totals
-    counts = kv.pool.counts
     load = _load(live)
     return EngineStats(
         num_running=load["num_running"],
         num_waiting=load["num_waiting"],
         num_waiting_remote=load["num_waiting_remote"],
-        kv_usage=(counts.running + counts.reserved) / counts.total,
+        kv_usage=kv.usage,
         steps=steps,
         steps_ahead=steps_ahead,
         not_ahead=tuple(sorted(live.not_ahead.items())),
@@ -45,8 +44,9 @@ def audit(live: Lifecycle, full: bool) -> EngineAudit:
     attempts: dict[str, int] = {}
     for request in live.requests.values():
         attempts[request.state.value] = attempts.get(request.state.value, 0) + 1
-    violations = check(live) if full else live.kv.pool.violations()
-    return EngineAudit(live.kv.pool.counts, attempts, live.packing.slabs_held, tuple(violations))
+    violations = check(live) if full else live.kv.violations()
+    more = tuple(pool.counts for pool in live.kv.pools[1:])
+    return EngineAudit(live.kv.pool.counts, attempts, live.packing.slabs_held, tuple(violations), more)
 
 
 def check(live: Lifecycle) -> list[str]:

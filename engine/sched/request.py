@@ -6,7 +6,7 @@
        |                |  |                                                       |
        |                |  +--KvComplete + FirstToken, or RunLocally--+            |
        +--admit REMOTE--|---------> WAITING_FOR_REMOTE_KV ------------+------------+ (first token ends it)
-                        |
+                        |                  +--RunLocally, window groups--> PREEMPTED
                         +--PREFILL computed--> PACKING --all packed--> FINISHED_HANDED_OFF
 
 Every state that is not final may also go to FINISHED_CANCELLED or FINISHED_FAILED. A forked choice or beam begins
@@ -40,7 +40,7 @@ _ENDED_WELL = frozenset({State.FINISHED_STOPPED, State.FINISHED_LENGTH})
 
 LEGAL_MOVES: dict[State, frozenset[State]] = {
     State.WAITING: frozenset({State.RUNNING, State.WAITING_FOR_REMOTE_KV}) | _ENDED_WELL | _ENDED_BADLY,
-    State.WAITING_FOR_REMOTE_KV: frozenset({State.RUNNING}) | _ENDED_WELL | _ENDED_BADLY,
+    State.WAITING_FOR_REMOTE_KV: frozenset({State.RUNNING, State.PREEMPTED}) | _ENDED_WELL | _ENDED_BADLY,
     State.RUNNING: frozenset({State.PREEMPTED, State.PACKING, State.FINISHED_HANDED_OFF}) | _ENDED_WELL | _ENDED_BADLY,
     State.PREEMPTED: frozenset({State.RUNNING, State.WAITING}) | _ENDED_BADLY,
     State.PACKING: frozenset({State.FINISHED_HANDED_OFF}) | _ENDED_BADLY,
@@ -62,7 +62,8 @@ class _EveryStep:
     side by side: with thousands of sequences a step's time is that of fetching their memory."""
 
     __slots__ = (
-        "attempt", "attempt_id", "block_ids", "choice", "ended", "num_computed", "num_prompt", "output", "seq", "token_ids",
+        "attempt", "attempt_id", "block_end", "block_ids", "choice", "ended", "num_computed", "num_prompt", "output", "seq",
+        "token_ids",
     )  # fmt: skip
 
 
@@ -81,9 +82,9 @@ class Request(_EveryStep):
 
     __slots__ = (
         "arrival", "arrived_at", "compute_s", "converted", "device_row", "forced", "hasher", "header", "history", "kv_target",
-        "max_model_len", "max_tokens_total", "mode", "num_cached_tokens", "num_published", "num_reserved", "peer", "priority",
-        "prompt_logprobs_from", "returned", "samples", "sampling", "shares_tail", "source", "state", "steps_on_device",
-        "swapped", "tenant", "want_kv", "was_admitted",
+        "max_model_len", "max_tokens_total", "mode", "num_cached_tokens", "num_published", "peer", "priority",
+        "prompt_logprobs_from", "reserved", "returned", "samples", "sampling", "shares_tail", "source", "state",
+        "steps_on_device", "swapped", "tables", "tenant", "want_kv", "was_admitted",
     )  # fmt: skip
 
     def __init__(
@@ -94,6 +95,7 @@ class Request(_EveryStep):
         max_model_len: int,
         output: OutputProcessor | None,
         arrived_at: float = 0.0,
+        num_groups: int = 1,
     ) -> None:
         prompt, forced = request.prompt.token_ids, request.output_token_ids
         self.source = request
@@ -136,10 +138,14 @@ class Request(_EveryStep):
         """First prompt token whose logprob was not sent yet; None: none are wanted (any more)."""
         self.num_computed = 0
         self.num_cached_tokens = 0
-        self.block_ids: list[int] = []
-        """This and the next five: KvCacheManager's account of the request."""
-        self.num_reserved = 0
-        """Blocks that are counted for it and have no id yet."""
+        self.tables: tuple[list[int], ...] = tuple([] for _ in range(num_groups))
+        """By KV group, its blocks from seq.first_blocks on. This and the next seven: KvCacheManager's account of the
+        request."""
+        self.block_ids = self.tables[0]
+        self.block_end = 0
+        """The block at which the shortest table ends."""
+        self.reserved = [0] * num_groups
+        """By group, blocks that are counted for it and have no id yet."""
         self.num_published = 0
         """Leading blocks that came from the prefix cache or went through it."""
         self.converted = False
@@ -159,10 +165,11 @@ class Request(_EveryStep):
             self.attempt,
             [],
             0,
-            (self.block_ids,),
+            self.tables,
             False,
             self.sampling,
             0,
+            (0,) * num_groups,
             choice=self.choice,
             top_logprobs=self._top_logprobs(),
             history=self.token_ids if self.sampling.constrained or request.grammar is not None else None,
@@ -192,7 +199,9 @@ class Request(_EveryStep):
 
     def _fork(self, choice: int, output: OutputProcessor | None) -> Request:
         source = replace(self.source, choice=choice, mode=KvMode.LOCAL)
-        other = Request(source, self.arrival, self.header, self.max_model_len, output, self.arrived_at)
+        other = Request(
+            source, self.arrival, self.header, self.max_model_len, output, self.arrived_at, len(self.tables)
+        )
         other.attempt = f"{self.attempt_id}\0{choice}"
         other.state = State.RUNNING
         other.history = [State.RUNNING]
@@ -200,6 +209,11 @@ class Request(_EveryStep):
         other.prompt_logprobs_from = None
         other.was_admitted = True
         return other
+
+    @property
+    def holds_blocks(self) -> bool:
+        """Owned or reserved."""
+        return any(self.tables) or any(self.reserved)
 
     @property
     def num_tokens(self) -> int:

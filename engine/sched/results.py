@@ -55,7 +55,7 @@ def apply_step_result(live: Lifecycle, out: SchedulerOutput, result: StepResult,
         computed = request.num_computed + 1
         request.num_computed = computed
         if not computed % size:
-            kv.publish(request)
+            kv.advance(request)
         if any_beams and request.seq.num_candidates:
             take_candidates(live, request, result.candidates.get(i))
         elif row := token_ids[i]:
@@ -71,7 +71,7 @@ def apply_step_result(live: Lifecycle, out: SchedulerOutput, result: StepResult,
 def _advance_chunk(live: Lifecycle, request: Request, i: int, result: StepResult, duration_s: float) -> None:
     seq = request.seq
     request.num_computed += len(seq.token_ids)
-    live.kv.publish(request)
+    live.kv.advance(request, in_prompt=True)
     if i in result.prompt_logprobs:
         _send_prompt_logprobs(live, request, result.prompt_logprobs[i])
     if request.mode is KvMode.PREFILL:
@@ -137,7 +137,7 @@ def take_tokens(
         live.emit(TokensOut(request.attempt_id, offset, row, text, request.choice, logprobs))
     if output.finish is not None:
         live.finish(request)
-    elif len(request.block_ids) * live.block_size < len(tokens):
+    elif request.block_end * live.block_size < len(tokens):
         live.running.needs_block(request)
 
 
@@ -150,7 +150,7 @@ def _push_row(
     count, text = output.push_all(row)
     request.token_ids.extend(row[:count])
     request.num_computed += count - 1
-    live.kv.publish(request)
+    live.kv.advance(request)
     return row[:count], text
 
 

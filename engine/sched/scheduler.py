@@ -111,7 +111,9 @@ class Scheduler:
         except DiptychError as error:
             self.outbox.fail(attempt, error)
             return
-        request = Request(engine_request, self._arrivals, header, self.limits.max_model_len, output, now)
+        request = Request(
+            engine_request, self._arrivals, header, self.limits.max_model_len, output, now, self.kv.num_groups
+        )
         live.add(request)
         if output is not None and output.finish is not None:  # the forced tokens ended it
             self.outbox.add(Admitted(attempt, 0))
@@ -199,8 +201,7 @@ class Scheduler:
             return
         missing = self.remote.missing(request)
         if missing:
-            reason = f"KV was called complete, but {len(missing)} blocks from block {missing[0]} on never came"
-            self.live.fail(request, InternalError(reason))
+            self.live.fail(request, InternalError(f"KV was called complete, but {missing} never came"))
             return
         self.remote.set_complete(request)
         self._join_if_ready(request)
@@ -212,8 +213,15 @@ class Scheduler:
         if request is None:
             return
         if request.state is State.WAITING_FOR_REMOTE_KV:
-            # Computed from the pinned prefix on, in the blocks that are counted for it already.
             self.remote.remove(request)
+            if self.kv.slides:
+                # It has blocks of what the token behind the KV sees only, which is not what the prompt's tokens see.
+                self.kv.free(request)
+                request.num_computed = 0
+                request.move(State.PREEMPTED)
+                self.waiting.push_returned(request)
+                return
+            # Computed from the pinned prefix on, in the blocks that are counted for it already.
             self.kv.bind(request)
             request.move(State.RUNNING)
             self.running.start_prefill(request)
@@ -265,7 +273,7 @@ class Scheduler:
         self.running.start_decode(request)
         if complete:
             request.num_computed = request.kv_target
-            self.kv.publish(request)
+            self.kv.advance(request)
 
     # ---- a step ----
 
@@ -273,7 +281,7 @@ class Scheduler:
         """Choose what the next step computes. `now` is the caller's clock; only the ages of blocks depend on it. Copies
         that must be carried out before the step are in `take_copies`."""
         live = self.live
-        self.kv.pool.ages.now = now
+        self.kv.set_time(now)
         out = SchedulerOutput()
         if live.num_groups:
             preemption.enforce_max_num_seqs(live)
@@ -293,7 +301,7 @@ class Scheduler:
                     break
                 budget -= self._add_chunk(out, request, budget)
             self.admit(out, budget)
-            return out
+            return self._unless_stuck(out, now)
         due = self.policy.due
         begun = sorted(self.running.prefilling.values(), key=due)
         if not begun and not len(self.waiting):
@@ -303,7 +311,13 @@ class Scheduler:
             if (allowed := self._allowed(out, request, budget)) > 0:
                 budget -= self._add_chunk(out, request, allowed)
         self.admit(out, budget)
-        return out
+        return self._unless_stuck(out, now)
+
+    def _unless_stuck(self, out: SchedulerOutput, now: float) -> SchedulerOutput:
+        """The step; another one where window blocks are so short that none of the prompts that have begun goes on."""
+        if out.seqs or not self.kv.slides or not self.running.prefilling:
+            return out
+        return self.schedule(now) if preemption.make_room_for_chunks(self.live) else out
 
     def _allowed(self, out: SchedulerOutput, request: Request, budget: int) -> int:
         """How much of the budget the request's next chunk may take."""
@@ -351,7 +365,7 @@ class Scheduler:
 
     def _covers(self, request: Request, num_tokens: int) -> bool:
         """Give the request blocks for its first `num_tokens` tokens; False when there are not that many."""
-        while len(request.block_ids) * self.config.block_size < num_tokens:
+        while request.block_end * self.config.block_size < num_tokens:
             if not self.kv.grow(request):
                 return False
         return True
@@ -367,6 +381,9 @@ class Scheduler:
             # Chunks end on block borders, so that whole blocks can be packed and cached; small ones of LOCAL prompts
             # need not.
             end -= end % self.config.block_size
+        end = self.kv.cover(request, end)
+        if end <= start:
+            return 0  # it waits for window blocks
         seq = request.seq
         seq.token_ids = request.token_ids[start:end]
         seq.num_drafts = 0
@@ -394,7 +411,7 @@ class Scheduler:
         Args: before: admit only those that are due before this. Returns: what is left of the budget."""
         live = self.live
         slots = live.free_slots()
-        claimed = 0
+        claimed: list[int] = []
         may_compute = True
         while slots > 0:
             request = self.waiting.head(may_compute=may_compute, passed=self.passing.passed)
@@ -463,7 +480,7 @@ class Scheduler:
     # ---- packing of PREFILL requests ----
 
     def layer_groups(self, out: SchedulerOutput) -> LayerGroups:
-        """Layers of the step that are sent while it runs."""
+        """Layers of the step that are sent while it runs; none where the KV has several groups."""
         return LayerGroups(
             out,
             self.packing,
@@ -492,7 +509,7 @@ class Scheduler:
 
     def take_copies(self) -> list[BlockCopy]:
         """Block copies to carry out, in this order, before anything is computed, unpacked or packed."""
-        return self.kv.pool.take_copies()
+        return self.kv.take_copies()
 
     def stats(self, *, steps: int, steps_ahead: int, busy_since: float | None) -> EngineStats:
         return report.stats(self.live, steps=steps, steps_ahead=steps_ahead, busy_since=busy_since)

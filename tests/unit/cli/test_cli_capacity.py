@@ -6,6 +6,7 @@ import pytest
 
 from diptych.cli.capacity import run_capacity
 from diptych.common.errors import ConfigError
+from diptych.common.kv_format import full_format, windowed_format
 from diptych.engine.capacity import WeightSizes, cache_of, capacity_line
 
 LLAMA_3_70B = {
@@ -18,6 +19,20 @@ LLAMA_3_70B = {
     "num_key_value_heads": 8,
     "torch_dtype": "bfloat16",
     "vocab_size": 128256,
+}
+
+GEMMA_3_LIKE = {
+    "architectures": ["Gemma3ForCausalLM"],
+    "hidden_size": 640,
+    "intermediate_size": 2048,
+    "head_dim": 256,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 18,
+    "num_key_value_heads": 1,
+    "sliding_window": 512,
+    "max_position_embeddings": 32768,
+    "vocab_size": 262144,
+    "torch_dtype": "float32",
 }
 
 
@@ -55,8 +70,26 @@ def test_it_says_when_up_would_take_another_dtype(tmp_path, capsys):
 
 
 def test_the_line_a_worker_prints():
-    line = capacity_line(18_432, 16, 46_080)
+    line = capacity_line(full_format(30, 3, 64, block_size=16, dtype="float32"), (18_432,))
     assert line == "KV: 18,432 blocks x 16 tokens = 294,912 tokens, 45 KiB per token"
+    kv = windowed_format([512, 512, 0], 1, 64, block_size=16, dtype="float32")
+    line = capacity_line(kv, (1_000, 300))
+    assert line == (
+        "KV: 1,000 blocks of full x 16 tokens = 16,000 tokens, 0.5 KiB per token; window-512: 300 blocks, 1 KiB per token"
+    )
+
+
+def test_a_model_with_windows_is_counted_by_what_its_layers_keep(tmp_path, capsys):
+    """Item 17: five layers with a window of 512 to each full one hold less than a quarter at 8,192 tokens."""
+    (tmp_path / "config.json").write_text(json.dumps(GEMMA_3_LIKE))
+    kv = cache_of(GEMMA_3_LIKE).kv
+    assert [(group.name, group.num_layers) for group in kv.groups] == [("full", 3), ("window-512", 15)]
+    run_capacity(str(tmp_path), dtype="float32", memory_gib=4.0)
+    out = capsys.readouterr().out
+    assert "a sequence of 8,192 tokens holds 63 MiB while it decodes, 22% of what it would without windows" in out
+    assert "and at most 78 MiB while its prompt is computed in chunks of 512 tokens" in out
+    assert "window-512: 2,144 blocks" in out
+    assert "(window blocks for 64 sequences, --max-num-seqs)" in out
 
 
 @pytest.mark.parametrize(

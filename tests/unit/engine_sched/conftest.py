@@ -9,6 +9,7 @@ import pytest
 
 from diptych.common.block_identity import IdentityHeader
 from diptych.common.clock import FakeClock
+from diptych.common.kv_groups import PoolDemand
 from diptych.common.request import Prompt
 from diptych.common.sampling import SamplingParams
 from diptych.engine.config import EngineConfig
@@ -46,9 +47,11 @@ def make_config(**changes: object) -> EngineConfig:
     return replace(base, **changes)  # type: ignore[arg-type]
 
 
-def make_engine(runner: FakeRunner | None = None, **changes: object) -> OfflineEngine:
+def make_engine(runner: FakeRunner | None = None, windows: Sequence[int] = (), **changes: object) -> OfflineEngine:
+    """`windows`: of each layer of the runner, see FakeRunner."""
     config = make_config(**changes)
-    runner = runner or FakeRunner(config.num_blocks, BLOCK)
+    demand = PoolDemand(config.max_num_seqs, config.max_num_batched_tokens)
+    runner = runner or FakeRunner(config.num_blocks, BLOCK, windows=windows, demand=demand)
     return OfflineEngine(LocalExecutor(runner), config, IDENTITY, clock=FakeClock())
 
 
@@ -92,6 +95,7 @@ class Outcome:
     token_ids: list[int]
     end: EngineEvent | None = None
     moved_tokens: int = 0
+    moved_bytes: int = 0
     cached_tokens: int = 0
 
 
@@ -107,6 +111,7 @@ class Pair:
         slabs: int = 2,
         slab_tokens: int = 8,
         on_payload: Callable[[bytearray], None] | None = None,
+        drops: Callable[[RangePacked], bool] = lambda packed: False,
     ) -> None:
         self.prefill, self.decode = prefill, decode
         token_bytes = prefill.core.scheduler.limits.kv_bytes_per_token
@@ -114,7 +119,8 @@ class Pair:
         self._grants = {g.slab: g for g in grants}
         prefill.send(GrantSlabs(grants))
         self._requests: dict[str, EngineRequest] = {}
-        self._on_payload = on_payload
+        self._on_payload, self._drops = on_payload, drops
+        self.ranges: list[RangePacked] = []
         self.seen: list[EngineEvent] = []
         """What a client would be told: decode's events, and the prompt logprobs from wherever they come."""
         self.outcomes: dict[str, Outcome] = {}
@@ -163,17 +169,21 @@ class Pair:
 
     def _on_prefill(self, event: EngineEvent) -> None:
         match event:
-            case RangePacked(attempt, slab, _, first, count, size, _, first_layer, num_layers):
+            case RangePacked(attempt, slab, _, first, count, size, _, first_layer, num_layers, group):
+                self.ranges.append(event)
                 data = bytearray(self._grants[slab].payload[:size])
                 if self._on_payload is not None:
                     self._on_payload(data)
                 layers = self.prefill.core.scheduler.limits.num_layers
                 self.outcomes[attempt].moved_tokens += count * (num_layers or layers) // layers
-                self.decode.send(
-                    UnpackRange(
-                        attempt, slab, first, count, memoryview(data), first_layer=first_layer, num_layers=num_layers
-                    )
-                )
+                self.outcomes[attempt].moved_bytes += size
+                if not self._drops(event):
+                    self.decode.send(
+                        UnpackRange(
+                            attempt, slab, first, count, memoryview(data), first_layer=first_layer,
+                            num_layers=num_layers, group=group,
+                        )
+                    )  # fmt: skip
                 self.prefill.send(GrantSlabs((self._grants[slab],)))
             case TokensOut(attempt, _, token_ids, choice=choice, logprobs=logprobs):
                 self.decode.send(FirstToken(attempt, token_ids[0], choice, logprobs[0] if logprobs else None))
@@ -190,6 +200,7 @@ class Kit:
     IDENTITY = IDENTITY
     FakeClock = FakeClock
     Pair = Pair
+    local = LocalExecutor
     make_config = staticmethod(make_config)
     make_engine = staticmethod(make_engine)
     make_request = staticmethod(make_request)
@@ -199,11 +210,11 @@ class Kit:
     ends_of = staticmethod(ends_of)
 
     @staticmethod
-    def undisturbed(requests: Sequence[EngineRequest]) -> dict[str, list[int]]:
+    def undisturbed(requests: Sequence[EngineRequest], windows: Sequence[int] = ()) -> dict[str, list[int]]:
         """Each request alone, LOCAL, cold, in one chunk."""
         out = {}
         for request in requests:
-            engine = make_engine(num_blocks=64)
+            engine = make_engine(num_blocks=64, windows=windows)
             (result,) = engine.generate([replace(request, mode=KvMode.LOCAL)])
             assert result.error is None, result.error
             out[request.attempt] = result.token_ids

@@ -10,11 +10,14 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import replace
 
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_as_test
 
 from diptych.common.errors import RequestCancelledError
+from diptych.common.kv_groups import PoolDemand
+from diptych.engine.fake_runner import FakeRunner
 from diptych.engine.messages import (
     Admitted,
     Cancel,
@@ -43,14 +46,20 @@ class Life:
         self.prefill_ended = True
 
 
-def make_machine(kit):
+def make_machine(kit, windows=()):
+    """`windows`: of each layer. The pools of window groups hold one sequence and no more."""
     wanted: dict = {}
+
+    def make_engine(num_blocks, max_num_batched_tokens, **settings):
+        demand = PoolDemand(1, max_num_batched_tokens)
+        runner = FakeRunner(num_blocks, kit.BLOCK, windows=windows, demand=demand)
+        return kit.make_engine(runner, num_blocks=num_blocks, max_num_batched_tokens=max_num_batched_tokens, **settings)
 
     class Machine(RuleBasedStateMachine):
         def __init__(self):
             super().__init__()
-            self.prefill = kit.make_engine(num_blocks=12, max_num_batched_tokens=6, slab_quota_per_peer=2)
-            self.decode = kit.make_engine(num_blocks=9, max_num_batched_tokens=8, max_num_seqs=4)
+            self.prefill = make_engine(12, 6, slab_quota_per_peer=2)
+            self.decode = make_engine(9, 8, max_num_seqs=4)
             token_bytes = self.prefill.core.scheduler.limits.kv_bytes_per_token
             self.free_slabs = deque(kit.make_grants(3, 8 * token_bytes))
             self.slabs = {g.slab: g for g in self.free_slabs}
@@ -77,7 +86,7 @@ def make_machine(kit):
             request = kit.make_request(attempt, prompt, max_tokens, seed=1, mode=mode)
             key = (prompt, max_tokens)
             if key not in wanted:
-                wanted[key] = kit.undisturbed([request])[attempt]
+                wanted[key] = kit.undisturbed([request], windows)[attempt]
             forced = tuple(wanted[key][: min(sent, max_tokens - 1)])
             self.lives[attempt] = Life(replace(request, output_token_ids=forced))
             self.decode.send(self.lives[attempt].request)
@@ -103,8 +112,8 @@ def make_machine(kit):
 
         @rule()
         def clear_caches(self):
-            self.decode.core.scheduler.kv.pool.clear()
-            self.prefill.core.scheduler.kv.pool.clear()
+            self.decode.core.scheduler.kv.clear()
+            self.prefill.core.scheduler.kv.clear()
 
         @rule(count=st.integers(1, 3))
         def grant(self, count):
@@ -135,11 +144,13 @@ def make_machine(kit):
 
         def on_prefill(self, event):
             match event:
-                case RangePacked(attempt, slab, _, first, num_tokens, size):
+                case RangePacked(attempt, slab, _, first, num_tokens, size, num_layers=num_layers, group=group):
                     data = memoryview(bytes(self.slabs[slab].payload[:size]))
                     self.free_slabs.append(self.slabs[slab])
                     self.num_jobs += 1
-                    self.inbox.append(UnpackRange(attempt, self.num_jobs, first, num_tokens, data))
+                    self.inbox.append(
+                        UnpackRange(attempt, self.num_jobs, first, num_tokens, data, num_layers=num_layers, group=group)
+                    )
                 case TokensOut(attempt, _, token_ids):
                     self.inbox.append(FirstToken(attempt, token_ids[0]))
                 case PrefillComplete(attempt):
@@ -198,15 +209,17 @@ def make_machine(kit):
             for engine in (self.prefill, self.decode):
                 audit = engine.core.scheduler.audit(True)
                 assert audit.violations == ()
-                assert (audit.blocks.running, audit.blocks.reserved) == (0, 0)
+                for blocks in (audit.blocks, *audit.more_blocks):
+                    assert (blocks.running, blocks.reserved) == (0, 0)
                 assert audit.attempts == {}
 
     return Machine
 
 
-def test_every_request_ends_once_with_the_undisturbed_tokens(kit):
+@pytest.mark.parametrize("windows", [(), (0, 6, 6, 9), (7, 7)], ids=["full", "full and windows", "one window"])
+def test_every_request_ends_once_with_the_undisturbed_tokens(kit, windows):
     run_state_machine_as_test(
-        make_machine(kit),
+        make_machine(kit, windows),
         settings=settings(
             max_examples=60,
             stateful_step_count=40,

@@ -8,6 +8,8 @@ from types import SimpleNamespace
 import pytest
 
 from diptych.common.errors import ConfigError, TransferError
+from diptych.common.kv_format import full_format, windowed_format
+from diptych.common.kv_groups import PoolDemand
 from diptych.engine.fake_runner import FakeRunner
 from diptych.engine.messages import EngineStats
 from diptych.kvtransfer.handle import SlabHandle
@@ -40,14 +42,18 @@ def test_live_means_progress() -> None:
     assert "ended" in why_not_live(EngineStats(alive=False), 100.0, stall_bound_s=5.0)
 
 
+FULL = full_format(1, 1, 32, block_size=16, dtype="int8")
+"""A block of 1,024 bytes."""
+
+
 def test_pool_size() -> None:
     def blocks(available: int = 1 << 40, **settings: int) -> int:
         config = WorkerConfig(**settings)  # type: ignore[arg-type]
-        return choose_num_blocks(config, bytes_per_block=1000, max_model_len=160, available_bytes=available)
+        return choose_num_blocks(config, FULL, PoolDemand(), max_model_len=160, available_bytes=available)
 
     assert blocks(num_blocks=7) == 7
     assert blocks(kv_memory_bytes=9999) == 9
-    assert blocks() == (1 << 30) // 1000
+    assert blocks() == (1 << 30) // 1024
     assert blocks(available=20_000) == 11, "one whole context at least"
     with pytest.raises(ConfigError):
         blocks(kv_memory_bytes=999)
@@ -55,6 +61,23 @@ def test_pool_size() -> None:
     for name, value in (("num_blocks", 2**31 - 1), ("num_host_blocks", 2**31 - 1), ("kv_memory_bytes", 9 * gib)):
         with pytest.raises(ConfigError, match=rf"{name}={value}: takes [0-9,.]+ GiB, and 8.0 GiB are free"):
             blocks(available=8 * gib, **{name: value})
+
+
+def test_the_memory_is_divided_among_kv_groups() -> None:
+    """Item 17: of a model with windows a block of each group is counted, and no more window blocks than sequences use."""
+    kv = windowed_format([0, 64, 64, 64], 1, 32, block_size=16, dtype="int8")  # 1 KiB and 3 KiB
+    demand = PoolDemand(max_num_seqs=4, max_num_batched_tokens=32)  # at most 22 window blocks
+
+    def blocks(**settings: int) -> int:
+        config = WorkerConfig(**settings)  # type: ignore[arg-type]
+        return choose_num_blocks(config, kv, demand, max_model_len=160, available_bytes=1 << 20)
+
+    assert blocks(kv_memory_bytes=40 * 1024) == 10
+    assert demand.group_blocks(kv, blocks(kv_memory_bytes=1000 * 1024)) == (1000 - 3 * 22, 22)
+    with pytest.raises(ConfigError, match="one block takes 4096 bytes"):
+        blocks(kv_memory_bytes=4095)
+    with pytest.raises(ConfigError, match="num_blocks=1000"):
+        blocks(num_blocks=1000)
 
 
 def test_handles_there_and_back() -> None:
