@@ -25,7 +25,7 @@ VOCABULARY = 40
 class Words:
     """A detokenizer: one letter for each token; looks for stop strings as the real one does."""
 
-    def __init__(self, sampling):
+    def __init__(self, sampling, prompt):
         self.stops = StopChecker(sampling.stop)
 
     def push(self, token_id):
