@@ -172,6 +172,30 @@ class KvCacheManager:
         self.restored_tokens += len(slots) * self.block_size
         return True
 
+    def num_cached_blocks(self, keys: Sequence[bytes]) -> int:
+        """The block at which the longest prefix of `keys` ends of which every group has what the next token sees."""
+        if self._kv is None:
+            return len(self.pool.find(keys))
+        limit = len(keys)
+        for group, pool in zip(self._kv.groups, self.pools, strict=True):
+            if not group.window:
+                limit = len(pool.find(keys[:limit]))
+        present = [[pool.cached_block(key) is not None for key in keys[:limit]] for pool in self.pools]
+        return longest_hit(self._kv, present, limit * self.block_size) // self.block_size
+
+    def adopt(self, request: Request, keys: Sequence[bytes]) -> None:
+        """The request owns the cached blocks of these keys, as many as `num_cached_blocks` found, as if it had computed
+        them."""
+        end = len(keys)
+        firsts = self._first_blocks(request, end)
+        for pool, table, blocks in zip(self.pools, request.tables, self._cached_blocks(keys, firsts, end), strict=True):
+            pool.pin(blocks)
+            table.extend(blocks)
+        request.seq.first_blocks = firsts
+        request.num_published = end
+        request.num_computed = end * self.block_size
+        self._set_end(request)
+
     def bind(self, request: Request) -> None:
         """Give the reserved blocks their ids."""
         for index, pool in enumerate(self.pools):
@@ -480,16 +504,15 @@ class KvCacheManager:
         if self._kv is None:
             found = self.pool.find(keys)
             return len(found), [found]
-        groups = self._kv.groups
-        for group, pool in zip(groups, self.pools, strict=True):
-            if not group.window:
-                del keys[len(pool.find(keys)) :]
-        present = [[pool.cached_block(key) is not None for key in keys] for pool in self.pools]
-        end = longest_hit(self._kv, present, len(keys) * self.block_size) // self.block_size
-        hits = []
-        for pool, first in zip(self.pools, self._first_blocks(request, end), strict=True):
-            hits.append([block for key in keys[first:end] if (block := pool.cached_block(key)) is not None])
-        return end, hits
+        end = self.num_cached_blocks(keys)
+        return end, self._cached_blocks(keys, self._first_blocks(request, end), end)
+
+    def _cached_blocks(self, keys: Sequence[bytes], firsts: Sequence[int], end: int) -> list[list[int]]:
+        """By group, the cached blocks of keys [firsts[group], end)."""
+        return [
+            [block for key in keys[first:end] if (block := pool.cached_block(key)) is not None]
+            for pool, first in zip(self.pools, firsts, strict=True)
+        ]
 
     def _hit_limit(self, request: Request) -> int:
         """Blocks that may come from a cache."""

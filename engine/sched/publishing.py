@@ -11,16 +11,15 @@ from diptych.engine.sched.request import Request
 
 
 def publish_cached(live: Lifecycle, command: PublishCached, header: IdentityHeader, arrival: int, now: float) -> None:
-    """Pin the leading blocks that are cached, and offer those that the peer does not have for packing. Blocks of the host
-    tier are not looked at."""
+    """Pin the leading blocks that are cached, of each KV group what the token behind them sees, and offer those that the
+    peer does not have for packing. Blocks of the host tier are not looked at."""
     kv = live.kv
-    blocks = kv.pool.find(command.keys)
-    num_tokens = len(blocks) * kv.block_size
+    num_blocks = kv.num_cached_blocks(command.keys)
+    num_tokens = num_blocks * kv.block_size
     live.outbox.add(Admitted(command.attempt, num_tokens))
     if num_tokens <= command.cached_tokens:
         live.outbox.add(PrefillComplete(command.attempt))
         return
-    kv.pool.pin(blocks)
     # Its tokens are not known here, and not needed: nothing is computed from them, and the blocks have their keys.
     source = EngineRequest(
         command.attempt,
@@ -30,9 +29,7 @@ def publish_cached(live: Lifecycle, command: PublishCached, header: IdentityHead
         decode_cached_tokens=command.cached_tokens,
         peer=command.peer,
     )
-    request = Request(source, arrival, header, live.limits.max_model_len, None, now)
-    request.block_ids.extend(blocks)
-    request.num_computed = num_tokens
-    request.num_published = len(blocks)
+    request = Request(source, arrival, header, live.limits.max_model_len, None, now, kv.num_groups)
+    kv.adopt(request, command.keys[:num_blocks])
     request.was_admitted = True
     live.enter_computed(request)

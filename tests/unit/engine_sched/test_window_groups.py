@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from diptych.common.block_identity import BlockHasher, IdentityHeader, header_of_request
 from diptych.common.errors import ConfigError, InternalError, InvalidRequestError
 from diptych.common.kv_format import kv_group, windowed_format
-from diptych.common.kv_groups import PoolDemand, most_blocks_held
+from diptych.common.kv_groups import PoolDemand, expected_ranges, most_blocks_held
 from diptych.common.request import Prompt
 from diptych.common.sampling import SamplingParams
 from diptych.engine.fake_device import FakeDeviceRunner
@@ -25,6 +25,7 @@ from diptych.engine.messages import (
     GrantSlabs,
     KvComplete,
     KvMode,
+    PublishCached,
     RangePacked,
     RunLocally,
     ScheduledSeq,
@@ -351,6 +352,32 @@ def test_drafts_that_are_taken_back_leave_the_window_right(kit, windows):
     assert kit.tokens_of(kit.run_until_idle(engine)) == kept
     assert engine.core.steps < 12
     at_rest(engine)
+
+
+@pytest.mark.parametrize("windows", WINDOWS)
+@pytest.mark.parametrize("held", [0, 8])
+def test_cached_blocks_are_published_by_group(kit, windows, held):
+    """Keys are asked for: of each group comes what the token behind them sees, and the pins are given back."""
+    source = kit.make_engine(windows=windows)
+    prompt = list(range(300, 328))
+    assert source.generate([kit.make_request("a", prompt, 3)])[0].error is None
+    keys = keys_of(kit, prompt)
+    grants = kit.make_grants(4, 4096)
+    payloads = {grant.slab: grant.payload for grant in grants}
+    source.send(GrantSlabs(grants))
+    source.send(PublishCached("s", tuple(keys), held, "d"))
+    packed = [event for event in kit.run_until_idle(source) if isinstance(event, RangePacked)]
+    kv = source.core.scheduler.limits.kv
+    assert [(one.group, one.first_token, one.first_token + one.num_tokens) for one in packed] == [
+        (part.group, part.first, part.end) for part in expected_ranges(kv, held, 28)
+    ]
+    runner = source.core._executor.runner
+    for one in packed:
+        pool = source.core.scheduler.kv.pools[one.group]
+        blocks = [pool.cached_block(key) for key in keys]
+        whole = b"".join(runner.pools[one.group][blocks[i]].tobytes() for i in range(one.first_token // BLOCK, 7))
+        assert bytes(payloads[one.slab][: one.size_bytes]) == whole
+    at_rest(source)
 
 
 # ---- what is refused ----
