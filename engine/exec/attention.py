@@ -126,13 +126,15 @@ def check_tables(seq: ScheduledSeq, kv: KvFormat) -> None:
     for group, table, first in zip(kv.groups, seq.block_tables, seq.first_blocks, strict=True):
         if (first + len(table)) * group.block_size < end:
             raise InternalError(f"{seq.attempt}: {first} and {len(table)} blocks do not cover {end} tokens")
-        if not 0 <= first <= group.first_block(seq.start):
+        if first and not 0 < first <= group.first_block(seq.start):
             raise InternalError(f"{seq.attempt}: blocks from {first} on are not all that token {seq.start} reads")
 
 
 def blocks_read(seq: ScheduledSeq, index: int, group: KvGroup) -> tuple[list[int], int]:
     """The table of group number `index` from the first block on that this step may read, and the number of that block."""
     table, given = seq.block_tables[index], seq.first_blocks[index]
+    if not group.window:
+        return table, 0
     first = group.first_block(seq.start)
     return (table if first == given else table[first - given :]), first
 

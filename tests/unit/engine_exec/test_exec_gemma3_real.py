@@ -82,9 +82,7 @@ def test_colocated_and_across_a_hand_off(driver_of, folder, prompts, expected):
 
 def test_17_in_window_groups_whose_blocks_are_freed(folder, prompts, expected):
     """The same, with the window's blocks freed behind it and filled with NaN, on both sides of the hand-off."""
-    runner = TorchModelRunner.load(
-        folder, num_blocks=400, block_size=16, num_threads=1, demand=PoolDemand(8, 256), max_model_len=2048
-    )
+    runner = TorchModelRunner.load(folder, num_blocks=400, block_size=16, demand=PoolDemand(8, 256), max_model_len=2048)
     assert [group.window for group in runner.pool.kv.groups] == [0, 512]
     driver = GroupDriver(runner)
     outputs: list[list[int]] = []
