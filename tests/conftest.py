@@ -7,7 +7,6 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Generator, Iterator
@@ -20,7 +19,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from diptych.common.compiled import LANES_VARIABLE, NativeError, find_compiler
-from diptych_tests import machine, waiting
+from diptych_tests import machine
 
 ROOT = Path(__file__).resolve().parent.parent
 # Pools that a library starts once per process and keeps; they belong to no test.
@@ -45,7 +44,6 @@ os.environ.update({name: _OUR_ENV[name] for name in _SET_HERE})
 # An example that exceeds hypothesis' 200 ms, or is slow to generate, only means that the machine is busy.
 settings.register_profile("diptych", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("diptych")
-sys.modules["diptych_test_waiting"] = waiting  # a name that some tests still use
 # Otherwise pytest-asyncio makes the policy create a loop for the main thread that is never closed.
 _main_loop = asyncio.new_event_loop()
 asyncio.set_event_loop(_main_loop)

@@ -152,7 +152,7 @@ def read(kind: str, payload: str | bytes) -> Any:
 
 def _check(value: Any, at: str) -> None:
     if isinstance(value, BaseModel):
-        name = f"{type(value).__module__.rsplit('.', 1)[-1].removeprefix('diptych_test_')}.{type(value).__name__}"
+        name = f"{type(value).__module__.rsplit('.', 1)[-1]}.{type(value).__name__}"
         extra = value.model_extra or {}
         assert extra.keys() <= OURS.get(name, set()), (at, name, set(extra) - OURS.get(name, set()))
         missing = REQUIRED.get(name, set()) - value.model_fields_set

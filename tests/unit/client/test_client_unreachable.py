@@ -7,7 +7,7 @@ from diptych.client.wire import _plain
 
 
 @pytest.mark.parametrize(
-    ("details", "told"),
+    ("details", "reported"),
     [
         (
             "failed to connect to all addresses; last error: UNKNOWN: ipv4:127.0.0.1:1: Failed to connect to remote host: "
