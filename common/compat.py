@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields, replace
 
 from diptych.common.block_identity import IdentityHeader, golden_key, identity_of
 from diptych.common.kv_format import KvFormat
+from diptych.common.kv_parts import shape
 
 PROTOCOL_VERSION = 4
 """2: FirstTokens carries a digest of the computed prompt, and is rejected without it. 3: the KV format is a message of
@@ -21,6 +22,7 @@ class Compat:
         compute_dtype: of weights and activations.
         attention_version, sampler_version: change whenever results may change.
         backend: the kernels that compute the layers.
+        kv_parts: the ranks' formats, whose whole is `kv` (common/kv_parts.py); empty: one rank.
     """
 
     model: str
@@ -34,6 +36,7 @@ class Compat:
     method: str = "plain"
     backend: str = ""
     protocol_version: int = PROTOCOL_VERSION
+    kv_parts: tuple[KvFormat, ...] = ()
 
 
 CONVERTIBLE = frozenset({"block_size", "kv_dtype", "kv_layout", "compute_dtype", "block_identity_golden"})
@@ -51,7 +54,10 @@ def facts(compat: Compat) -> dict[str, str]:
     out = {}
     for field in fields(Compat):
         value = getattr(compat, field.name)
-        if isinstance(value, KvFormat):
+        if field.name == "kv_parts":
+            if value:
+                out[field.name] = shape(value)
+        elif isinstance(value, KvFormat):
             out.update(value.facts())
         else:
             out[field.name] = value.hex() if isinstance(value, bytes) else str(value)

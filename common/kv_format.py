@@ -214,8 +214,8 @@ def kv_group(
 
 @dataclass(frozen=True, slots=True)
 class KvFormat:
-    """Raises: ConfigError. `groups`: together every layer of the model that has KV, each once. `order`: of the
-    dimensions of a block, a key of ORDERS."""
+    """Raises: ConfigError. `groups`: together every layer that has KV, of the model or of one pipeline stage, each once.
+    `order`: of the dimensions of a block, a key of ORDERS."""
 
     groups: tuple[KvGroup, ...]
     shard: Shard = Shard()
@@ -223,7 +223,7 @@ class KvFormat:
 
     def __post_init__(self) -> None:
         layers = [layer for group in self.groups for layer in group.layers]
-        if not layers or sorted(layers) != list(range(len(layers))):
+        if not layers or sorted(layers) != list(range(min(layers), min(layers) + len(layers))):
             raise ConfigError("layers", sorted(layers), "each layer must be in one group")
         if len({group.name for group in self.groups}) != len(self.groups):
             raise ConfigError("groups", [group.name for group in self.groups], "two groups have one name")
@@ -256,6 +256,12 @@ class KvFormat:
     @property
     def num_layers(self) -> int:
         return sum(group.num_layers for group in self.groups)
+
+    @property
+    def layers(self) -> range:
+        """Of the model: all of them, or those of a pipeline stage."""
+        first = min(group.layers[0] for group in self.groups)
+        return range(first, first + self.num_layers)
 
     @property
     def block_size(self) -> int:
@@ -314,7 +320,7 @@ class KvFormat:
             scale = f"/{group.scale_dtype}-per-token-head" if group.scale_dtype else ""
             rules.update(dict.fromkeys(group.layers, f"{group.name}:{group.dtype}{scale}{parts}"))
         runs: list[tuple[str, int]] = []
-        for layer in range(self.num_layers):
+        for layer in self.layers:
             rule = rules[layer]
             if runs and runs[-1][0] == rule:
                 runs[-1] = (rule, runs[-1][1] + 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from diptych.common.errors import TransferError
@@ -70,21 +71,26 @@ class Coverage:
 
 
 class KvCoverage:
-    """The coverage of every KV group that the tokens [first, end) need, derived from the format: what a sender does not list is
-    missing all the same. Ranges are checked and added by group."""
+    """The coverage of every KV group of every rank that the tokens [first, end) need, derived from the ranks' formats: what a
+    sender does not list is missing all the same. Ranges are checked and added by rank and group."""
 
-    def __init__(self, kv: KvFormat, first: int, end: int) -> None:
+    def __init__(self, parts: Sequence[KvFormat], first: int, end: int) -> None:
         self.first = first
         self.end = end
-        self._names = [group.name for group in kv.groups]
+        self._names = {
+            (number, index): f"{group.name} of rank {number}" if len(parts) > 1 else group.name
+            for number, kv in enumerate(parts)
+            for index, group in enumerate(kv.groups)
+        }
         self._groups = {
-            part.group: Coverage(part.first, part.end, kv.groups[part.group].num_layers)
-            for part in expected_ranges(kv, first, end)
+            (number, own.group): Coverage(own.first, own.end, kv.groups[own.group].num_layers)
+            for number, kv in enumerate(parts)
+            for own in expected_ranges(kv, first, end)
         }
 
     @property
     def size(self) -> int:
-        """Expected total, in tokens times layers, over all groups."""
+        """Expected total, in tokens times layers, over all groups of all ranks."""
         return sum(coverage.size for coverage in self._groups.values())
 
     @property
@@ -98,11 +104,14 @@ class KvCoverage:
     @property
     def missing(self) -> str:
         """Names of the groups that are not complete."""
-        return ", ".join(self._names[index] for index, coverage in self._groups.items() if not coverage.complete)
+        return ", ".join(self._names[key] for key, coverage in self._groups.items() if not coverage.complete)
 
-    def add(self, group: int, first_token: int, num_tokens: int, first_layer: int, num_layers: int) -> None:
-        """Raises: TransferError when nothing of this group is expected, or as Coverage.check."""
-        coverage = self._groups.get(group)
+    def add(
+        self, group: int, first_token: int, num_tokens: int, first_layer: int, num_layers: int, part: int = 0
+    ) -> None:
+        """Raises: TransferError when nothing of this group of this rank is expected, or as Coverage.check."""
+        coverage = self._groups.get((part, group))
         if coverage is None:
-            raise TransferError(f"KV group {group} is not expected: the format has {', '.join(self._names)}")
+            known = ", ".join(self._names.values())
+            raise TransferError(f"KV group {group} of rank {part} is not expected: the format has {known}")
         coverage.add(first_token, num_tokens, first_layer, num_layers)

@@ -67,6 +67,8 @@ class RemotePrefillContext:
     rates: PrefillRates
     backend: str = ""
     """The local back ends, for explanations."""
+    kv_parts: tuple[KvFormat, ...] = ()
+    """The ranks' formats, where there are several: what must arrive of each. A peer's are the same."""
     reads_in_flight: int = 4
     read_base_s: float = 10.0
     silence_s: float = 3.0
@@ -114,11 +116,11 @@ class RemotePrefill:
         self._request = request
         self._num_tokens = num_tokens
         self._first = first = request.decode_cached_tokens if request.want_kv else num_tokens
-        self._source = context.kv
-        """The format in which KV arrives."""
+        self._source = context.kv_parts or (context.kv,)
+        """The formats in which KV arrives, by rank."""
         self._converter: RangeConverter | None = None
-        self._announced = KvCoverage(context.kv, first, num_tokens)
-        self._arrived = KvCoverage(context.kv, first, num_tokens)
+        self._announced = KvCoverage(self._source, first, num_tokens)
+        self._arrived = KvCoverage(self._source, first, num_tokens)
         self._beam_search = request.sampling.beam_width > 0
         num_choices = 1 if self._beam_search else request.sampling.best_of or request.sampling.n or 1
         self._vouched = False
@@ -182,12 +184,12 @@ class RemotePrefill:
         source, target = peer.kv_format, self._context.kv
         if source is None:
             return
-        self._source = source
+        self._source = (source,)
         end = self._announced.end
         if self._first < end:
             self._converter = RangeConverter(source, target, self._first, end)
             asked = self._request.decode_cached_tokens = first_token_to_ask(self._first, source.block_size)
-            self._announced, self._arrived = KvCoverage(source, asked, end), KvCoverage(source, asked, end)
+            self._announced, self._arrived = KvCoverage((source,), asked, end), KvCoverage((source,), asked, end)
             self.facts.converted = f"KV of {self._ref.worker_id} was converted from {source} to {target}"
 
     async def _watch(self) -> None:
@@ -268,20 +270,23 @@ class RemotePrefill:
                 raise TransferError(f"a handle names attempt {handle.attempt}, not {self._request.attempt}")
             if handle.first_token != position:
                 raise TransferError(f"a handle begins at token {handle.first_token}, expected {position}")
-            if handle.group >= len(self._source.groups):
-                raise TransferError(f"a handle names KV group {handle.group} of {len(self._source.groups)}")
-            kv_group = self._source.groups[handle.group]
+            if handle.part >= len(self._source):
+                raise TransferError(f"a handle names rank {handle.part} of {len(self._source)}")
+            source = self._source[handle.part]
+            if handle.group >= len(source.groups):
+                raise TransferError(f"a handle names KV group {handle.group} of {len(source.groups)}")
+            kv_group = source.groups[handle.group]
             all_layers = kv_group.num_layers
             if handle.num_layers != all_layers and not self._request.layer_groups:
                 raise TransferError(f"a handle covers layers {handle.first_layer}+{handle.num_layers}, not all of them")
-            layer_bytes = kv_group.layer_bytes_per_token(self._source.shard)
+            layer_bytes = kv_group.layer_bytes_per_token(source.shard)
             if handle.size_bytes != handle.num_tokens * layer_bytes * handle.num_layers:
                 raise TransferError(
                     f"a handle of {handle.num_tokens} tokens and {handle.num_layers} of {all_layers} layers claims "
                     f"{handle.size_bytes} bytes"
                 )
             self._announced.add(
-                handle.group, handle.first_token, handle.num_tokens, handle.first_layer, handle.num_layers
+                handle.group, handle.first_token, handle.num_tokens, handle.first_layer, handle.num_layers, handle.part
             )
             position += handle.num_tokens
         if position != computed.first_token + computed.num_tokens:
@@ -371,7 +376,9 @@ class RemotePrefill:
         self._held.pop((handle.slab, handle.generation), None)
         if not unpacked:
             raise TransferError("the engine dropped a range: the attempt does not wait for KV any more")
-        self._arrived.add(handle.group, handle.first_token, handle.num_tokens, handle.first_layer, handle.num_layers)
+        self._arrived.add(
+            handle.group, handle.first_token, handle.num_tokens, handle.first_layer, handle.num_layers, handle.part
+        )
         self._maybe_complete()
 
     async def _read(self, peer: Peer, handle: SlabHandle) -> ReceivedSlab:

@@ -55,6 +55,7 @@ class DecodeService:
             clock=runtime.clock,
             kv=runtime.compat.kv,
             backend=runtime.compat.backend,
+            kv_parts=runtime.compat.kv_parts,
             read_base_s=config.read_base_s,
             silence_s=config.leg_silence_s,
             renew_every_s=config.slab_lease_s / 6,

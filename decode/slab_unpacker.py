@@ -60,6 +60,7 @@ class SlabUnpacker:
                 handle.first_layer,
                 handle.num_layers,
                 group=handle.group,
+                part=handle.part,
             )
         )
         return await answer

@@ -91,6 +91,7 @@ class EngineCore:
             grammars=able.grammars,
             kv=able.kv,
             group_blocks=(config.num_blocks, *able.group_blocks[1:]) if able.group_blocks else (),
+            rank_sizes=able.rank_sizes,
         )
         self.scheduler = Scheduler(config, limits, identity, detokenizer_factory, drafter)
         self.steps = 0
@@ -374,7 +375,9 @@ class EngineCore:
         while (job := next_job()) is not None:
             any_packed = True
             try:
-                checksum = self._executor.pack(job.block_ids, job.num_tokens, job.grant.payload, job.layers, job.group)
+                checksum = self._executor.pack(
+                    job.block_ids, job.num_tokens, job.grant.payload, job.layers, job.group, job.part
+                )
             except ExecutorLost:
                 raise
             except Exception as error:
@@ -396,7 +399,9 @@ class EngineCore:
             job = None  # the request has ended
         if job is not None:
             try:
-                copy = self._executor.unpack(job.block_ids, job.num_tokens, command.payload, job.layers, job.group)
+                copy = self._executor.unpack(
+                    job.block_ids, job.num_tokens, command.payload, job.layers, job.group, job.part
+                )
             except ExecutorLost:
                 raise
             except Exception as error:

@@ -42,11 +42,23 @@ class Executor(Protocol):
     def copy_blocks(self, copies: Sequence[BlockCopy]) -> None: ...
 
     def pack(
-        self, block_ids: Sequence[int], num_tokens: int, out: Payload, layers: range | None = None, group: int = 0
+        self,
+        block_ids: Sequence[int],
+        num_tokens: int,
+        out: Payload,
+        layers: range | None = None,
+        group: int = 0,
+        part: int = 0,
     ) -> int: ...
 
     def unpack(
-        self, block_ids: Sequence[int], num_tokens: int, src: Payload, layers: range | None = None, group: int = 0
+        self,
+        block_ids: Sequence[int],
+        num_tokens: int,
+        src: Payload,
+        layers: range | None = None,
+        group: int = 0,
+        part: int = 0,
     ) -> CopyHandle | None: ...
 
     def close(self) -> None:
@@ -83,12 +95,24 @@ class LocalExecutor:
         self.runner.copy_blocks(copies)
 
     def pack(
-        self, block_ids: Sequence[int], num_tokens: int, out: Payload, layers: range | None = None, group: int = 0
+        self,
+        block_ids: Sequence[int],
+        num_tokens: int,
+        out: Payload,
+        layers: range | None = None,
+        group: int = 0,
+        part: int = 0,
     ) -> int:
         return self.runner.pack(block_ids, num_tokens, out, layers, group)
 
     def unpack(
-        self, block_ids: Sequence[int], num_tokens: int, src: Payload, layers: range | None = None, group: int = 0
+        self,
+        block_ids: Sequence[int],
+        num_tokens: int,
+        src: Payload,
+        layers: range | None = None,
+        group: int = 0,
+        part: int = 0,
     ) -> CopyHandle | None:
         return self.runner.unpack(block_ids, num_tokens, src, layers, group)
 

@@ -160,6 +160,7 @@ class UnpackRange:
         num_layers: 0: all; otherwise the range holds layers [first_layer, first_layer + num_layers) only, and the
             tokens are there once all their layers are.
         last: once this range and all before it are there, the KV is complete, as with KvComplete.
+        part: the rank whose layers and heads these are, where there are several.
         converted: its values are not those that this worker would have computed; nothing of the attempt is cached.
     """
 
@@ -173,6 +174,7 @@ class UnpackRange:
     num_layers: int = 0
     converted: bool = False
     group: int = 0
+    part: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,7 +277,7 @@ class PromptLogprobs(AttemptEvent):
 @dataclass(frozen=True, slots=True)
 class RangePacked(AttemptEvent):
     """KV of tokens [first_token, first_token + num_tokens) lies in the payload of `slab`. One range fills one slab. Of layers
-    [first_layer, first_layer + num_layers) of KV group `group`; num_layers 0: of all."""
+    [first_layer, first_layer + num_layers) of KV group `group`; num_layers 0: of all. Of rank `part`, where there are several."""
 
     attempt: str
     slab: int
@@ -287,6 +289,7 @@ class RangePacked(AttemptEvent):
     first_layer: int = 0
     num_layers: int = 0
     group: int = 0
+    part: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -117,7 +117,9 @@ class RanksExecutor:
                 self._ranks.append(_Rank(number, spec, samples=number == sampler))
             declared = [json.loads(answer) for answer in self._call(READY, b"", start_deadline_s)]
             self._parts = [
-                RunnerCapabilities(**{**one, "eos_token_ids": tuple(one["eos_token_ids"]), "group_blocks": ()})
+                RunnerCapabilities(
+                    **{**one, "eos_token_ids": tuple(one["eos_token_ids"]), "group_blocks": (), "rank_sizes": ()}
+                )
                 for one in declared
             ]
             self.capabilities = _together(self._parts, self._parts[sampler])
@@ -147,30 +149,38 @@ class RanksExecutor:
         self._call(COPY, step_codec.encode_copies(copies), self._deadline_s)
 
     def pack(
-        self, block_ids: Sequence[int], num_tokens: int, out: Payload, layers: range | None = None, group: int = 0
+        self,
+        block_ids: Sequence[int],
+        num_tokens: int,
+        out: Payload,
+        layers: range | None = None,
+        group: int = 0,
+        part: int = 0,
     ) -> int:
-        """Returns: xxh3-64 of all ranks' bytes. Raises: InternalError for a range of some layers or of one of several groups,
-        or in GPU memory."""
+        """KV of rank `part`. Returns: xxh3-64 of its bytes. Raises: InternalError for a range of some layers or of one of several
+        groups, or in GPU memory."""
         if layers is not None or group or not isinstance(out, memoryview):
             raise InternalError("an executor over processes packs whole ranges into host memory")
         body = json.dumps([list(block_ids), num_tokens]).encode()
-        data = b"".join(self._call(PACK, body, self._deadline_s))
+        [data] = self._call_some(PACK, {part: body}, self._deadline_s)
         out[: len(data)] = data
         return int(xxhash.xxh3_64_intdigest(data))
 
     def unpack(
-        self, block_ids: Sequence[int], num_tokens: int, src: Payload, layers: range | None = None, group: int = 0
+        self,
+        block_ids: Sequence[int],
+        num_tokens: int,
+        src: Payload,
+        layers: range | None = None,
+        group: int = 0,
+        part: int = 0,
     ) -> None:
-        """Raises: InternalError for a range of some layers or of one of several groups, or in GPU memory."""
+        """KV of rank `part`. Raises: InternalError for a range of some layers or of one of several groups, or in GPU memory."""
         if layers is not None or group or not isinstance(src, memoryview):
             raise InternalError("an executor over processes unpacks whole ranges from host memory")
         head = json.dumps([list(block_ids), num_tokens]).encode() + b"\n"
-        frames, first = [], 0
-        for part in self._parts:
-            size = num_tokens * part.kv_bytes_per_token
-            frames.append(head + bytes(src[first : first + size]))
-            first += size
-        self._call_each(UNPACK, frames, self._deadline_s)
+        size = num_tokens * self._parts[part].kv_bytes_per_token
+        self._call_some(UNPACK, {part: head + bytes(src[:size])}, self._deadline_s)
 
     def close(self) -> None:
         """Ends the ranks' processes. Idempotent."""
@@ -190,15 +200,17 @@ class RanksExecutor:
 
     def _call(self, kind: int, body: bytes, deadline_s: float) -> list[bytes]:
         """Send one frame to every rank. Returns: the ranks' answers. Raises: ExecutorLost; what a rank raised."""
-        return self._call_each(kind, [body] * len(self._ranks), deadline_s)
+        return self._call_some(kind, dict.fromkeys(range(len(self._ranks)), body), deadline_s)
 
-    def _call_each(self, kind: int, bodies: Sequence[bytes], deadline_s: float) -> list[bytes]:
+    def _call_some(self, kind: int, bodies: Mapping[int, bytes], deadline_s: float) -> list[bytes]:
+        """Send a frame to each of these ranks. Returns and raises as _call."""
         if self._lost is not None:
             raise ExecutorLost(self._lost)
         until = time.monotonic() + deadline_s
-        for rank, body in zip(self._ranks, bodies, strict=True):
+        asked = [self._ranks[number] for number in bodies]
+        for rank, body in zip(asked, bodies.values(), strict=True):
             rank.begin(HEAD.pack(kind, len(body)) + body)
-        waiting = list(self._ranks)
+        waiting = list(asked)
         while waiting:
             for rank in waiting:
                 try:
@@ -208,11 +220,12 @@ class RanksExecutor:
             waiting = [rank for rank in waiting if not rank.answered]
             if waiting and not _wait(waiting, until - time.monotonic()):
                 self._give_up(f"ranks {[rank.number for rank in waiting]} did not answer within {deadline_s:g} s")
-        return self._answers()
+        return self._answers(asked)
 
-    def _answers(self) -> list[bytes]:
+    @staticmethod
+    def _answers(asked: Sequence[_Rank]) -> list[bytes]:
         answers = []
-        for rank in self._ranks:
+        for rank in asked:
             kind, body = rank.incoming[0], bytes(rank.incoming[HEAD.size :])
             if kind == NO_MEMORY:
                 raise OutOfDeviceMemory(f"rank {rank.number}: {body.decode()}")
@@ -250,6 +263,7 @@ def _together(parts: Sequence[RunnerCapabilities], sampler: RunnerCapabilities) 
     return replace(
         sampler,
         kv_bytes_per_token=sum(part.kv_bytes_per_token for part in parts),
+        rank_sizes=tuple((part.num_layers, part.kv_bytes_per_token) for part in parts) if len(parts) > 1 else (),
         max_model_len=min(part.max_model_len for part in parts),
         runs_ahead=False,
         reports_layers=False,

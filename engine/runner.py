@@ -34,6 +34,8 @@ class RunnerCapabilities:
         grammars: rows may have a grammar.
         kv: the groups of its KV; None: one group, which keeps every token.
         group_blocks: blocks of each group's pool; empty: `num_blocks` in every one.
+        rank_sizes: layers, and KV bytes of a token, of each rank where there are several. `pack` and `unpack` are for one rank
+            then, and each rank's KV is a part of its own (common/kv_parts.py).
     """
 
     num_blocks: int
@@ -50,6 +52,7 @@ class RunnerCapabilities:
     grammars: bool = True
     kv: KvFormat | None = None
     group_blocks: tuple[int, ...] = ()
+    rank_sizes: tuple[tuple[int, int], ...] = ()
 
 
 class CopyHandle(Protocol):

@@ -180,6 +180,7 @@ class TransferCore:
                     checksum=packed.checksum,
                     expires_ns=int((self._clock() + self._lease_s) * 1e9),
                     group=packed.group,
+                    part=packed.part,
                 ),
             )
         except ValueError as error:

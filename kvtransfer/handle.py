@@ -48,10 +48,13 @@ class SlabHandle:
     expires_ns: int
     mac: bytes = b""
     group: int = 0
-    """Index of the KV group in the format; layers count within it."""
+    """Index of the KV group in the format of the part; layers count within it."""
+    part: int = 0
+    """Rank whose KV is in the slab, see common/kv_parts.py; 0 where there is one."""
 
 
-_SIGNED = tuple(field.name for field in fields(SlabHandle) if field.name != "mac")
+_SIGNED = tuple(field.name for field in fields(SlabHandle) if field.name not in ("mac", "part"))
+"""`part` is behind them, and only where it is not 0: a worker of one rank encodes what workers without parts do."""
 
 
 class Refusal(IntEnum):
@@ -101,6 +104,8 @@ def _signed_bytes(handle: SlabHandle) -> bytes:
         value = getattr(handle, name)
         raw = _text(value, name) if name in _TEXT else _NUMBER.pack(value)
         parts += (_LENGTH.pack(len(raw)), raw)
+    if handle.part:
+        parts += (_LENGTH.pack(_NUMBER.size), _NUMBER.pack(handle.part))
     return b"".join(parts)
 
 
@@ -140,7 +145,9 @@ def decode(raw: bytes) -> SlabHandle:
         raise ValueError("not a slab handle")
     at = len(_DOMAIN)
     values: dict[str, str | int | bytes] = {}
-    for name in (*_SIGNED, "mac"):
+    for name in (*_SIGNED, "mac or part", "mac"):
+        if name == "mac" and "mac" in values:
+            break
         if at + _LENGTH.size > len(raw):
             raise ValueError("slab handle is cut")
         (length,) = _LENGTH.unpack_from(raw, at)
@@ -149,6 +156,9 @@ def decode(raw: bytes) -> SlabHandle:
         if length > MAX_TEXT_BYTES or len(piece) != length:
             raise ValueError("slab handle is cut")
         at += length
+        if name == "mac or part":
+            # A MAC has another length; part 0 is never encoded.
+            name = "part" if length == _NUMBER.size and piece != bytes(_NUMBER.size) else "mac"
         if name == "mac":
             values[name] = piece
         elif name in _TEXT:

@@ -1,7 +1,7 @@
 """What lies in a slab, and the arithmetic of the ring.
 
     | header, 128 bytes | payload, size_bytes | trailer, 32 bytes |
-    magic, version, kind, attempt digest, generation, size, checksum, layout hash, token range, group, layers
+    magic, version, kind, attempt digest, generation, size, checksum, layout hash, token range, group, layers, part
                                              magic, attempt digest, generation
 
 Header and trailer name the same life of the slab: a message that is cut, mixed from two lives or late shows. A refusal is
@@ -30,7 +30,7 @@ _MAGIC = b"DKVs"
 _END = b"DKVe"
 _KIND_SLAB, _KIND_REFUSAL = 1, 2
 _DIGEST_BYTES = 16
-_HEADER = struct.Struct("<4sHH16sQQQQIIIII")
+_HEADER = struct.Struct("<4sHH16sQQQQIIIIII")
 _TRAILER = struct.Struct("<4s4x16sQ")
 
 
@@ -39,7 +39,7 @@ def layout_hash(compat: Compat) -> int:
     refused."""
     return compat.kv.layout_digest(
         compat.model, compat.model_revision, compat.method, compat.compute_dtype, compat.attention_version,
-        compat.backend, compat.protocol_version,
+        compat.backend, compat.protocol_version, *(part.layout_digest() for part in compat.kv_parts),
     )  # fmt: skip
 
 
@@ -129,6 +129,7 @@ def write_frame(slab: memoryview, handle: SlabHandle) -> None:
     _HEADER.pack_into(
         slab, 0, _MAGIC, VERSION, _KIND_SLAB, digest, handle.generation, handle.size_bytes, handle.checksum,
         handle.layout_hash, handle.first_token, handle.num_tokens, handle.group, handle.first_layer, handle.num_layers,
+        handle.part,
     )  # fmt: skip
     _TRAILER.pack_into(slab, HEADER_BYTES + handle.size_bytes, _END, digest, handle.generation)
 
@@ -147,7 +148,7 @@ def clear_frame(slab: memoryview, size_bytes: int) -> None:
 
 def refusal_message(reason: Refusal) -> bytes:
     """The answer to a read that is not granted: HEADER_BYTES bytes."""
-    head = _HEADER.pack(_MAGIC, VERSION, _KIND_REFUSAL, bytes(_DIGEST_BYTES), int(reason), 0, 0, 0, 0, 0, 0, 0, 0)
+    head = _HEADER.pack(_MAGIC, VERSION, _KIND_REFUSAL, bytes(_DIGEST_BYTES), int(reason), 0, 0, 0, 0, 0, 0, 0, 0, 0)
     return head.ljust(HEADER_BYTES, b"\0")
 
 
@@ -185,7 +186,7 @@ def check_slab(slab: memoryview, handle: SlabHandle, *, verify_checksum: bool = 
         ("checksum field", checksum, handle.checksum),
         ("layout", layout, handle.layout_hash),
         ("token range", (first, num), (handle.first_token, handle.num_tokens)),
-        ("group and layers", part, [handle.group, handle.first_layer, handle.num_layers]),
+        ("group, layers and part", part, [handle.group, handle.first_layer, handle.num_layers, handle.part]),
         ("trailer", end, _END),
         ("trailer attempt", end_digest, expected),
         ("trailer generation", end_generation, handle.generation),

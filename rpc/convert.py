@@ -14,6 +14,7 @@ from diptych.common.compat import PROTOCOL_VERSION, Compat
 from diptych.common.errors import ConfigError, IncompatibleWorkersError, InternalError, InvalidRequestError
 from diptych.common.grammar import Grammar, GrammarKind
 from diptych.common.kv_format import KvFormat, KvGroup, KvKind, Shard
+from diptych.common.kv_parts import check_parts
 from diptych.common.request import Prompt
 from diptych.common.sampling import (
     SAMPLING,
@@ -200,12 +201,14 @@ def kv_format_from_proto(message: worker_pb2.KvFormat) -> KvFormat:
         raise IncompatibleWorkersError(f"handshake: {error}") from None
 
 
-_PLAIN_FACTS = tuple(field.name for field in fields(Compat) if field.name != "kv")
+_PLAIN_FACTS = tuple(field.name for field in fields(Compat) if field.name not in ("kv", "kv_parts"))
+_MAX_PARTS = 4096
 
 
 def compat_to_proto(compat: Compat) -> worker_pb2.Compat:
     plain = {name: getattr(compat, name) for name in _PLAIN_FACTS}
-    return worker_pb2.Compat(kv=kv_format_to_proto(compat.kv), **plain)
+    parts = map(kv_format_to_proto, compat.kv_parts)
+    return worker_pb2.Compat(kv=kv_format_to_proto(compat.kv), kv_parts=parts, **plain)
 
 
 def compat_from_proto(message: worker_pb2.Compat) -> Compat:
@@ -219,7 +222,15 @@ def compat_from_proto(message: worker_pb2.Compat) -> Compat:
     for name in ("model_revision", "tokenizer_revision", "attention_version", "sampler_version", "method"):
         if not getattr(message, name):
             raise IncompatibleWorkersError(f"handshake: {name} is empty")
-    return Compat(kv=kv_format_from_proto(message.kv), **{name: getattr(message, name) for name in _PLAIN_FACTS})
+    if len(message.kv_parts) > _MAX_PARTS:
+        raise IncompatibleWorkersError(f"handshake: KV of more than {_MAX_PARTS} ranks")
+    kv, parts = kv_format_from_proto(message.kv), tuple(map(kv_format_from_proto, message.kv_parts))
+    if parts:
+        try:
+            check_parts(kv, parts)
+        except ConfigError as error:
+            raise IncompatibleWorkersError(f"handshake: {error}") from None
+    return Compat(kv=kv, kv_parts=parts, **{name: getattr(message, name) for name in _PLAIN_FACTS})
 
 
 def check_remaining(remaining_s: float) -> float:

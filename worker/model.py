@@ -25,6 +25,7 @@ from diptych.common.text.revision import tokenizer_revision
 from diptych.common.text.token_bytes import TokenBytes
 from diptych.common.text.tokenizer import ModelTokenizer
 from diptych.engine.capacity import capacity_line
+from diptych.engine.executor import Executor
 from diptych.engine.grammar.backends import Loaders
 from diptych.engine.grammar.compiler import ChildProcess, GrammarCompiler, GrammarLimits
 from diptych.engine.grammar.program import AfterText, Program
@@ -50,6 +51,7 @@ class LoadedModel:
 
     Args:
         detokenizer_factory, grammars: None on a worker that begins as prefill, where decode handles text.
+        executor: over the worker's ranks; None: `runner` is the only one.
         load_text: the two, made anew, for a worker that becomes a decode worker; takes seconds. None: the model has no text.
         config: the settings with the device's defaults filled in; None: of a CPU.
         kernels: the back ends: native, torch or triton, with their blocks where there are several.
@@ -63,6 +65,7 @@ class LoadedModel:
     detokenizer_factory: DetokenizerFactory | None
     grammars: GrammarCompiler | None = None
     load_text: LoadText | None = None
+    executor: Executor | None = None
     config: WorkerConfig | None = None
     kernels: str = ""
     refused: str = ""
@@ -196,7 +199,7 @@ def _load(config: WorkerConfig, folder: Path, hashing: CheckpointHash) -> Loaded
         factory,
         grammars,
         partial(_load_text, config, folder),
-        config,
+        config=config,
         kernels=runner.backend,
         refused="; ".join(runner.refusals),
         gpu_uuid=device.uuid,

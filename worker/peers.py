@@ -161,6 +161,8 @@ class PeerDirectory:
         address = wire.kv_address_from_proto(info.kv_address)
         if not differences(self._compat, theirs):
             return PeerRef(info.worker_id, info.incarnation, address), None
+        if theirs.kv_parts:
+            raise IncompatibleWorkersError(f"{ref.worker_id} has several ranks: its KV is not converted")
         convertible_group(theirs.kv)
         log.warning("KV of a prefill worker is converted", peer=ref.worker_id, why=differences(self._compat, theirs))
         return PeerRef(info.worker_id, info.incarnation, address, layout_hash(theirs)), theirs.kv

@@ -152,7 +152,7 @@ class WorkerRuntime:
             check_invariants=config.check_invariants,
         )
         self.engine = EngineClient(
-            LocalExecutor(runner),
+            model.executor or LocalExecutor(runner),
             self._engine_config,
             model.identity,
             model.detokenizer_factory,

@@ -30,9 +30,17 @@ class ModelLimits:
     """None: one group, which keeps every token."""
     group_blocks: tuple[int, ...] = ()
     """Of each group's pool; empty: the configured number."""
+    rank_sizes: tuple[tuple[int, int], ...] = ()
+    """Layers, and bytes of a token's KV, of each rank; empty: one rank. Several have one group."""
 
-    def group_sizes(self, group: int) -> tuple[int, int]:
-        """Layers, and bytes of a token's KV, of the group with this index."""
+    @property
+    def num_parts(self) -> int:
+        return len(self.rank_sizes) or 1
+
+    def group_sizes(self, group: int, part: int = 0) -> tuple[int, int]:
+        """Layers, and bytes of a token's KV, of the group with this index in the rank `part`."""
+        if self.rank_sizes:
+            return self.rank_sizes[part]
         if self.kv is None:
             return self.num_layers, self.kv_bytes_per_token
         one = self.kv.groups[group]

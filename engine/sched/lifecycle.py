@@ -73,7 +73,12 @@ class Lifecycle:
         self.choices = ChoiceGroups()
         self.beams = BeamGroups(limits.eos_token_ids)
         self.packing = Packing(
-            config.block_size, limits.kv_bytes_per_token, config.slab_quota_per_peer, limits.num_layers, limits.kv
+            config.block_size,
+            limits.kv_bytes_per_token,
+            config.slab_quota_per_peer,
+            limits.num_layers,
+            limits.kv,
+            limits.rank_sizes,
         )
         self.outbox = Outbox()
         self.emit, self.totals = self.outbox.add, self.outbox.totals

@@ -8,12 +8,14 @@ still in a CPU cache.
 The last range of a prompt may be sent in groups of layers (`layer_job`) while the step that computes it runs. What is
 left of its layers is packed after the step.
 
+Of several ranks each has ranges of its own, too.
+
 Of several KV groups each has ranges of its own, of all its layers. A window group is packed once the prompt is computed:
 only what the next token sees of it is sent (`common.kv_groups.expected_ranges`)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from diptych.common.errors import ConfigError
@@ -36,6 +38,7 @@ class PackJob:
     num_tokens: int
     layers: range | None = None
     group: int = 0
+    part: int = 0
 
 
 @dataclass(slots=True)
@@ -57,6 +60,7 @@ class Packing:
         quota_per_peer: int,
         num_layers: int = 1,
         kv: KvFormat | None = None,
+        rank_sizes: Sequence[tuple[int, int]] = (),
     ) -> None:
         self._kv = kv if kv is not None and not kv.has_one_full_group else None
         """None: one group, which keeps every token."""
@@ -65,6 +69,11 @@ class Packing:
             if self._kv is None
             else tuple(group.bytes_per_token(self._kv.shard) for group in self._kv.groups)
         )
+        self._rank_sizes = rank_sizes
+        if rank_sizes:
+            assert self._kv is None, "ranks have one group"
+            # Below, `group` is the number of a rank then: its KV is sent like that of another full group.
+            self._group_bytes = tuple(token_bytes for _, token_bytes in rank_sizes)
         self._block_size = block_size
         self._token_bytes = kv_bytes_per_token
         self._num_layers = num_layers
@@ -108,7 +117,7 @@ class Packing:
     @property
     def sends_layers(self) -> bool:
         """Ranges of some layers can be made (`layer_job`)."""
-        return self._kv is None
+        return self._kv is None and not self._rank_sizes
 
     def packed_until(self, request: Request, group: int = 0) -> int:
         """Tokens of the group before this are packed, were with decode from the start, or are not sent."""
@@ -153,7 +162,9 @@ class Packing:
                 size = self._block_size
                 fit = len(grant.payload) // token_bytes // size * size
                 count = min(end - start, fit)
-                return PackJob(request, grant, self._blocks(request, start, count, group), start, count, group=group)
+                table, part = (0, group) if self._rank_sizes else (group, 0)
+                blocks = self._blocks(request, start, count, table)
+                return PackJob(request, grant, blocks, start, count, group=table, part=part)
         return None
 
     def layer_job(self, request: Request, num_computed: int) -> PackJob | None:
@@ -171,22 +182,25 @@ class Packing:
         request, peer, grant = job.request, job.request.peer, job.grant
         self._held_by[grant.slab] = peer
         self._per_peer[peer] = self._per_peer.get(peer, 0) + 1
-        size_bytes = job.num_tokens * self._group_bytes[job.group]
+        group = job.part if self._rank_sizes else job.group
+        size_bytes = job.num_tokens * self._group_bytes[group]
         first_layer = num_layers = 0
         progress = self._progress.setdefault(request.attempt, _Progress(self._start(request)))
         progress.layers = 0
         if self._kv is not None:
             num_layers = self._kv.groups[job.group].num_layers
+        if self._rank_sizes:
+            num_layers = self._rank_sizes[job.part][0]
         if job.layers is not None:
             first_layer, num_layers = job.layers.start, len(job.layers)
             size_bytes = size_bytes * num_layers // self._num_layers
         if job.layers is not None and job.layers.stop < self._num_layers:
             progress.until[0], progress.layers = job.first_token, job.layers.stop
         else:
-            progress.until[job.group] = job.first_token + job.num_tokens
+            progress.until[group] = job.first_token + job.num_tokens
         return RangePacked(
             request.attempt, grant.slab, grant.generation, job.first_token, job.num_tokens, size_bytes, checksum,
-            first_layer, num_layers, job.group,
+            first_layer, num_layers, job.group, job.part,
         )  # fmt: skip
 
     def give_back(self, job: PackJob) -> None:
@@ -197,7 +211,7 @@ class Packing:
         """By group, the first token to be sent."""
         held, end = request.source.decode_cached_tokens, request.kv_target
         if self._kv is None:
-            return [held]
+            return [held] * len(self._group_bytes)
         start = [end] * len(self._kv.groups)
         for part in expected_ranges(self._kv, held, end):
             start[part.group] = part.first

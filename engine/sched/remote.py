@@ -26,6 +26,7 @@ class UnpackJob:
     num_tokens: int
     layers: range | None = None
     group: int = 0
+    part: int = 0
 
 
 @dataclass(slots=True)
@@ -35,6 +36,7 @@ class _Arriving:
     Args:
         covered: (group, index) of the blocks whose KV is there.
         layers_in: of blocks that come layer by layer, a bit for each layer of the group that is there.
+        parts_in: of blocks that come rank by rank, a bit for each rank whose layers are all there.
         copies: what still writes into its blocks.
         complete: everything up to kv_target is there.
     """
@@ -42,6 +44,7 @@ class _Arriving:
     request: Request
     covered: set[tuple[int, int]] = field(default_factory=set)
     layers_in: dict[tuple[int, int], int] = field(default_factory=dict)
+    parts_in: dict[tuple[int, int], int] = field(default_factory=dict)
     copies: list[CopyHandle] = field(default_factory=list)
     complete: bool = False
 
@@ -93,6 +96,8 @@ class RemoteRequests:
         arriving = self._arriving.get(command.attempt)
         if arriving is None or arriving.complete or not 0 <= command.group < self._kv.num_groups:
             return None
+        if not 0 <= command.part < self._limits.num_parts:
+            return None
         request, size = arriving.request, self._kv.block_size
         first, end = command.first_token, command.first_token + command.num_tokens
         whole = end % size == 0 or end == request.kv_target
@@ -101,7 +106,7 @@ class RemoteRequests:
         begin = request.seq.first_blocks[command.group]
         if first < max(request.num_computed, begin * size) or end > request.kv_target:
             return None
-        all_layers, token_bytes = self._limits.group_sizes(command.group)
+        all_layers, token_bytes = self._limits.group_sizes(command.group, command.part)
         num_layers = command.num_layers or all_layers
         if command.first_layer < 0 or command.first_layer + num_layers > all_layers:
             return None
@@ -110,10 +115,12 @@ class RemoteRequests:
         request.converted = request.converted or command.converted
         some = num_layers < all_layers
         layers = range(command.first_layer, command.first_layer + num_layers) if some else None
+        if some and self._limits.num_parts > 1:
+            return None
         self._kv.bind(request)
         first_block = first // size
         blocks = request.tables[command.group][first_block - begin : -(-end // size) - begin]
-        return UnpackJob(request, first_block, blocks, command.num_tokens, layers, command.group)
+        return UnpackJob(request, first_block, blocks, command.num_tokens, layers, command.group, command.part)
 
     def copy_begins(self, job: UnpackJob, copy: CopyHandle) -> None:
         self._arriving[job.request.attempt].copies.append(copy)
@@ -130,6 +137,12 @@ class RemoteRequests:
         """Every byte of the range is there, and was verified."""
         arriving = self._arriving[job.request.attempt]
         blocks = [(job.group, index) for index in range(job.first_block, job.first_block + len(job.block_ids))]
+        num_parts = self._limits.num_parts
+        if num_parts > 1:  # a range has all layers of its rank
+            for block in blocks:
+                arriving.parts_in[block] = arriving.parts_in.get(block, 0) | 1 << job.part
+            arriving.covered.update(block for block in blocks if arriving.parts_in[block] == (1 << num_parts) - 1)
+            return
         if job.layers is None:
             arriving.covered.update(blocks)
             return

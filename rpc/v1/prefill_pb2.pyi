@@ -60,7 +60,7 @@ class PrefillRequest(_message.Message):
     def __init__(self, attempt: _Optional[str] = ..., request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., output_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., decode_cached_tokens: _Optional[int] = ..., want_kv: _Optional[bool] = ..., prefill: _Optional[_Union[_types_pb2.WorkerRef, _Mapping]] = ..., decode: _Optional[_Union[_types_pb2.WorkerRef, _Mapping]] = ..., remaining_s: _Optional[float] = ..., cache_salt: _Optional[bytes] = ..., first_token_mask: _Optional[bytes] = ..., priority: _Optional[int] = ..., layer_groups: _Optional[bool] = ..., link_bytes_per_s: _Optional[float] = ...) -> None: ...
 
 class SlabHandle(_message.Message):
-    __slots__ = ("worker_id", "incarnation", "attempt", "slab", "generation", "first_token", "num_tokens", "first_layer", "num_layers", "layout_hash", "size_bytes", "checksum", "expires_ns", "mac", "group")
+    __slots__ = ("worker_id", "incarnation", "attempt", "slab", "generation", "first_token", "num_tokens", "first_layer", "num_layers", "layout_hash", "size_bytes", "checksum", "expires_ns", "mac", "group", "part")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
@@ -76,6 +76,7 @@ class SlabHandle(_message.Message):
     EXPIRES_NS_FIELD_NUMBER: _ClassVar[int]
     MAC_FIELD_NUMBER: _ClassVar[int]
     GROUP_FIELD_NUMBER: _ClassVar[int]
+    PART_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     incarnation: str
     attempt: str
@@ -91,7 +92,8 @@ class SlabHandle(_message.Message):
     expires_ns: int
     mac: bytes
     group: int
-    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., attempt: _Optional[str] = ..., slab: _Optional[int] = ..., generation: _Optional[int] = ..., first_token: _Optional[int] = ..., num_tokens: _Optional[int] = ..., first_layer: _Optional[int] = ..., num_layers: _Optional[int] = ..., layout_hash: _Optional[int] = ..., size_bytes: _Optional[int] = ..., checksum: _Optional[int] = ..., expires_ns: _Optional[int] = ..., mac: _Optional[bytes] = ..., group: _Optional[int] = ...) -> None: ...
+    part: int
+    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., attempt: _Optional[str] = ..., slab: _Optional[int] = ..., generation: _Optional[int] = ..., first_token: _Optional[int] = ..., num_tokens: _Optional[int] = ..., first_layer: _Optional[int] = ..., num_layers: _Optional[int] = ..., layout_hash: _Optional[int] = ..., size_bytes: _Optional[int] = ..., checksum: _Optional[int] = ..., expires_ns: _Optional[int] = ..., mac: _Optional[bytes] = ..., group: _Optional[int] = ..., part: _Optional[int] = ...) -> None: ...
 
 class PrefillStarted(_message.Message):
     __slots__ = ("cached_tokens", "pid")

@@ -1,5 +1,6 @@
-"""Item: a KV group that is dropped, zeroed or mixed up in transit is noticed before a token is computed from it: every mutation
-of every range of every group, through decode's own RemotePrefill and the slab's own checks."""
+"""Item: a KV group, or the KV of a rank, that is dropped, zeroed or mixed up in transit is noticed before a token is computed
+from it: every mutation of every range of every group of every rank, through decode's own RemotePrefill and the slab's own
+checks."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ import xxhash
 from diptych.common.clock import MonotonicClock
 from diptych.common.errors import DiptychError
 from diptych.common.kv_format import KvFormat, KvGroup, KvKind, full_format, windowed_format
-from diptych.common.kv_groups import expected_ranges
+from diptych.common.kv_groups import GroupRange, expected_ranges
+from diptych.common.kv_parts import split
 from diptych.common.text.prompt_digest import prompt_digest
 from diptych.decode.coverage import Coverage
 from diptych.decode.link_rate import LinkRates
@@ -33,13 +35,19 @@ from diptych.worker.refs import WorkerRef
 BLOCK, LENGTH, CACHED = 4, 26, 4
 PROMPT = [(7 * i + 3) % 100 for i in range(LENGTH)]
 LATENT = KvGroup(KvKind.LATENT, (0, 1), 1, (6,), "float16", BLOCK)
-FORMATS = {
-    "full": full_format(2, 1, 4, block_size=BLOCK, dtype="float16"),
-    "window": windowed_format([0, 9, 9], 1, 4, block_size=BLOCK, dtype="float16"),
-    "two windows": windowed_format([5, 0, 12, 0], 1, 4, block_size=BLOCK, dtype="float16"),
-    "only a window": windowed_format([9, 9], 1, 4, block_size=BLOCK, dtype="float16"),
-    "latent": KvFormat((LATENT, replace(LATENT, kind=KvKind.FULL, layers=(2,), dims=(4, 4)))),
+SIZES: dict[str, Any] = {"head_dim": 4, "block_size": BLOCK, "dtype": "float16"}
+FORMATS: dict[str, tuple[KvFormat, ...]] = {
+    "full": (full_format(2, 1, **SIZES),),
+    "window": (windowed_format([0, 9, 9], 1, **SIZES),),
+    "two windows": (windowed_format([5, 0, 12, 0], 1, **SIZES),),
+    "only a window": (windowed_format([9, 9], 1, **SIZES),),
+    "latent": (KvFormat((LATENT, replace(LATENT, kind=KvKind.FULL, layers=(2,), dims=(4, 4)))),),
+    "two ranks": split(full_format(2, 2, **SIZES), tensor_parallel=2),
+    "two stages": split(full_format(4, 1, **SIZES), pipeline=2),
+    "stages with windows": split(windowed_format([0, 9, 9, 0], 1, **SIZES), pipeline=2),
+    "stages of two ranks": split(full_format(4, 2, **SIZES), tensor_parallel=2, pipeline=2),
 }
+"""Of the ranks."""
 
 
 @dataclass
@@ -50,23 +58,31 @@ class Range:
     slab: bytearray
 
 
-def sent(kv: KvFormat) -> list[Range]:
+def sent(parts: tuple[KvFormat, ...]) -> list[Range]:
     """Each group's tokens in ranges of two blocks, intact."""
-    ranges = []
-    for part in expected_ranges(kv, CACHED, LENGTH):
-        group = kv.groups[part.group]
-        for first in range(part.first, part.end, 2 * BLOCK):
-            num = min(2 * BLOCK, part.end - first)
-            size = num * group.bytes_per_token(kv.shard)
-            data = bytes((part.group * 97 + first * 31 + i * 7 + 1) % 251 + 1 for i in range(size))
-            handle = SlabHandle(
-                "p0", "life", "a", len(ranges), 1, first, num, 0, group.num_layers, 7, size, xxhash.xxh3_64_intdigest(data), 99,
-                group=part.group,
-            )  # fmt: skip
-            slab = bytearray(message_bytes(size))
-            slab[HEADER_BYTES : HEADER_BYTES + size] = data
-            write_frame(memoryview(slab), handle)
-            ranges.append(Range(sign(b"k" * 32, handle), slab))
+    ranges: list[Range] = []
+    for rank, kv in enumerate(parts):
+        for one in expected_ranges(kv, CACHED, LENGTH):
+            ranges += _ranges(rank, kv, one, len(ranges))
+    return ranges
+
+
+def _ranges(rank: int, kv: KvFormat, part: GroupRange, slab_number: int) -> list[Range]:
+    ranges: list[Range] = []
+    group = kv.groups[part.group]
+    for first in range(part.first, part.end, 2 * BLOCK):
+        num = min(2 * BLOCK, part.end - first)
+        size = num * group.bytes_per_token(kv.shard)
+        data = bytes((rank * 131 + part.group * 97 + first * 31 + i * 7 + 1) % 251 + 1 for i in range(size))
+        handle = SlabHandle(
+            "p0", "life", "a", slab_number + len(ranges), 1, first, num, 0, group.num_layers, 7, size,
+            xxhash.xxh3_64_intdigest(data), 99,
+            group=part.group, part=rank,
+        )  # fmt: skip
+        slab = bytearray(message_bytes(size))
+        slab[HEADER_BYTES : HEADER_BYTES + size] = data
+        write_frame(memoryview(slab), handle)
+        ranges.append(Range(sign(b"k" * 32, handle), slab))
     return ranges
 
 
@@ -108,12 +124,20 @@ def _flip(slab: bytearray, size: int) -> None:
     slab[HEADER_BYTES + size // 2] ^= 1
 
 
+def _plane(one: Range) -> tuple[int, int]:
+    return one.handle.part, one.handle.group
+
+
 def _drop_group(ranges: list[Range], at: int) -> list[Range]:
-    return [one for one in ranges if one.handle.group != ranges[at].handle.group]
+    return [one for one in ranges if _plane(one) != _plane(ranges[at])]
+
+
+def _drop_rank(ranges: list[Range], at: int) -> list[Range]:
+    return [one for one in ranges if one.handle.part != ranges[at].handle.part]
 
 
 def _swap_slabs(ranges: list[Range], at: int) -> list[Range] | None:
-    other = next((one for one in ranges if one.handle.group != ranges[at].handle.group), None)
+    other = next((one for one in ranges if _plane(one) != _plane(ranges[at])), None)
     if other is None:
         return None
     one = ranges[at]
@@ -124,11 +148,15 @@ def _swap_slabs(ranges: list[Range], at: int) -> list[Range] | None:
 MUTATIONS: dict[str, Mutation] = {
     "a range is dropped": lambda ranges, at: ranges[:at] + ranges[at + 1 :],
     "a group is dropped": _drop_group,
+    "a rank is dropped": _drop_rank,
     "a range comes twice in place of another": lambda ranges, at: [*ranges[:at], ranges[at - 1], *ranges[at + 1 :]],
     "a payload is zeroed": _payload(_zero),
     "a slab is zeroed": _payload(_zero_all),
     "a bit is flipped": _payload(_flip),
-    "slabs of two groups are swapped": _swap_slabs,
+    "slabs of two groups or ranks are swapped": _swap_slabs,
+    "a range is called another rank's": _changed(
+        part=lambda handle, ranges: next((one.handle.part for one in ranges if one.handle.part != handle.part), 1)
+    ),
     "a range is called another group's": _changed(
         group=lambda handle, ranges: next((one.handle.group for one in ranges if one.handle.group != handle.group), 1)
     ),
@@ -214,12 +242,12 @@ class Call:
     def cancel(self) -> None: ...
 
 
-async def begins(kv: KvFormat, ranges: list[Range]) -> bool:
+async def begins(parts: tuple[KvFormat, ...], ranges: list[Range]) -> bool:
     """Whether decode computes a token on what arrived."""
     peer = Peer(ranges)
     context = RemotePrefillContext(
-        peers=peer, reader=peer, unpacker=peer, links=LinkRates(), clock=MonotonicClock(), kv=kv, rates=PrefillRates(),
-        silence_s=600.0,
+        peers=peer, reader=peer, unpacker=peer, links=LinkRates(), clock=MonotonicClock(), kv=parts[0],
+        kv_parts=parts, rates=PrefillRates(), silence_s=600.0,
     )  # type: ignore[arg-type]  # fmt: skip
     completed: list[bool] = []
 

@@ -113,11 +113,13 @@ def test_kv_of_all_ranks_is_packed_and_unpacked(start):
     tokens = list(range(40, 51))
     seq = ScheduledSeq("a", tokens, 0, ([3, 5, 7],), True, SamplingParams(9, seed=1), 0)
     [(token,)] = prefill.execute([seq], lambda: False).token_ids
-    size = 11 * prefill.capabilities.kv_bytes_per_token
-    payload = bytearray(size)
-    checksum = prefill.pack([3, 5, 7], 11, memoryview(payload))
-    assert checksum == prefill.pack([3, 5, 7], 11, memoryview(bytearray(size)))
-    decode.unpack([9, 2, 4], 11, memoryview(payload))
+    assert prefill.capabilities.rank_sizes == ((2, 16), (2, 16))
+    assert prefill.capabilities.kv_bytes_per_token == 32
+    for part in (0, 1):
+        payload = bytearray(11 * 16)
+        checksum = prefill.pack([3, 5, 7], 11, memoryview(payload), part=part)
+        assert checksum == prefill.pack([3, 5, 7], 11, memoryview(bytearray(11 * 16)), part=part)
+        decode.unpack([9, 2, 4], 11, memoryview(payload), part=part)
     decode.copy_blocks([BlockCopy(CopyKind.FORK, 4, 6)])
     rows = [
         executor.execute([ScheduledSeq("a", [token], 11, (table,), True, SamplingParams(9, seed=1), 1)], lambda: False)

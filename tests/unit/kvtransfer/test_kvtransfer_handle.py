@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import hashlib
 from dataclasses import fields, replace
 
 import pytest
@@ -8,6 +9,7 @@ from hypothesis import strategies as st
 
 from diptych.common.errors import StaleReferenceError, TransferError
 from diptych.kvtransfer.handle import Refusal, SlabHandle, decode, encode, refusal_error, sign, verify
+from diptych.worker.wire import handle_to_proto
 
 NUMBERS = st.integers(0, 2**64 - 1)
 TEXTS = st.text(max_size=40)
@@ -43,6 +45,22 @@ def test_encode_decode_round_trip(texts, numbers):
     signed = sign(b"k" * 32, SlabHandle(*texts, *numbers))
     assert decode(encode(signed)) == signed
     assert verify(b"k" * 32, decode(encode(signed)))
+
+
+@given(texts=st.tuples(TEXTS, TEXTS, TEXTS), numbers=st.lists(NUMBERS, min_size=10, max_size=10), part=NUMBERS)
+def test_17_a_a_handle_with_a_rank_round_trips(texts, numbers, part):
+    signed = sign(b"k" * 32, SlabHandle(*texts, *numbers, part=part))
+    assert decode(encode(signed)) == signed
+    assert verify(b"k" * 32, decode(encode(signed)))
+
+
+def test_17_a_one_rank_is_on_the_wire_what_it_was():
+    """A worker of a build without ranks parses it, and the other way round."""
+    signed = sign(b"k" * 32, SlabHandle("p0", "life1", "att", 0, 1, 0, 16, 0, 2, 7, 1000, 5, 99, group=1))
+    raw = encode(signed)
+    assert hashlib.sha256(raw).hexdigest() == "b163138a12e9f8ab6ac4960b32e796f8326c8083eec7941b67ccc159770fd04e"
+    assert handle_to_proto(signed).SerializeToString() == handle_to_proto(replace(signed, part=0)).SerializeToString()
+    assert len(encode(replace(signed, part=1))) == len(raw) + 12
 
 
 @given(st.binary(max_size=2000))

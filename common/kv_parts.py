@@ -1,0 +1,65 @@
+"""The KV of a worker of several ranks: one format for each rank, of its layers and heads. Pure.
+
+A worker computes with `tensor_parallel * pipeline` ranks. Rank `stage * tensor_parallel + i` has the layers of its pipeline stage,
+and of each of them the heads of tensor-parallel rank i. A hand-off moves each rank's KV by itself, as its *part*.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from diptych.common.errors import ConfigError
+from diptych.common.kv_format import KvFormat, Shard
+
+
+def split(kv: KvFormat, *, tensor_parallel: int = 1, pipeline: int = 1) -> tuple[KvFormat, ...]:
+    """The ranks' formats, in the order of the ranks. Stages have equal numbers of layers, to within one.
+
+    Args:
+        kv: of one rank that has everything.
+    Raises: ConfigError: layers or heads cannot be divided in this way.
+    """
+    num_layers = kv.num_layers
+    if not 1 <= pipeline <= num_layers:
+        raise ConfigError("pipeline_parallel_size", pipeline, f"must be between 1 and the {num_layers} layers")
+    cuts = [stage * num_layers // pipeline for stage in range(pipeline + 1)]
+    return tuple(
+        _part(kv, range(cuts[stage], cuts[stage + 1]), Shard(rank, tensor_parallel))
+        for stage in range(pipeline)
+        for rank in range(tensor_parallel)
+    )
+
+
+def _part(kv: KvFormat, layers: range, shard: Shard) -> KvFormat:
+    groups = [
+        replace(group, layers=own)
+        for group in kv.groups
+        if (own := tuple(layer for layer in group.layers if layer in layers))
+    ]
+    return replace(kv, groups=tuple(groups), shard=shard)
+
+
+def check_parts(kv: KvFormat, parts: Sequence[KvFormat]) -> None:
+    """Raises: ConfigError unless the parts together are `kv`, each layer and head of it in the ranks of one stage."""
+    if kv.shard != Shard() or kv.layers.start:
+        raise ConfigError("kv", str(kv), "must have every layer and head where there are parts")
+    first = number = 0
+    while number < len(parts):
+        layers, degree = parts[number].layers, parts[number].shard.degree
+        stage = tuple(parts[number : number + degree])
+        if layers.start != first or stage != tuple(_part(kv, layers, Shard(rank, degree)) for rank in range(degree)):
+            raise ConfigError(
+                "kv_parts", shape(parts), f"rank {number} and its stage do not hold layers {first} on of {kv}"
+            )
+        first, number = layers.stop, number + degree
+    if first != kv.num_layers:
+        raise ConfigError("kv_parts", shape(parts), f"layers {first} to {kv.num_layers - 1} are in no rank")
+
+
+def shape(parts: Sequence[KvFormat]) -> str:
+    """For people and for comparisons: which rank has what."""
+    return "; ".join(
+        f"rank {number}: layers {part.layers.start}-{part.layers.stop - 1}, {part.shard.rank + 1} of {part.shard.degree}"
+        for number, part in enumerate(parts)
+    )

@@ -1,0 +1,100 @@
+"""The KV of several ranks: each has its layers and heads, and together they are the whole."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from diptych.common.compat import Compat, differences
+from diptych.common.errors import ConfigError, IncompatibleWorkersError
+from diptych.common.kv_format import Shard, full_format, windowed_format
+from diptych.common.kv_parts import check_parts, shape, split
+from diptych.rpc import convert
+
+KV = windowed_format([0, 9, 9, 0, 9, 0], 4, 8, block_size=16, dtype="float16")
+PLAIN = Compat("m", "w", "t", KV, "float16", "1", "1")
+
+
+@given(
+    st.lists(st.sampled_from((0, 7, 20)), min_size=1, max_size=8),
+    st.sampled_from((1, 2, 4, 8)),
+    st.integers(1, 4),
+    st.integers(1, 4),
+)
+def test_the_parts_together_are_the_whole(windows: list[int], heads: int, log_degree: int, pipeline: int) -> None:
+    kv = windowed_format(windows, heads, 8, block_size=16, dtype="float16")
+    degree = 2 ** (log_degree - 1)
+    if pipeline > len(windows):
+        with pytest.raises(ConfigError, match="pipeline_parallel_size"):
+            split(kv, tensor_parallel=degree, pipeline=pipeline)
+        return
+    parts = split(kv, tensor_parallel=degree, pipeline=pipeline)
+    assert len(parts) == degree * pipeline
+    check_parts(kv, parts)
+    owners: dict[tuple[int, int], int] = {}
+    for part in parts:
+        for group in part.groups:
+            for layer in group.layers:
+                for head in part.shard.heads(group.heads):
+                    owners[layer, head] = owners.get((layer, head), 0) + 1
+    copies = max(1, degree // heads)
+    assert owners == {(layer, head): copies for layer in range(len(windows)) for head in range(heads)}
+    if degree <= heads:
+        assert sum(part.bytes_per_token for part in parts) == kv.bytes_per_token
+
+
+def test_one_rank_is_the_whole() -> None:
+    assert split(KV) == (KV,)
+
+
+@pytest.mark.parametrize("degree", [3, 6])
+def test_heads_that_cannot_be_divided_are_refused(degree: int) -> None:
+    with pytest.raises(ConfigError, match="num_kv_heads"):
+        split(KV, tensor_parallel=degree)
+
+
+def test_parts_that_are_not_the_whole_are_refused() -> None:
+    parts = split(KV, tensor_parallel=2, pipeline=2)
+    for wrong in (parts[:3], parts[:2], parts[2:], parts[::-1], (parts[0], parts[0], *parts[2:]), (*parts, parts[3])):
+        with pytest.raises(ConfigError, match="kv_parts"):
+            check_parts(KV, wrong)
+    with pytest.raises(ConfigError, match="kv_parts"):
+        check_parts(KV, split(KV.with_dtype("float32"), tensor_parallel=2))
+    with pytest.raises(ConfigError, match="every layer and head"):
+        check_parts(replace(KV, shard=Shard(0, 2)), parts)
+
+
+def test_a_stage_keeps_the_layers_numbers() -> None:
+    first, second = split(KV, pipeline=2)
+    assert (first.layers, second.layers) == (range(3), range(3, 6))
+    assert first.value_rule == "1xfull:float16,2xwindow9:float16"
+
+
+def test_ranks_cross_the_handshake_and_unequal_ones_are_refused_by_name() -> None:
+    sharded = replace(PLAIN, kv_parts=split(KV, tensor_parallel=2))
+    assert convert.compat_from_proto(convert.compat_to_proto(sharded)) == sharded
+    assert convert.compat_from_proto(convert.compat_to_proto(PLAIN)) == PLAIN
+    assert not convert.compat_to_proto(PLAIN).kv_parts
+    assert differences(sharded, sharded) == []
+    for other in (
+        PLAIN,
+        replace(PLAIN, kv_parts=split(KV, tensor_parallel=4)),
+        replace(PLAIN, kv_parts=split(KV, pipeline=2)),
+    ):
+        for converting in (False, True):
+            [difference] = differences(sharded, other, converting=converting)
+            assert difference.startswith("kv_parts: mine rank 0: layers 0-5, 1 of 2; rank 1: layers 0-5, 2 of 2")
+    wrong = convert.compat_to_proto(sharded)
+    del wrong.kv_parts[1]
+    with pytest.raises(IncompatibleWorkersError, match="kv_parts"):
+        convert.compat_from_proto(wrong)
+
+
+def test_the_shape_says_which_rank_has_what() -> None:
+    kv = full_format(4, 2, 8, block_size=16, dtype="float16")
+    assert shape(split(kv, tensor_parallel=2, pipeline=2)) == (
+        "rank 0: layers 0-1, 1 of 2; rank 1: layers 0-1, 2 of 2; rank 2: layers 2-3, 1 of 2; rank 3: layers 2-3, 2 of 2"
+    )
