@@ -1,7 +1,7 @@
 """The KV of a worker of several ranks: one format for each rank, of its layers and heads. Pure.
 
-A worker computes with `tensor_parallel * pipeline` ranks. Rank `stage * tensor_parallel + i` has the layers of its pipeline stage,
-and of each of them the heads of tensor-parallel rank i. A hand-off moves each rank's KV by itself, as its *part*.
+A worker computes with `tensor_parallel * pipeline` ranks. Rank `stage * tensor_parallel + i` has the layers of its pipeline
+stage, and of each of them the heads of tensor-parallel rank i. A hand-off moves each rank's KV by itself, as its *part*.
 """
 
 from __future__ import annotations

@@ -75,7 +75,7 @@ async def test_17_a_equal_ranks_exchange_each_ranks_kv(
             answer = await router.run(cluster.submit_message(attempt=f"r{n}", prompt=prompt))
             assert answer.token_ids == want[n]
             assert list(answer.explanation.notes) == []
-            assert answer.explanation.kv_bytes == len(prompt) * 32
+            assert answer.explanation.kv_bytes == len(prompt) * cluster.decode.compat.kv.bytes_per_token
             assert answer.explanation.kv_ranges >= 2
         await cluster.nothing_left()
 
