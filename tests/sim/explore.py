@@ -1,7 +1,8 @@
 """Run many schedules of the hand-off: `python -P tests/sim/explore.py --seeds 100000`. Prints every seed that fails.
 
-A long run may be split: `--first 20000 --seeds 20000 --out FILE` adds the results to FILE, with the commit. `--within`
-ends a part early, between two schedules, and records where. `--jobs 16` runs sixteen parts in parallel.
+A long run may be split: `--first 20000 --seeds 20000 --out FILE` adds the results to FILE, with the commit, a part for every
+5,000 schedules: a run that is killed keeps what it has found. `--within` ends a part early, between two schedules, and records
+where. `--jobs 16` runs sixteen parts in parallel.
 """
 
 from __future__ import annotations
@@ -21,6 +22,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from handoff_sim.hashes import fix_hashes  # noqa: E402
 from handoff_sim.world import run_all  # noqa: E402
+
+
+_PART = 5000
+"""Schedules that are recorded together."""
 
 
 def note(out: Path, first: int, num: int, failed: list[int], callbacks: int, seconds: float) -> None:
@@ -83,6 +88,17 @@ def main() -> int:
         return side_by_side(args)
     began, callbacks = time.monotonic(), 0
     failed: list[int] = []
+    recorded = (0, 0, 0, began)
+    """Schedules, failed ones and callbacks up to the last part that was recorded, and when that was."""
+
+    def record() -> None:
+        nonlocal recorded
+        schedules, failures, calls, since = recorded
+        if args.out is not None and n > schedules:
+            first = args.first + schedules
+            note(args.out, first, n - schedules, failed[failures:], callbacks - calls, time.monotonic() - since)
+        recorded = (n, len(failed), callbacks, time.monotonic())
+
     for n, (seed, problems, world) in enumerate(run_all(range(args.first, args.first + args.seeds)), 1):
         callbacks += world.loop.num_callbacks
         if problems:
@@ -94,10 +110,11 @@ def main() -> int:
             rate = n / (time.monotonic() - began)
             line = f"{n}/{args.seeds} schedules, {callbacks} callbacks, {len(failed)} failed, {rate:.0f}/s, seed {seed}"
             print(f"\r{line}", end="" if sys.stdout.isatty() else "\n", flush=True)
+        if n % _PART == 0:
+            record()
         if time.monotonic() - began > args.within:
             break
-    if args.out is not None:
-        note(args.out, args.first, n, failed, callbacks, time.monotonic() - began)
+    record()
     print(f"\n{'FAILED' if failed else 'ok'}: seeds {args.first} to {seed}, {len(failed)} failed")
     return 1 if failed else 0
 
