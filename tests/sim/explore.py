@@ -23,7 +23,6 @@ sys.path.insert(0, str(Path(__file__).parent))
 from handoff_sim.hashes import fix_hashes  # noqa: E402
 from handoff_sim.world import run_all  # noqa: E402
 
-
 _PART = 5000
 """Schedules that are recorded together."""
 
