@@ -89,7 +89,7 @@ def _start(plan: ClusterPlan, supervisor: Supervisor, colocated: bool) -> None:
         ready, why = is_ready(plan.probe_host, plan.config.http_port)
         if ready or (colocated and _serves(why)):
             try:
-                answer = first_answer(plan.probe_host, plan.config.http_port, timeout_s=60.0)
+                answer = first_answer(plan.probe_host, plan.config.http_port, timeout_s=60.0, both_pools=not colocated)
                 missing = {spec.name for spec in plan.worker_specs() if spec.name in supervisor.children}
                 missing -= _seen(answer.explanation)
                 if not missing:

@@ -71,12 +71,6 @@ class ClusterPlan:
         return self.folder.secret if given is None else given.expanduser().absolute()
 
     @property
-    def room(self) -> int:
-        """Tokens that one request can have by the given settings; 0: none is given."""
-        limits = [self.config.max_model_len, self.config.num_blocks * self.config.block_size]
-        return min((limit for limit in limits if limit), default=0)
-
-    @property
     def probe_host(self) -> str:
         """Address at which this process reaches the router."""
         return reachable(self.config.host)

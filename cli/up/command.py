@@ -267,7 +267,6 @@ def _start(plan: ClusterPlan, supervisor: Supervisor, signals: _Signals, stages:
             plan.probe_host,
             config.http_port,
             timeout_s=max(until - time.monotonic(), 5.0),
-            room=plan.room,
             tls_cert=config.tls_cert,
         )
     except (OSError, RuntimeError, ValueError, LookupError) as error:

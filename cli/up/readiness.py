@@ -45,31 +45,26 @@ def is_ready(host: str, port: int, *, timeout_s: float = 1.0, tls_cert: Path | N
         connection.close()
 
 
-_PROMPT = (
-    "A diptych is a pair of panels joined by a hinge. On the left panel the painter put the donor, on the right one the saint "
-    "to whom he prays; closed, they keep each other from harm. People carried such pictures on their travels, opened them at "
-    "night, and lit a candle before them. Some of them can be seen in Bruges, in Antwerp and in London. The capital of France is"
-)
-"""More tokens than decode computes itself by default, so that the first answer uses both pools."""
-_PROMPT_ROOM = 160
-_SHORT_PROMPT = "France is"
+_PROMPT = "France is"
 
 
-def first_answer(host: str, port: int, *, timeout_s: float, room: int = 0, tls_cert: Path | None = None) -> FirstAnswer:
+def first_answer(
+    host: str, port: int, *, timeout_s: float, tls_cert: Path | None = None, both_pools: bool = True
+) -> FirstAnswer:
     """Generate two tokens: prefill samples the first, the second needs the KV on decode.
 
-    Args:
-        room: context and KV pool in tokens, as set; 0: the model's. A small value gets a short prompt.
     Raises: RuntimeError with the server's answer when it is not a completion; OSError when it cannot be reached in
         time.
     """
     body = json.dumps(
         {
-            "prompt": _PROMPT if not 0 < room < _PROMPT_ROOM else _SHORT_PROMPT,
+            "prompt": _PROMPT,
             "max_tokens": 2,
             "temperature": 0,
             "ignore_eos": True,
         }
+        # also where decode alone would be faster
+        | ({"local_prefill_max_tokens": 0} if both_pools else {})
     )
     connection = _connection(host, port, timeout_s, tls_cert)
     try:

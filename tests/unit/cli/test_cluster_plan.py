@@ -42,14 +42,6 @@ def test_further_flags_reach_router_and_workers(tmp_path: Path):
     assert all(spec.command()[-2:] == ["--scheduling-policy", "sjf"] for spec in plan.worker_specs())
 
 
-@pytest.mark.parametrize(
-    ("settings", "room"),
-    [({}, 0), ({"max_model_len": 64}, 64), ({"num_blocks": 3}, 48), ({"num_blocks": 3, "max_model_len": 40}, 40)],
-)
-def test_room_of_one_request(tmp_path: Path, settings, room):
-    assert make_plan(tmp_path, **settings).room == room
-
-
 def test_a_model_without_a_chat_template_is_greeted_with_completions(tmp_path: Path):
     assert not has_chat_template(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": "{{ messages }}"}))
