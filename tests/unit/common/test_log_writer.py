@@ -14,6 +14,7 @@ import pytest
 
 from diptych.common.observe import log_writer
 from diptych.common.observe.log_writer import ThreadedWriter
+from diptych_tests import waiting
 
 WAIT_S = 120.0
 LINE = "x" * 1000
@@ -47,17 +48,16 @@ def read_all(fd: int, until: Callable[[str], bool]) -> list[str]:
 def test_15_a_full_pipe_drops_what_is_too_much_and_says_how_much(pipe: tuple[int, int]) -> None:
     ours, theirs = pipe
     writer = ThreadedWriter(theirs, report, most_queued=MORE_THAN_A_PIPE)
-    for i in range(5 * MORE_THAN_A_PIPE):  # nobody reads
+    writer.emit(record(f"0 {LINE * MORE_THAN_A_PIPE}"))
+    waiting.wait_until(writer._queue.empty, what="the thread is held by the first line, which no pipe takes")
+    for i in range(1, 5 * MORE_THAN_A_PIPE):
         writer.emit(record(f"{i} {LINE}"))
-    kept: list[str] = []
-    while not writer._queue.empty():
-        kept += read_all(ours, lambda text: text.endswith("\n"))
+    kept = 1 + MORE_THAN_A_PIPE
+    lines = read_all(ours, lambda text: text.count("\n") == kept)
+    assert [line.split()[0] for line in lines] == [str(i) for i in range(kept)]
     writer.emit(record("afterwards"))
-    *kept_too, dropped, afterwards = read_all(ours, lambda text: text.endswith("afterwards\n"))
-    kept += kept_too
-    assert [line.split()[0] for line in kept] == [str(i) for i in range(len(kept))]
-    assert len(kept) >= MORE_THAN_A_PIPE
-    assert dropped == f"{5 * MORE_THAN_A_PIPE - len(kept)} dropped"
+    dropped, afterwards = read_all(ours, lambda text: text.endswith("afterwards\n"))
+    assert dropped == f"{5 * MORE_THAN_A_PIPE - kept} dropped"
     assert afterwards == "afterwards"
     writer.close()
     writer._thread.join(WAIT_S)
