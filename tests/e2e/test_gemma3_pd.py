@@ -16,6 +16,7 @@ from diptych_tests import gemma3_real
 pytestmark = [pytest.mark.slow, pytest.mark.multiproc]
 ANSWER_S = 1800.0
 FLAGS = ("--num-blocks", "512", "--max-model-len", "2048")
+PATIENT = ("--startup-timeout-s", "3600")
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +46,7 @@ async def ask(url: str, prompts: list[list[int]], **fields: object) -> list[list
 
 
 async def test_prefill_and_decode_answer_as_transformers(cluster_module, tmp_path, model):
-    with cluster_module.running_cluster(tmp_path, "--model", str(model), *FLAGS) as cluster:
+    with cluster_module.running_cluster(tmp_path, "--model", str(model), *FLAGS, *PATIENT) as cluster:
         before = cluster.audit("decode-0", full=False).kv_bytes_received
         got = await ask(
             cluster.http_url, [prompt for prompt, _ in CASES], max_tokens=gemma3_real.TOKENS, local_prefill_max_tokens=0
