@@ -92,7 +92,8 @@ async def place(pd: ModuleType, tmp_path: Path) -> AsyncIterator[tuple[object, E
         ear = Ear(cluster.decode.address)
         await ear.until(lambda: ear.door is not None)
         assert ear.door is not None
-        assert ear.door.address == cluster.decode.role.client_address != cluster.decode.address
+        decode = cluster.decode.role.services["decode"]
+        assert ear.door.address == decode.client_address != cluster.decode.address
         channel = open_channel(ear.door.address)
         guest = Guest(channel)
         yield cluster, ear, guest, key
