@@ -17,7 +17,7 @@ from diptych.common.kv_format import full_format, windowed_format
 from diptych.common.kv_groups import PoolDemand
 from diptych.common.sampling import SamplingParams
 from diptych.engine import constraints
-from diptych.engine.messages import BlockCopy, Candidate, CopyKind, ScheduledSeq, StepResult, TokenLogprobs
+from diptych.engine.messages import BlockCopy, Candidate, ScheduledSeq, StepResult, TokenLogprobs
 from diptych.engine.provenance import Provenance, note_step
 from diptych.engine.runner import RunnerCapabilities, StepAborted, StepInFlight
 
@@ -127,8 +127,8 @@ class FakeRunner:
 
     def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
         for copy in copies:
-            source = self.host if copy.kind is CopyKind.FROM_HOST else self.pools[copy.group]
-            target = self.host if copy.kind is CopyKind.TO_HOST else self.pools[copy.group]
+            tiers = {"device": self.pools[copy.group], "host": self.host}
+            source, target = (tiers[tier] for tier in copy.kind.tiers)
             target[copy.dst] = source[copy.src]
         if self._provenance is not None:
             self._provenance.copied(copies)

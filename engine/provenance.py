@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from diptych.common.text.prompt_digest import block_digest
-from diptych.engine.step_messages import BlockCopy, ComputedFrom, CopyKind, ScheduledSeq, StepResult
+from diptych.engine.step_messages import BlockCopy, ComputedFrom, ScheduledSeq, StepResult
 
 
 class Provenance:
@@ -48,8 +48,8 @@ class Provenance:
         for copy in copies:
             if copy.group:
                 continue
-            source = self._host if copy.kind is CopyKind.FROM_HOST else self._blocks
-            target = self._host if copy.kind is CopyKind.TO_HOST else self._blocks
+            tiers = {"device": self._blocks, "host": self._host}
+            source, target = (tiers[tier] for tier in copy.kind.tiers)
             known = source.get(copy.src)
             if known is None:
                 target.pop(copy.dst, None)

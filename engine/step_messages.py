@@ -42,6 +42,14 @@ class CopyKind(Enum):
     TO_HOST = "to_host"
     FROM_HOST = "from_host"
 
+    @property
+    def tiers(self) -> tuple[str, str]:
+        """Of the source and of the target. A kind that is not listed copies nothing: KeyError, never pool to pool."""
+        return _TIERS_OF_COPY[self.value]
+
+
+_TIERS_OF_COPY = {"fork": ("device", "device"), "to_host": ("device", "host"), "from_host": ("host", "device")}
+
 
 @dataclass(frozen=True, slots=True)
 class BlockCopy:

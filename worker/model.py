@@ -15,7 +15,7 @@ import structlog
 from diptych.common.block_identity import IdentityHeader
 from diptych.common.checkpoint.hashing import CheckpointHash
 from diptych.common.compat import Compat, identified
-from diptych.common.errors import ConfigError
+from diptych.common.errors import ConfigError, InternalError
 from diptych.common.kv_format import COMPUTE_DTYPES, KvFormat
 from diptych.common.kv_groups import PoolDemand
 from diptych.common.sampling import SamplingParams
@@ -169,6 +169,8 @@ def _load(config: WorkerConfig, folder: Path, hashing: CheckpointHash) -> Loaded
         waited_s=round(time.monotonic() - waited, 2),
         own_manifest=hashing.has_own_manifest,
     )
+    if runner.capabilities.kv != kv:
+        raise InternalError(f"the pool holds KV as {runner.capabilities.kv}, and peers would be told {kv}")
     compat = Compat(
         model=config.model_name,
         model_revision=fingerprint,

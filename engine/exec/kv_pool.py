@@ -20,7 +20,7 @@ from diptych.common.errors import ConfigError
 from diptych.common.kv_format import KvFormat, KvGroup, Shard, full_format, windowed_format
 from diptych.engine.exec.models.description import ModelDescription
 from diptych.engine.exec.native.library import choose_moves
-from diptych.engine.messages import BlockCopy, CopyKind, DeviceRange, Payload
+from diptych.engine.messages import BlockCopy, DeviceRange, Payload
 from diptych.engine.runner import CopyHandle
 from diptych.kernels import kv_pack
 from diptych.kernels.native.api import HugePages
@@ -194,9 +194,8 @@ class KvPool:
     def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
         """See ModelRunner.copy_blocks."""
         for copy in copies:
-            pool = self.groups[copy.group].tensor
-            source = self.host if copy.kind is CopyKind.FROM_HOST else pool
-            target = self.host if copy.kind is CopyKind.TO_HOST else pool
+            tiers = {"device": self.groups[copy.group].tensor, "host": self.host}
+            source, target = (tiers[tier] for tier in copy.kind.tiers)
             target[copy.dst].copy_(source[copy.src], non_blocking=True)  # in the order of the one stream
         if copies and self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
