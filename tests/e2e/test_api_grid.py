@@ -149,7 +149,8 @@ def counters(cluster) -> dict[str, float]:
 def test_the_grid(http, alone, cluster, grid) -> None:
     # All chats begin alike. After this one both pools have that block, whichever tests used the cluster before: where only
     # decode has it, prefill computes a block more than the answer calls uncached.
-    ask(http, {"messages": [{"role": "user", "content": f"{len(grid)}: {PROMPT}"}], "max_completion_tokens": 2})
+    first = [{"role": "user", "content": f"{len(grid)}: {PROMPT}"}]
+    ask(http, {"messages": first, "return_token_ids": True, "max_completion_tokens": 2})
     cluster.wait_idle()
     before, asked, moved = counters(cluster), 0, 0
     for i, fields in enumerate(grid):
