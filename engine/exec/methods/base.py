@@ -74,6 +74,9 @@ class LinearMethod(Protocol):
     name: str
     quant_methods: tuple[str, ...]
     """What quantization_config of config.json calls it; (): no checkpoint asks for it."""
+    without_effect: tuple[str, ...]
+    """Keys of quantization_config that say how the weights were made and change nothing of what is computed. Any other key
+    that `declare` does not read is refused by name."""
 
     def declare(self, layer: Linear, config: Mapping[str, Any]) -> Linear:
         """A layer that the description declares as plain, as the checkpoint holds it: with this method and its settings.

@@ -52,6 +52,7 @@ class PlainMethod:
 
     name = PLAIN
     quant_methods: tuple[str, ...] = ()
+    without_effect: tuple[str, ...] = ()
 
     def declare(self, layer: Linear, config: Mapping[str, Any]) -> Linear:
         """See LinearMethod.declare."""

@@ -18,7 +18,7 @@ _LEFT_OUT = "modules_to_not_convert"
 def declared_by(config: Any) -> Callable[[Linear], Linear]:
     """What makes a plain linear layer the one that the checkpoint holds.
 
-    Args: config: quantization_config of config.json.
+    Args: config: quantization_config of config.json, a TrackedConfig: a key that neither this nor the method reads is refused.
     Raises: ConfigError naming the field: a method that is not known, with the known ones; by the result also settings that
         the method cannot do.
     """
@@ -29,6 +29,8 @@ def declared_by(config: Any) -> Callable[[Linear], Linear]:
     if method is None:
         supported = ", ".join(sorted(known)) or "none, only weights that are not quantized"
         raise ConfigError("quantization_config.quant_method", named, f"supported: {supported}")
+    for key in method.without_effect:
+        config.get(key)  # counts as read
     left_out = config.get(_LEFT_OUT) or ()
     if not isinstance(left_out, (list, tuple)) or not all(isinstance(name, str) for name in left_out):
         raise ConfigError(f"quantization_config.{_LEFT_OUT}", left_out, "must be a list of names")

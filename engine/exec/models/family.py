@@ -41,8 +41,10 @@ class Family:
         architectures: names in config.json.
         describe: config.json, decoded -> description. Raises: ConfigError naming the field.
         gguf: None: there is no converter.
+        without_effect: keys of its config.json that `describe` need not read, besides config_keys.WITHOUT_EFFECT.
     """
 
     architectures: tuple[str, ...]
     describe: Callable[[Mapping[str, Any]], ModelDescription]
     gguf: Gguf | None = None
+    without_effect: tuple[str, ...] = ()

@@ -1,4 +1,5 @@
-"""Reads config.json field by field. What the code does not compute is refused by the field's name, never ignored."""
+"""Reads config.json field by field. A value that the code does not compute is refused by the field's name; a field that no
+family reads is, too: see config_keys."""
 
 from __future__ import annotations
 
@@ -48,6 +49,13 @@ def flag(raw: Config, field: str, default: bool = False) -> bool:
     return value
 
 
+def only(raw: Config, field: str, value: object) -> None:
+    """Raises: ConfigError unless the field is absent, null or `value`: nothing else is built."""
+    given = raw.get(field)
+    if given is not None and given != value:
+        raise ConfigError(field, given, f"only {value} is supported")
+
+
 def activation(raw: Config, field: str = "hidden_act", default: str = "silu") -> str:
     """Returns: one of layers.mlp.ACTIVATIONS. Raises: ConfigError."""
     value = raw.get(field, default)
@@ -77,19 +85,17 @@ def rope(raw: Config, max_position: int, default_theta: float = 10_000.0) -> Rop
 
     Raises: ConfigError for a rope_type or a partial rotation that is not built.
     """
+    only(raw, "partial_rotary_factor", 1)
     name = "rope_parameters" if raw.get("rope_parameters") else "rope_scaling"
-    given = raw.get(name) or {}
+    return rope_of(raw.get(name) or {}, name, number(raw, "rope_theta", default_theta), max_position)
+
+
+def rope_of(given: Any, name: str, default_theta: float, max_position: int) -> Rope:
+    """Args: given: the object that holds rope_type and its numbers; name: what it is called. Raises: ConfigError."""
     if not isinstance(given, Mapping):
         raise ConfigError(name, given, "must be an object")
-    partial = given.get("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0))
-    if partial not in (1, None):
-        raise ConfigError("partial_rotary_factor", partial, "only 1.0 is supported")
-    theta = number({"rope_theta": raw.get("rope_theta"), **given}, "rope_theta", default_theta)
-    return scaled_rope(given, name, theta, max_position)
-
-
-def scaled_rope(given: Config, name: str, theta: float, max_position: int) -> Rope:
-    """Args: given: the object that holds rope_type and its numbers; name: what it is called. Raises: ConfigError."""
+    only(given, "partial_rotary_factor", 1)
+    theta = number(given, "rope_theta", default_theta)
     kind = given.get("rope_type", given.get("type", "default"))
     if kind == "default":
         return Rope(theta)
@@ -121,17 +127,23 @@ def sliding_layers(raw: Config, default: tuple[bool, ...]) -> tuple[bool, ...]:
     return tuple(kind == _SLIDING for kind in kinds)
 
 
+def window(raw: Config) -> int | None:
+    """sliding_window: transformers' default where it is absent; null: there is none. Raises: ConfigError."""
+    return None if raw.get("sliding_window", 4096) is None else integer(raw, "sliding_window", 4096)
+
+
 def upper_windows(raw: Config, num_layers: int) -> tuple[int | None, ...]:
     """For each layer its window, None: all tokens. With use_sliding_window, the layers from max_window_layers on have one,
     or those that layer_types names. Raises: ConfigError."""
-    if not flag(raw, "use_sliding_window") or ("sliding_window" in raw and raw["sliding_window"] is None):
+    _, full = raw.get("sliding_window"), raw.get("max_window_layers", 28)  # read: known also where they count for nothing
+    size = window(raw) if flag(raw, "use_sliding_window") else None
+    if size is None:
+        if any(sliding_layers(raw, (False,) * num_layers)):
+            raise ConfigError("layer_types", raw["layer_types"], f"names {_SLIDING}, and no layer has a window")
         return (None,) * num_layers
-    window = integer(raw, "sliding_window", 4096)
-    full = raw.get("max_window_layers", 28)
     if isinstance(full, bool) or not isinstance(full, int) or full < 0:
         raise ConfigError("max_window_layers", full, "must be an integer of 0 or more")
-    sliding = sliding_layers(raw, tuple(i >= full for i in range(num_layers)))
-    return tuple(window if one else None for one in sliding)
+    return tuple(size if one else None for one in sliding_layers(raw, tuple(i >= full for i in range(num_layers))))
 
 
 def eos_token_ids(raw: Config, generation: Config | None) -> tuple[int, ...]:

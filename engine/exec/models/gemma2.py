@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from diptych.common.errors import ConfigError
 from diptych.engine.exec.layers.norm import Norm
 from diptych.engine.exec.models import fields, parts
 from diptych.engine.exec.models.description import ModelDescription
@@ -15,16 +14,12 @@ from diptych.engine.exec.models.family import Family, Field, Gguf
 
 def _windows(raw: Mapping[str, Any], num_layers: int) -> list[int | None]:
     """Every other layer has one, the first does; null switches them off."""
-    if "sliding_window" in raw and raw["sliding_window"] is None:
-        return [None] * num_layers
-    window = fields.integer(raw, "sliding_window", 4096)
-    sliding = fields.sliding_layers(raw, tuple(i % 2 == 0 for i in range(num_layers)))
-    return [window if one else None for one in sliding]
+    window = fields.window(raw)
+    return [window if one else None for one in fields.sliding_layers(raw, tuple(i % 2 == 0 for i in range(num_layers)))]
 
 
 def describe(raw: Mapping[str, Any]) -> ModelDescription:
-    if raw.get("use_bidirectional_attention"):
-        raise ConfigError("use_bidirectional_attention", True, "a decoder sees no tokens to come")
+    fields.only(raw, "use_bidirectional_attention", False)
     hidden_size, heads = fields.integer(raw, "hidden_size"), fields.heads(raw, default_head_dim=256)
     max_position = fields.integer(raw, "max_position_embeddings", 8192)
     norm = partial(Norm, eps=fields.number(raw, "rms_norm_eps", 1e-6), offset=1.0)
@@ -81,4 +76,9 @@ def _gguf_restore(name: str, weight: Any, config: Mapping[str, Any]) -> Any:
     return weight - 1 if name.endswith("norm.weight") else weight
 
 
-FAMILY = Family(("Gemma2ForCausalLM",), describe, Gguf("gemma2", "gemma2", _gguf_config, _gguf_restore))
+FAMILY = Family(
+    ("Gemma2ForCausalLM",),
+    describe,
+    Gguf("gemma2", "gemma2", _gguf_config, _gguf_restore),
+    without_effect=("hidden_act", "sliding_window_size"),  # of old configs: hidden_activation and sliding_window count
+)

@@ -19,19 +19,18 @@ _THETA, _LOCAL_THETA = 1_000_000.0, 10_000.0
 def _ropes(raw: Mapping[str, Any], max_position: int) -> tuple[Rope, Rope]:
     """Of layers that see all tokens, and of those with a window. transformers 5 writes one object for each kind of layer;
     before, rope_theta and rope_scaling were the first ones' and rope_local_base_freq the others'."""
+    theta = fields.number(raw, "rope_theta", _THETA)
+    local_theta = fields.number(raw, "rope_local_base_freq", _LOCAL_THETA)
     given = raw.get("rope_parameters")
     if given is None:
-        theta = fields.number(raw, "rope_local_base_freq", _LOCAL_THETA)
-        return fields.rope(raw, max_position, _THETA), Rope(theta)
+        return fields.rope(raw, max_position, theta), Rope(local_theta)
     if not isinstance(given, Mapping):
         raise ConfigError("rope_parameters", given, "must be an object")
-    ropes = []
-    for kind, default in (("full_attention", _THETA), ("sliding_attention", _LOCAL_THETA)):
-        one = given.get(kind) or {}
-        if not isinstance(one, Mapping):
-            raise ConfigError(f"rope_parameters.{kind}", one, "must be an object")
-        ropes.append(fields.rope({"rope_parameters": {"rope_theta": default, **one}}, max_position))
-    return ropes[0], ropes[1]
+    full, sliding = (
+        fields.rope_of(given.get(kind) or {}, f"rope_parameters.{kind}", default, max_position)
+        for kind, default in (("full_attention", theta), ("sliding_attention", local_theta))
+    )
+    return full, sliding
 
 
 def _sliding(raw: Mapping[str, Any], num_layers: int) -> tuple[bool, ...]:
@@ -41,10 +40,7 @@ def _sliding(raw: Mapping[str, Any], num_layers: int) -> tuple[bool, ...]:
 
 
 def describe(raw: Mapping[str, Any]) -> ModelDescription:
-    if raw.get("use_bidirectional_attention"):
-        raise ConfigError("use_bidirectional_attention", True, "a decoder sees no tokens to come")
-    if raw.get("attn_logit_softcapping") is not None:
-        raise ConfigError("attn_logit_softcapping", raw["attn_logit_softcapping"], "Gemma 3 has none; must be null")
+    fields.only(raw, "use_bidirectional_attention", False)
     hidden_size, heads = fields.integer(raw, "hidden_size"), fields.heads(raw, default_head_dim=256)
     max_position = fields.integer(raw, "max_position_embeddings", 131_072)
     norm = partial(Norm, eps=fields.number(raw, "rms_norm_eps", 1e-6), offset=1.0)
@@ -106,4 +102,9 @@ def _gguf_restore(name: str, weight: Any, config: Mapping[str, Any]) -> Any:
     return weight - 1 if name.endswith("norm.weight") else weight
 
 
-FAMILY = Family(("Gemma3ForCausalLM",), describe, Gguf("gemma3", "gemma3_text", _gguf_config, _gguf_restore))
+FAMILY = Family(
+    ("Gemma3ForCausalLM",),
+    describe,
+    Gguf("gemma3", "gemma3_text", _gguf_config, _gguf_restore),
+    without_effect=("hidden_act", "_sliding_window_pattern"),  # hidden_activation, and layer_types beside it, count
+)

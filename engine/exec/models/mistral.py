@@ -12,18 +12,11 @@ from diptych.engine.exec.models.description import ModelDescription
 from diptych.engine.exec.models.family import Family
 
 
-def _window(raw: Mapping[str, Any]) -> int | None:
-    """transformers' default where the field is absent; null switches it off."""
-    if "sliding_window" in raw and raw["sliding_window"] is None:
-        return None
-    return fields.integer(raw, "sliding_window", 4096)
-
-
 def describe(raw: Mapping[str, Any]) -> ModelDescription:
     hidden_size, heads = fields.integer(raw, "hidden_size"), fields.heads(raw)
     max_position = fields.integer(raw, "max_position_embeddings", 32768)
     norm = partial(Norm, eps=fields.number(raw, "rms_norm_eps", 1e-6))
-    rope, window = fields.rope(raw, max_position), _window(raw)
+    rope, window = fields.rope(raw, max_position), fields.window(raw)
     mlp_size, activation = fields.integer(raw, "intermediate_size"), fields.activation(raw)
     embedding, head = parts.ends(
         vocab_size=fields.integer(raw, "vocab_size"),

@@ -7,6 +7,7 @@ from typing import Any
 
 from diptych.common.errors import ConfigError
 from diptych.engine.exec.models import gemma2, gemma3, llama, mistral, qwen2, qwen3
+from diptych.engine.exec.models.config_keys import WITHOUT_EFFECT, TrackedConfig
 from diptych.engine.exec.models.description import ModelDescription
 from diptych.engine.exec.models.family import Family, Gguf
 
@@ -44,14 +45,17 @@ def gguf_family(architecture: Any) -> tuple[Family, Gguf]:
 def describe(raw: Mapping[str, Any]) -> ModelDescription:
     """Args: raw: the decoded config.json.
 
-    Raises: ConfigError naming the field, for an architecture, activation, rope kind or quantization that is not built, and
-        for missing or impossible sizes.
+    Raises: ConfigError naming the field, for an architecture, activation, rope kind or quantization that is not built, for
+        missing or impossible sizes, and for a key that nothing reads (config_keys).
     """
-    description, quantization = family_of(raw).describe(raw), raw.get("quantization_config")
-    if not quantization:
-        return description
-    # Here and not above: methods import torch.
-    from diptych.engine.exec.methods.registry import declared_by
+    config = TrackedConfig(raw)
+    family = family_of(config)
+    description, quantization = family.describe(config), config.get("quantization_config")
+    if quantization:
+        # Here and not above: methods import torch.
+        from diptych.engine.exec.methods.registry import declared_by
 
-    declare = declared_by(quantization)
-    return description.with_linears(declare, head=quantization.get("lm_head") is True)
+        declare = declared_by(quantization)
+        description = description.with_linears(declare, head=quantization.get("lm_head") is True)
+    config.refuse_unread(WITHOUT_EFFECT.union(family.without_effect), description.architecture)
+    return description

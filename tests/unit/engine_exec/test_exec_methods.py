@@ -41,6 +41,7 @@ class Int8Rows:
 class Int8RowsMethod:
     name = "int8-rows"
     quant_methods = ("int8-rows-of-a-test",)
+    without_effect = ("damp_percent",)
 
     def declare(self, layer, config):
         if config.get("bits") != 8:
@@ -238,6 +239,8 @@ RAW = {
             "quantization_config.modules_to_not_convert",
             "one layer",
         ),
+        ({**QUANTIZED, "desc_act": True}, "quantization_config.desc_act", "nothing of LlamaForCausalLM reads it"),
+        ({**QUANTIZED, "damp_percent": 0.1, "group": {"size": 8}}, "quantization_config.group", "nothing of"),
     ],
 )
 def test_what_no_method_can_do_is_refused_by_name(int8_rows, config, field, reason):
@@ -245,6 +248,11 @@ def test_what_no_method_can_do_is_refused_by_name(int8_rows, config, field, reas
         describe({**RAW, "quantization_config": config})
     assert error.value.field == field
     assert reason in str(error.value)
+
+
+def test_a_key_of_how_weights_were_made_is_known(int8_rows):
+    made = describe({**RAW, "quantization_config": {**QUANTIZED, "damp_percent": 0.1}})
+    assert made == describe({**RAW, "quantization_config": QUANTIZED})
 
 
 def test_without_methods_the_list_of_known_ones_says_so():
