@@ -82,14 +82,24 @@ class Shard:
         if not 0 <= self.rank < self.degree:
             raise ConfigError("rank", self.rank, f"must be in [0, {self.degree})")
 
+    def units(self, count: int, field: str, *, shared: bool = False) -> range:
+        """The units of this rank, of `count`: rows of a weight, query heads.
+
+        Args: shared: with more ranks than units, several ranks hold the same one.
+        Raises: ConfigError naming `field` where the ranks' shares would differ.
+        """
+        if count % self.degree and not (shared and self.degree % count == 0):
+            raise ConfigError(field, count, f"cannot be divided among {self.degree} ranks")
+        first = self.rank * count // self.degree
+        return range(first, first + max(1, count // self.degree))
+
     def heads(self, num_heads: int) -> range:
-        """The heads of this rank, of `num_heads` of the model. With more ranks than heads, several ranks hold the same
-        head."""
-        first = self.rank * num_heads // self.degree
-        return range(first, first + self.heads_per_rank(num_heads))
+        """The KV heads of this rank, of `num_heads` of the model: in its KV pool, and in its weights. Raises: ConfigError."""
+        return self.units(num_heads, "num_kv_heads", shared=True)
 
     def heads_per_rank(self, num_heads: int) -> int:
-        return max(1, num_heads // self.degree)
+        """Raises: ConfigError."""
+        return len(self.heads(num_heads))
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,9 +240,8 @@ class KvFormat:
         if self.order not in ORDERS:
             raise ConfigError("kv_layout", self.order, f"must be one of {', '.join(ORDERS)}")
         for group in self.groups:
-            heads, degree = group.heads, self.shard.degree
-            if not group.replicated and heads % degree and degree % heads:
-                raise ConfigError("num_kv_heads", heads, f"cannot be divided among {degree} ranks")
+            if not group.replicated:
+                self.shard.heads(group.heads)  # raises where they cannot be divided
 
     # ---- one group ----
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
+from diptych.engine.exec.layers.linear import PLAIN
 from diptych.engine.exec.methods.base import LinearMethod, LinearWeights, LoadedLinear, StepRows
 from diptych.engine.exec.methods.plain import PlainWeights
 
@@ -85,7 +86,9 @@ def make_linear(weight: Tensor, bias: Tensor | None = None) -> DenseLinear | Wid
 
 
 def keep_linear(method: LinearMethod, weights: LinearWeights) -> LoadedLinear:
-    """For torch and Triton. Weights of other methods than plain are applied by the method."""
-    if isinstance(weights, PlainWeights):
-        return make_linear(weights.weight, weights.bias)
-    return MethodLinear(method, weights)
+    """For torch and Triton. Any other method than plain is applied by itself, whatever weights it keeps: LoRA over plain
+    keeps plain ones."""
+    if method.name != PLAIN:
+        return MethodLinear(method, weights)
+    assert isinstance(weights, PlainWeights)
+    return make_linear(weights.weight, weights.bias)

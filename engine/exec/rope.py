@@ -13,7 +13,7 @@ from diptych.engine.exec.layers.rope import Rope
 
 def inverse_frequencies(rope: Rope, head_dim: int) -> Tensor:
     """[head_dim / 2] float32. llama3: wavelengths beyond the trained context are slowed by `factor`, short ones kept,
-    those between blended (as in transformers' modeling_rope_utils)."""
+    those between blended (as in transformers' modeling_rope_utils). Raises: ValueError for another kind."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).to(torch.float) / head_dim
     inverse = 1.0 / (rope.theta**exponents)
     if rope.kind == "linear":
@@ -28,6 +28,8 @@ def inverse_frequencies(rope: Rope, head_dim: int) -> Tensor:
         blended = (1 - blend) * inverse / rope.factor + blend * inverse
         slowed = torch.where(wavelength > longest, inverse / rope.factor, inverse)
         return torch.where((wavelength <= longest) & (wavelength >= shortest), blended, slowed)
+    if rope.kind != "default":
+        raise ValueError(f"no rope of kind {rope.kind}")
     return inverse
 
 

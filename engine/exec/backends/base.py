@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Container, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -11,8 +12,13 @@ from torch import Tensor
 from diptych.common.errors import ConfigError
 from diptych.common.kv_format import COMPUTE_DTYPES, KvFormat, KvKind
 from diptych.engine.exec.kv_pool import KvPool
+from diptych.engine.exec.layers.attention import Attention
 from diptych.engine.exec.layers.block import DecoderBlock
 from diptych.engine.exec.layers.embedding import Embedding, LmHead
+from diptych.engine.exec.layers.linear import Linear
+from diptych.engine.exec.layers.mlp import Mlp
+from diptych.engine.exec.layers.norm import Norm
+from diptych.engine.exec.layers.rope import Rope
 from diptych.engine.exec.methods.base import LinearMethod, LinearWeights, LoadedLinear
 from diptych.engine.exec.models.description import ModelDescription
 from diptych.engine.exec.weights import ModelWeights
@@ -112,29 +118,53 @@ class Backend(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Takes:
-    """The fields of a kind of layer that a back end implements, by name. required: they must not be None."""
+    """The fields of a kind of layer that a back end implements, by name. required: they must not be None. values: those of a
+    field that chooses a computation by its name."""
 
     required: tuple[str, ...]
     optional: tuple[str, ...] = ()
+    values: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
+
+
+DENSE: Mapping[type, Takes] = {
+    Embedding: Takes(("name", "vocab_size", "size", "scale")),
+    DecoderBlock: Takes(
+        ("attention_norm", "attention", "mlp_norm", "mlp"), ("attention_output_norm", "mlp_output_norm")
+    ),
+    LmHead: Takes(("norm", "linear", "tied"), ("softcap",)),
+    Attention: Takes(
+        ("qkv", "o", "num_heads", "num_kv_heads", "head_dim", "rope", "scale"),
+        ("q_norm", "k_norm", "softcap", "window"),
+    ),
+    Mlp: Takes(("gate_up", "down", "activation"), values={"activation": ("silu", "gelu", "gelu_tanh")}),
+    Linear: Takes(("parts", "inputs", "bias", "shard", "method", "settings")),
+    Norm: Takes(("name", "size", "eps", "offset")),
+    Rope: Takes(
+        ("theta", "kind", "factor", "low_freq_factor", "high_freq_factor", "original_max_position"),
+        values={"kind": ("default", "linear", "llama3")},
+    ),
+}
+"""What every back end implements. What only some of them do stands in their own tables: {**DENSE, Attention: ...}."""
 
 
 def field_refusal(layer: object, takes: Mapping[type, Takes]) -> str | None:
     """Why a back end that implements `takes` cannot run a layer: it is of another kind, lacks a required field, or has a
-    field that is not implemented and not at its default. Layers in its fields are looked at, too. None: it can.
+    field or a value that is not implemented. Layers in its fields are looked at, too. None: it can.
 
-    So a field that a newcomer adds to a layer is never ignored by a back end that does not know it.
+    So what a newcomer adds to a layer is never ignored by a back end that does not know it.
     """
-    known = next((some for kind, some in takes.items() if isinstance(layer, kind)), None)
-    name = type(layer).__name__
+    known, name = takes.get(type(layer)), type(layer).__name__  # not isinstance: a LayerNorm may well be a kind of Norm
     if known is None:
         return f"it has no layer {name}"
-    for field in fields(layer):  # type: ignore[arg-type]
+    for field in dataclasses.fields(layer):  # type: ignore[arg-type]
         value = getattr(layer, field.name)
         if field.name in known.required and value is None:
             return f"it needs {field.name} of {name}"
         if field.name not in known.required + known.optional and value != field.default:
             return f"it does not know {field.name} of {name}"
-        if is_dataclass(value) and (reason := field_refusal(value, takes)) is not None:
+        if value not in known.values.get(field.name, (value,)):
+            return f"it does not know {field.name} {value} of {name}"
+        if dataclasses.is_dataclass(value) and (reason := field_refusal(value, takes)) is not None:
             return reason
     return None
 

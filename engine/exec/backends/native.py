@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
-
 from diptych.common.kv_format import KvFormat
-from diptych.engine.exec.backends.base import AnyBlock, Takes, field_refusal, kv_refusal, method_refusal
+from diptych.engine.exec.backends.base import DENSE, AnyBlock, field_refusal, kv_refusal, method_refusal
 from diptych.engine.exec.kv_pool import KvPool
-from diptych.engine.exec.layers.attention import Attention
 from diptych.engine.exec.layers.block import DecoderBlock
-from diptych.engine.exec.layers.embedding import Embedding, LmHead
-from diptych.engine.exec.layers.linear import PLAIN, Linear
-from diptych.engine.exec.layers.mlp import Mlp
-from diptych.engine.exec.layers.norm import Norm
-from diptych.engine.exec.layers.rope import Rope
+from diptych.engine.exec.layers.linear import PLAIN
 from diptych.engine.exec.methods.base import LinearMethod, LinearWeights, LoadedLinear
 from diptych.engine.exec.methods.plain import PlainWeights
 from diptych.engine.exec.models.description import ModelDescription
@@ -24,22 +17,7 @@ from diptych.kernels.dispatch import NATIVE
 from diptych.kernels.native.api import Library
 
 _METHODS = frozenset({PLAIN})
-_TAKES = {
-    Embedding: Takes(("name", "vocab_size", "size", "scale")),
-    DecoderBlock: Takes(
-        ("attention_norm", "attention", "mlp_norm", "mlp"), ("attention_output_norm", "mlp_output_norm")
-    ),
-    LmHead: Takes(("norm", "linear", "tied"), ("softcap",)),
-    Attention: Takes(
-        ("qkv", "o", "num_heads", "num_kv_heads", "head_dim", "rope", "scale"),
-        ("q_norm", "k_norm", "softcap", "window"),
-    ),
-    Mlp: Takes(("gate_up", "down", "activation")),
-    Linear: Takes(("parts", "inputs", "bias", "shard", "method", "settings")),
-    Norm: Takes(("name", "size", "eps", "offset")),
-    Rope: Takes(tuple(field.name for field in fields(Rope))),
-}
-"""Rope: tables come from engine.exec.rope, whatever its fields."""
+_TAKES = DENSE
 
 
 class NativeBackend:
@@ -73,8 +51,9 @@ class NativeBackend:
 
     def keep(self, method: LinearMethod, weights: LinearWeights) -> LoadedLinear:
         """See Backend.keep."""
-        if not isinstance(weights, PlainWeights):
+        if method.name != PLAIN:
             raise TypeError(f"{method.name} was refused")
+        assert isinstance(weights, PlainWeights)
         return self._packer(weights.weight, weights.bias)
 
     def runtime(self, weights: ModelWeights, pool: KvPool, max_model_len: int) -> NativeRuntime:

@@ -1,4 +1,4 @@
-"""The reference: plain torch on any device, every layer of every method. Other back ends are compared with it."""
+"""The reference: plain torch on any device, every method. Other back ends are compared with it."""
 
 from __future__ import annotations
 
@@ -11,12 +11,21 @@ from torch.nn.functional import gelu, silu
 
 from diptych.common.kv_format import KvFormat
 from diptych.engine.exec.attention import BatchBuilder, PagedAttention, StepBatch
-from diptych.engine.exec.backends.base import AnyBlock, Hooks, Segment, kv_refusal
+from diptych.engine.exec.backends.base import (
+    DENSE,
+    AnyBlock,
+    Hooks,
+    Segment,
+    field_refusal,
+    kv_refusal,
+    method_refusal,
+)
 from diptych.engine.exec.ends import cap, embed, wanted_rows
 from diptych.engine.exec.kv_pool import KvPool
 from diptych.engine.exec.layers.attention import Attention
 from diptych.engine.exec.linear import keep_linear
 from diptych.engine.exec.methods.base import PLAIN_ROWS, LinearMethod, LinearWeights, LoadedLinear, StepRows
+from diptych.engine.exec.methods.registry import METHODS
 from diptych.engine.exec.rope import rotate, table_of_each
 from diptych.engine.exec.weights import BlockWeights, ModelWeights
 from diptych.engine.messages import ScheduledSeq
@@ -29,6 +38,7 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": gelu,
     "gelu_tanh": partial(gelu, approximate="tanh"),
 }
+_TAKES = DENSE
 
 
 class TorchBackend:
@@ -37,8 +47,8 @@ class TorchBackend:
     name = TORCH
 
     def refusal(self, block: AnyBlock, kv: KvFormat) -> str | None:
-        """See Backend.refusal. It has every layer and every method."""
-        return kv_refusal(kv)
+        """See Backend.refusal. It has every method."""
+        return kv_refusal(kv) or field_refusal(block, _TAKES) or method_refusal(block, METHODS)
 
     def keep(self, method: LinearMethod, weights: LinearWeights) -> LoadedLinear:
         """See Backend.keep."""

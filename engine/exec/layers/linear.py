@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
+from diptych.common.kv_format import Shard
+
 PLAIN = "plain"
 """The method of weights that are kept as they are: see engine.exec.methods."""
 
@@ -21,10 +23,17 @@ class ShardBy(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One linear layer of the checkpoint: its tensors are `name`.weight [outputs, inputs] and, with a bias, `name`.bias."""
+    """One linear layer of the checkpoint: its tensors are `name`.weight [outputs, inputs] and, with a bias, `name`.bias.
+
+    Args:
+        heads: heads that the outputs are, which ranks do not cut; 0: outputs may be cut anywhere.
+        kv: they are KV heads: each rank has those of its KV pool, see Shard.heads.
+    """
 
     name: str
     outputs: int
+    heads: int = 0
+    kv: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +52,19 @@ class Linear:
     shard: ShardBy = ShardBy.REPLICATED
     method: str = PLAIN
     settings: tuple[tuple[str, int | float | str | bool], ...] = ()
+
+    def share(self, part: Part, shard: Shard) -> tuple[slice, slice]:
+        """Rows and columns of a part's weight that a rank has. Raises: ConfigError naming what cannot be divided."""
+        rows = columns = slice(None)
+        if self.shard is ShardBy.OUTPUTS:
+            count = part.heads or part.outputs
+            mine = shard.heads(count) if part.kv else shard.units(count, part.name)
+            size = part.outputs // count
+            rows = slice(mine.start * size, mine.stop * size)
+        elif self.shard is ShardBy.INPUTS:
+            mine = shard.units(self.inputs, part.name)
+            columns = slice(mine.start, mine.stop)
+        return rows, columns
 
     @property
     def outputs(self) -> int:

@@ -87,7 +87,8 @@ class LinearMethod(Protocol):
         ...
 
     def create(self, layer: Linear, shard: Shard) -> list[TensorPart]:
-        """The tensors that it reads, in the order in which they are merged. Raises: ConfigError where a shard cannot be cut."""
+        """The tensors that it reads, in the order in which they are merged. A rank's share is `layer.share`, for scales as
+        for weights. Raises: ConfigError where a shard cannot be cut."""
         ...
 
     def load(self, layer: Linear, source: TensorSource, shard: Shard) -> LinearWeights:

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from diptych.common.errors import ConfigError
 from diptych.common.kv_format import Shard
 from diptych.engine.exec.layers.linear import PLAIN, Linear, Part, ShardBy
 from diptych.engine.exec.methods.base import StepRows, TensorPart, TensorSource
@@ -28,19 +27,8 @@ class PlainWeights:
         return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
 
 
-def _share(size: int, shard: Shard, name: str) -> slice:
-    if size % shard.degree:
-        raise ConfigError("model", name, f"{size} cannot be divided among {shard.degree} ranks")
-    part = size // shard.degree
-    return slice(shard.rank * part, (shard.rank + 1) * part)
-
-
 def _part(part: Part, layer: Linear, shard: Shard) -> list[TensorPart]:
-    rows = columns = slice(None)
-    if layer.shard is ShardBy.OUTPUTS:
-        rows = _share(part.outputs, shard, part.name)
-    elif layer.shard is ShardBy.INPUTS:
-        columns = _share(layer.inputs, shard, part.name)
+    rows, columns = layer.share(part, shard)
     out = [TensorPart(f"{part.name}.weight", (part.outputs, layer.inputs), (rows, columns))]
     if layer.bias:
         out.append(TensorPart(f"{part.name}.bias", (part.outputs,), (rows,)))

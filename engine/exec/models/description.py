@@ -36,9 +36,12 @@ class ModelDescription:
             if len(values) != 1:
                 raise ConfigError(name, sorted(values), "must be the same in every layer")
         for block in self.blocks:
-            for norm in (block.attention.q_norm, block.attention.k_norm):
+            norms = [norm for norm in (block.attention.q_norm, block.attention.k_norm) if norm is not None]
+            if len(norms) == 1:
+                raise ConfigError(norms[0].name, norms[0].size, "q_norm and k_norm: both, or neither")
+            for norm in norms:
                 # C and Triton normalize each head with the first head_dim weights, whatever the norm's size.
-                if norm is not None and norm.size != self.head_dim:
+                if norm.size != self.head_dim:
                     raise ConfigError(norm.name, norm.size, f"must be a norm of each head: head_dim={self.head_dim}")
 
     @property

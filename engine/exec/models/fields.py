@@ -135,7 +135,10 @@ def window(raw: Config) -> int | None:
 def upper_windows(raw: Config, num_layers: int) -> tuple[int | None, ...]:
     """For each layer its window, None: all tokens. With use_sliding_window, the layers from max_window_layers on have one,
     or those that layer_types names. Raises: ConfigError."""
-    _, full = raw.get("sliding_window"), raw.get("max_window_layers", 28)  # read: known also where they count for nothing
+    _, full = (
+        raw.get("sliding_window"),
+        raw.get("max_window_layers", 28),
+    )  # read: known also where they count for nothing
     size = window(raw) if flag(raw, "use_sliding_window") else None
     if size is None:
         if any(sliding_layers(raw, (False,) * num_layers)):

@@ -62,12 +62,13 @@ def attention(
     """
     num_heads, num_kv_heads, head_dim = heads
     q_size, kv_size = num_heads * head_dim, num_kv_heads * head_dim
-    parts = [Part(f"{prefix}.{name}_proj", size) for name, size in (("q", q_size), ("k", kv_size), ("v", kv_size))]
+    query = Part(f"{prefix}.q_proj", q_size, num_heads)
+    keys, values = (Part(f"{prefix}.{name}_proj", kv_size, num_kv_heads, kv=True) for name in "kv")
     q_norm, k_norm = (
         None if qk_norm is None else qk_norm(f"{prefix}.{name}", head_dim) for name in ("q_norm", "k_norm")
     )
     return Attention(
-        qkv=Linear(tuple(parts), hidden_size, qkv_bias, ShardBy.OUTPUTS),
+        qkv=Linear((query, keys, values), hidden_size, qkv_bias, ShardBy.OUTPUTS),
         o=Linear((Part(f"{prefix}.o_proj", hidden_size),), q_size, o_bias, ShardBy.INPUTS),
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,

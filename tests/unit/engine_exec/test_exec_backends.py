@@ -5,7 +5,8 @@ from __future__ import annotations
 import importlib.util
 import logging
 import random
-from dataclasses import fields, is_dataclass, make_dataclass, replace
+import sys
+from dataclasses import dataclass, fields, is_dataclass, replace
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from diptych.engine.exec.layers.norm import Norm
 from diptych.engine.exec.layers.rope import Rope
 from diptych.engine.exec.methods.base import PLAIN_ROWS, WHOLE
 from diptych.engine.exec.methods.plain import PlainMethod
+from diptych.engine.exec.models import parts
 from diptych.engine.exec.models.registry import ARCHITECTURES, describe
 from diptych.engine.exec.native.library import load_library
 
@@ -112,22 +114,70 @@ def places_of(layer):
                 yield (lambda new, put=put, name=field.name: replace(layer, **{name: put(new)})), found
 
 
-def test_a_field_that_a_back_end_does_not_know_is_never_ignored(compiler):
-    """Of every kind of layer, wherever it stands: a newcomer adds a field and its use in torch."""
+def test_a_field_that_a_back_end_does_not_know_is_never_ignored(compiler, monkeypatch):
+    """Of every kind of layer, wherever it stands, on torch too: as if a newcomer had added the field."""
     normed = replace(BLOCK, attention=replace(BLOCK.attention, q_norm=Norm("q", 32, 1e-6), k_norm=Norm("k", 32, 1e-6)))
     model = describe(TAKEN)
     kinds = set()
-    for whole in (normed, model.embedding, model.head):
-        for put, layer in places_of(whole):
-            kind = type(layer)
-            newer = make_dataclass(kind.__name__, [("surprise", int, 0)], bases=(kind,), frozen=True, slots=True)
-            values = {field.name: getattr(layer, field.name) for field in fields(layer)}
-            kinds.add(kind)
-            for backend in fast_backends(compiler):
-                assert backend.refusal(put(newer(**values)), KV) is None
-                expected = f"it does not know surprise of {kind.__name__}"
-                assert backend.refusal(put(newer(**values, surprise=1)), KV) == expected
+    for backend in (*fast_backends(compiler), TorchBackend()):
+        module = sys.modules[type(backend).__module__]
+        for whole in (normed, model.embedding, model.head):
+            assert backend.refusal(whole, KV) is None
+            for _, layer in places_of(whole):
+                kind, takes = type(layer), module._TAKES[type(layer)]
+                kinds.add(kind)
+                for field in fields(layer):
+                    known, optional = (tuple({*names} - {field.name}) for names in (takes.required, takes.optional))
+                    older = {**module._TAKES, kind: replace(takes, required=known, optional=optional)}
+                    with monkeypatch.context() as patch:
+                        patch.setattr(module, "_TAKES", older)
+                        reason = backend.refusal(whole, KV)
+                    used = any(
+                        type(one) is kind and getattr(one, field.name) != field.default for _, one in places_of(whole)
+                    )
+                    assert reason == (f"it does not know {field.name} of {kind.__name__}" if used else None)
     assert kinds == {DecoderBlock, Attention, Linear, Norm, Mlp, Rope, Embedding, LmHead}
+
+
+@dataclass(frozen=True, slots=True)
+class LayerNorm(Norm):
+    """The same fields, and other numbers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """In the place of a feed-forward layer."""
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda b: replace(b, mlp=replace(b.mlp, activation="relu2")), "it does not know activation relu2 of Mlp"),
+        (
+            lambda b: replace(b, attention=replace(b.attention, rope=replace(b.attention.rope, kind="yarn"))),
+            "it does not know kind yarn of Rope",
+        ),
+        (lambda b: replace(b, mlp_norm=LayerNorm("n", 96, 1e-6)), "it has no layer LayerNorm"),
+        (lambda b: replace(b, mlp=Experts()), "it has no layer Experts"),
+        (
+            lambda b: replace(b, mlp=replace(b.mlp, down=replace(b.mlp.down, method="gptq"))),
+            "it has no linear method gptq",
+        ),
+    ],
+)
+def test_what_no_back_end_computes_is_refused_by_every_one(compiler, change, reason):
+    """Drill: an unknown kind of rope was computed as the default one, and torch failed at the first step for the others."""
+    for backend in (*fast_backends(compiler), TorchBackend()):
+        assert backend.refusal(change(BLOCK), KV) == reason
+    with pytest.raises(ConfigError, match="no back end runs layer 0"):
+        make_plan(replace(describe(TAKEN), blocks=(change(BLOCK),)), KV, [TorchBackend()])
+
+
+def test_norms_of_queries_and_keys_are_both_there_or_neither():
+    """Drill: torch left a single one out, without a word."""
+    attention = replace(BLOCK.attention, q_norm=Norm("model.layers.0.q_norm", 32, 1e-6))
+    with pytest.raises(ConfigError, match="q_norm and k_norm: both, or neither"):
+        replace(describe(TAKEN), blocks=(replace(BLOCK, attention=attention),))
 
 
 @pytest.mark.parametrize(
@@ -251,3 +301,64 @@ def test_shards_of_a_linear_layer_make_the_whole(rule):
     if rule is not ShardBy.REPLICATED:
         with pytest.raises(ConfigError, match="cannot be divided among 5 ranks"):
             method.create(layer, Shard(0, 5))
+
+
+@pytest.mark.parametrize("degree", [1, 2, 4, 8])
+@pytest.mark.parametrize("kv_heads", [1, 2, 4, 8])
+def test_a_rank_has_the_kv_heads_of_its_pool_also_where_ranks_share_one(degree, kv_heads):
+    """Drill: with more ranks than KV heads the pool held a whole head for each rank, and its weights a part of one."""
+    head_dim, source = 4, Tensors()
+    qkv = parts.attention("a", hidden_size=12, heads=(8, kv_heads, head_dim), rope=Rope(), qkv_bias=True).qkv
+    whole = [
+        source.take(f"a.{name}_proj.weight", (heads * head_dim, 12))
+        for name, heads in zip("qkv", (8, kv_heads, kv_heads), strict=True)
+    ]
+    biases = [
+        source.take(f"a.{name}_proj.bias", (heads * head_dim,))
+        for name, heads in zip("qkv", (8, kv_heads, kv_heads), strict=True)
+    ]
+    for rank in range(degree):
+        shard = Shard(rank, degree)
+        kv = full_format(1, kv_heads, head_dim, block_size=8, dtype="float32", shard=shard)
+        heads = shard.heads(kv_heads)
+        assert len(heads) == kv.only_group.heads_per_rank(shard)
+        rows = [slice(rank * 32 // degree, (rank + 1) * 32 // degree), *[slice(heads.start * 4, heads.stop * 4)] * 2]
+        got = PlainMethod().load(qkv, source, shard)
+        assert torch.equal(got.weight, torch.cat([weight[some] for weight, some in zip(whole, rows, strict=True)]))
+        assert torch.equal(got.bias, torch.cat([bias[some] for bias, some in zip(biases, rows, strict=True)]))
+        # Its queries meet the heads that they meet in the whole model.
+        queries = shard.units(8, "num_attention_heads")
+        assert {query * kv_heads // 8 for query in queries} == set(heads)
+
+
+def test_no_rank_has_a_part_of_a_head():
+    qkv = parts.attention("a", hidden_size=12, heads=(6, 2, 8), rope=Rope()).qkv
+    with pytest.raises(ConfigError, match="a.q_proj=6: cannot be divided among 4 ranks"):
+        PlainMethod().create(qkv, Shard(0, 4))
+    qkv = parts.attention("a", hidden_size=12, heads=(12, 3, 8), rope=Rope()).qkv
+    with pytest.raises(ConfigError, match="num_kv_heads=3: cannot be divided among 4 ranks"):
+        PlainMethod().create(qkv, Shard(0, 4))
+
+
+class Shifted(PlainMethod):
+    """As LoRA over plain weights: what it keeps is plain, what it computes is not."""
+
+    name = "shifted"
+
+    def apply(self, weights, x, step):
+        return super().apply(weights, x, step) + 1
+
+
+def test_a_method_over_plain_weights_is_applied_by_itself(compiler):
+    """Drill: the type of the weights decided, and the product left the method out."""
+    layer, x = Linear((Part("a", 8),), 4), torch.randn(3, 4)
+    method = Shifted()
+    weights = method.load(layer, Tensors(), WHOLE)
+    expected = PlainMethod().apply(weights, x, PLAIN_ROWS)
+    for backend in (*fast_backends(compiler), TorchBackend()):
+        if isinstance(backend, NativeBackend):
+            with pytest.raises(TypeError, match="shifted was refused"):
+                backend.keep(method, weights)
+            continue
+        torch.testing.assert_close(backend.keep(PlainMethod(), weights)(x, PLAIN_ROWS), expected)
+        torch.testing.assert_close(backend.keep(method, weights)(x, PLAIN_ROWS), expected + 1)
