@@ -11,6 +11,7 @@ from typing import Any
 from diptych.common.errors import InvalidRequestError
 from diptych.common.grammar import Grammar, check_grammar
 from diptych.common.sampling_table import (
+    FIRST_VERSION,
     MAX_ALLOWED_TOKEN_IDS,
     MAX_STOP_TOKEN_IDS,
     BadWords,
@@ -190,6 +191,9 @@ sampling_values = attrgetter(*SAMPLING)
 DEFAULTS: Mapping[str, Any] = {
     entry.name: 1 if entry.default is MISSING else entry.default for entry in fields(SamplingParams)
 }
+LATER_FIELDS = tuple(name for name, entry in SAMPLING.items() if entry.since != FIRST_VERSION)
+"""Parameters that workers of the first version do not know. A worker announces them in its lease and handshake; they are sent
+only where they are set, and only to workers that announce them (docs/decisions/mixed-versions.md)."""
 _checks = {name: entry.check for name, entry in SAMPLING.items()}
 _setters = tuple(getattr(SamplingParams, name).__set__ for name in SAMPLING)
 _set_seed = getattr(SamplingParams, "seed").__set__  # noqa: B009 - the slot, not its value
@@ -225,6 +229,11 @@ def check_sampling(*, vocab_size: int, **values: object) -> SamplingParams:
         put(params, value)
     _check_together(params)
     return params
+
+
+def later_fields(params: SamplingParams) -> frozenset[str]:
+    """The parameters of LATER_FIELDS that it sets: only a worker that announces them may get it."""
+    return frozenset(name for name in LATER_FIELDS if getattr(params, name) != DEFAULTS[name])
 
 
 def _check_together(params: SamplingParams) -> None:

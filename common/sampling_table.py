@@ -48,7 +48,7 @@ class Row:
             for
             parameters of the first protocol: senders of an older version do not send the others.
         responses: the Responses API accepts it under this name.
-        since: the version that introduced it.
+        since: the version that introduced it. Workers announce the rows of later versions than the first.
     """
 
     check: Check

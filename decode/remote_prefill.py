@@ -24,6 +24,7 @@ import structlog
 from diptych.common.clock import Clock
 from diptych.common.errors import (
     DiptychError,
+    IncompatibleWorkersError,
     InternalError,
     RequestDeadlineError,
     StaleReferenceError,
@@ -44,6 +45,7 @@ from diptych.kvtransfer.api import ReceivedSlab, SlabReader
 from diptych.kvtransfer.convert import RangeConverter
 from diptych.kvtransfer.handle import SlabHandle
 from diptych.kvtransfer.planner import first_token_to_ask
+from diptych.rpc.convert import later_fields_of
 from diptych.rpc.errors import describe, from_failure, typed_error
 from diptych.rpc.v1 import prefill_pb2, types_pb2
 from diptych.worker import wire
@@ -153,6 +155,10 @@ class RemotePrefill:
 
     async def _run(self) -> None:
         peer = await self._context.peers.connect(self._ref)
+        if unknown := later_fields_of(self._request.sampling) - peer.sampling_fields:
+            raise IncompatibleWorkersError(
+                f"prefill worker {self._ref.worker_id} is of a version that does not know {', '.join(sorted(unknown))}"
+            )
         self.facts.prefill_pid = peer.pid
         self._expect_layout(peer)
         self._request.layer_groups = self._converter is None

@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
+from google.protobuf.unknown_fields import UnknownFieldSet
+
 from diptych.common.compat import PROTOCOL_VERSION, Compat
 from diptych.common.errors import ConfigError, IncompatibleWorkersError, InternalError, InvalidRequestError
 from diptych.common.grammar import Grammar, GrammarKind
@@ -17,6 +19,8 @@ from diptych.common.kv_format import KvFormat, KvGroup, KvKind, Shard
 from diptych.common.kv_parts import check_parts
 from diptych.common.request import Prompt
 from diptych.common.sampling import (
+    DEFAULTS,
+    LATER_FIELDS,
     SAMPLING,
     EarlyStopping,
     FinishReason,
@@ -83,8 +87,12 @@ def grammar_from_proto(message: types_pb2.Grammar) -> Grammar:
 
 
 def sampling_to_proto(sampling: SamplingParams) -> types_pb2.SamplingParams:
-    """Every optional field is set."""
+    """Every optional field of the first version is set; a later one where it is not the default, since workers reject fields
+    that they do not know."""
     values: dict[str, Any] = dict(zip(_PROTO_NAMES, sampling_values(sampling), strict=True))
+    for name in LATER_FIELDS:
+        if values[name] == DEFAULTS[name]:
+            del values[name]
     values["logit_bias"] = dict(sampling.logit_bias) if sampling.logit_bias else None
     if sampling.bad_words:
         values["bad_word_ids"] = [types_pb2.TokenSequence(token_ids=word) for word in sampling.bad_words]
@@ -114,9 +122,22 @@ _READ: Mapping[str, tuple[str, Callable[[Any], object]]] = {
 """Proto field that is not a scalar -> parameter, and its conversion."""
 
 
+def later_fields_of(message: types_pb2.SamplingParams) -> frozenset[str]:
+    """The parameters of LATER_FIELDS that it sets."""
+    return frozenset(field.name for field, _ in message.ListFields() if field.name in LATER_FIELDS)
+
+
+def unknown_fields(message: types_pb2.SamplingParams) -> str:
+    """The numbers of its fields, and of its grammar's, that this version does not know; "": none."""
+    found = [UnknownFieldSet(part) for part in (message, message.grammar)]
+    return ", ".join(str(field.field_number) for part in found for field in part)
+
+
 def sampling_from_proto(message: types_pb2.SamplingParams, *, vocab_size: int) -> SamplingParams:
     """Inside the cluster all defaults are filled in. Raises: InvalidRequestError naming the field that is unset or out
-    of range."""
+    of range; IncompatibleWorkersError for a field that this version does not know, and would ignore."""
+    if unknown := unknown_fields(message):
+        raise IncompatibleWorkersError(f"sampling parameters of a later version: field {unknown} is unknown here")
     values: dict[str, object] = {}
     for field, value in message.ListFields():
         name = field.name

@@ -13,7 +13,7 @@ from diptych.common.sampling import SAMPLING
 from diptych.router.api.grpc_tools import chat_of, grammar_of
 from diptych.router.requests.messages import FAILURE_POLICIES, ModelFeatures, UncheckedRequest
 from diptych.router.tools.options import ToolOptions, text_beside
-from diptych.rpc.convert import early_stopping_from_proto
+from diptych.rpc.convert import early_stopping_from_proto, unknown_fields
 from diptych.rpc.v1 import router_pb2, types_pb2
 
 _Message = TypeVar("_Message", bound=Message)
@@ -74,7 +74,10 @@ def spec_from(
 def _sampling_values(wire: bytes) -> Mapping[str, object]:
     """See UncheckedRequest.sampling."""
     found: dict[str, Any] = {}
-    for field, value in types_pb2.SamplingParams.FromString(wire).ListFields():
+    message = types_pb2.SamplingParams.FromString(wire)
+    if unknown := unknown_fields(message):
+        raise InvalidRequestError(f"sampling: field {unknown} is unknown to this router", param="sampling")
+    for field, value in message.ListFields():
         name = field.name
         row = SAMPLING.get(name)
         if row is None or name == "grammar":

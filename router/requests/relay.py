@@ -11,6 +11,7 @@ import structlog
 from diptych.common.clock import Clock
 from diptych.common.errors import (
     DiptychError,
+    IncompatibleWorkersError,
     InternalError,
     InvalidRequestError,
     NoWorkerError,
@@ -49,7 +50,7 @@ from diptych.rpc.v1 import decode_pb2, router_pb2
 log = structlog.get_logger(__name__)
 
 _REPLACE_WAIT_S = 1.0
-_REPLACEABLE = (StaleReferenceError, WorkerLostError, NoWorkerError, OverloadedError)
+_REPLACEABLE = (StaleReferenceError, WorkerLostError, NoWorkerError, OverloadedError, IncompatibleWorkersError)
 
 
 class Relay:

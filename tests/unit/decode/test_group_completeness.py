@@ -191,7 +191,9 @@ class Peer:
         """The engine was told that nothing is missing."""
 
     async def connect(self, ref: WorkerRef) -> Any:
-        return SimpleNamespace(pid=1, kv=self.ref, prefill=SimpleNamespace(Prefill=self.call), kv_format=None)
+        return SimpleNamespace(
+            pid=1, kv=self.ref, prefill=SimpleNamespace(Prefill=self.call), kv_format=None, sampling_fields=frozenset()
+        )
 
     def drop(self, ref: WorkerRef) -> None: ...
 
