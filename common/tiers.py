@@ -2,7 +2,7 @@
 
 A block in the first tier is used in place. A block in a later tier is copied to the first before use, at a rate
 measured by its worker. Events, sequence numbers, dumps and the router's index have one entry for each tier, in this
-order.
+order. A tier of another version, which is not in the list, is passed over by readers and counted.
 """
 
 from __future__ import annotations
@@ -23,15 +23,13 @@ class TierSpec:
     Args:
         name: in events, leases and metrics.
         eviction: which block leaves a full tier first.
-        bytes_per_s: of copies to the first tier, before a worker has measured it.
     """
 
     name: str
     eviction: str = "lru"
-    bytes_per_s: float = float("inf")
 
 
-TIERS = (TierSpec("device"), TierSpec("host", bytes_per_s=2e9))
+TIERS = (TierSpec("device"), TierSpec("host"))
 TIER_NAMES = tuple(tier.name for tier in TIERS)
 DEVICE = TIER_NAMES[0]
 HOST = TIER_NAMES[1]
@@ -50,7 +48,7 @@ class TierState(msgspec.Struct, frozen=True):
     Args:
         event_sequence: of its last event in this epoch; a reader that is behind it has missed events.
         num_bytes: its size; 0: the worker has no such tier.
-        bytes_per_s: measured rate of copies to the first tier; 0.0: not measured.
+        bytes_per_s: measured rate of copies to the first tier; 0.0: not measured, and its blocks count as computed anew.
     """
 
     name: str

@@ -72,9 +72,10 @@ def decode_record(raw: bytes) -> WorkerRecord:
     ):
         if not least <= getattr(record, name) <= MAX_COUNT:
             raise BadRowError(f"{name}: out of range")
-    if len({tier.name for tier in record.tiers} & set(TIER_NAMES)) != len(record.tiers):
-        raise BadRowError(f"tiers: each must be one of {TIER_NAMES}, once")
-    for tier in record.tiers:
+    if len({tier.name for tier in record.tiers}) != len(record.tiers):
+        raise BadRowError("tiers: each must be there once")
+    for tier in record.tiers:  # one that this version does not know is passed over by name
+        check_id(tier.name, "tiers.name")
         for name in ("event_sequence", "num_bytes"):
             if not 0 <= getattr(tier, name) <= MAX_COUNT:
                 raise BadRowError(f"tiers.{name}: out of range")

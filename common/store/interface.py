@@ -75,8 +75,11 @@ class Store(PendingStore, BudgetStore, Protocol):
 
     async def append_events(self, worker_id: str, events: Sequence[KvEvent]) -> None: ...
 
-    async def read_events(self, cursors: Mapping[str, str], *, block_s: float) -> dict[str, list[tuple[str, KvEvent]]]:
-        """New events of each worker id after its cursor ("0" = from the start), as (cursor, event)."""
+    async def read_events(
+        self, cursors: Mapping[str, str], *, block_s: float
+    ) -> dict[str, list[tuple[str, KvEvent | None]]]:
+        """New events of each worker id after its cursor ("0" = from the start), as (cursor, event); None: an event that this
+        version cannot read. It is counted, and the next read begins after it."""
         ...
 
     async def close(self) -> None: ...

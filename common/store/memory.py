@@ -72,7 +72,9 @@ class MemoryStore:
         del stream[: -self._max_events]
         self._changed.set()
 
-    async def read_events(self, cursors: Mapping[str, str], *, block_s: float) -> dict[str, list[tuple[str, KvEvent]]]:
+    async def read_events(
+        self, cursors: Mapping[str, str], *, block_s: float
+    ) -> dict[str, list[tuple[str, KvEvent | None]]]:
         self._check()
         found = self._after(cursors)
         if not found and block_s > 0:
@@ -86,10 +88,12 @@ class MemoryStore:
             found = self._after(cursors)
         return found
 
-    def _after(self, cursors: Mapping[str, str]) -> dict[str, list[tuple[str, KvEvent]]]:
-        found = {}
+    def _after(self, cursors: Mapping[str, str]) -> dict[str, list[tuple[str, KvEvent | None]]]:
+        found: dict[str, list[tuple[str, KvEvent | None]]] = {}
         for name, cursor in cursors.items():
-            fresh = [(str(number), event) for number, event in self._events.get(name, ()) if number > int(cursor)]
+            fresh: list[tuple[str, KvEvent | None]] = [
+                (str(number), event) for number, event in self._events.get(name, ()) if number > int(cursor)
+            ]
             if fresh:
                 found[name] = fresh
         return found

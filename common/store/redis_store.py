@@ -43,6 +43,7 @@ from diptych.common.store.codec import (
 from diptych.common.store.interface import KvEvent, Pending, StoreError
 from diptych.common.store.redis_url import Connected, connect
 from diptych.common.store.worker_record import WorkerRecord
+from diptych.common.tiers import TIER_NAMES
 
 T = TypeVar("T")
 
@@ -175,6 +176,9 @@ class RedisStore:
         self._max_events = max_events
         self._starts: dict[tuple[str, str], str] = {}
         self.bad_rows = 0
+        """Rows and events that were read and are not what they should be: they are skipped."""
+        self.unknown_tiers = 0
+        """Tiers in leases that this version does not know."""
         self._url = url
         self._connected = connect(url, timeout_s=timeout_s)
         self._calls: dict[Connected, int] = {}
@@ -320,6 +324,7 @@ class RedisStore:
             except BadRowError:
                 self.bad_rows += 1
                 continue
+            self.unknown_tiers += sum(tier.name not in TIER_NAMES for tier in record.tiers)
             records.append(record)
         if len(gone) > MAX_WORKERS // 4:
             # A worker that returns adds itself again with its next heartbeat.
@@ -336,7 +341,9 @@ class RedisStore:
                 args += [field, value]
         await self._eval(_APPEND, [self._key("kv", check_id(worker_id))], args)
 
-    async def read_events(self, cursors: Mapping[str, str], *, block_s: float) -> dict[str, list[tuple[str, KvEvent]]]:
+    async def read_events(
+        self, cursors: Mapping[str, str], *, block_s: float
+    ) -> dict[str, list[tuple[str, KvEvent | None]]]:
         if not cursors:
             return {}
         try:
@@ -355,22 +362,24 @@ class RedisStore:
                 self.bad_rows += 1
         return found
 
-    async def _read(self, cursors: Mapping[str, str], block_s: float) -> dict[str, list[tuple[str, KvEvent]]]:
+    async def _read(self, cursors: Mapping[str, str], block_s: float) -> dict[str, list[tuple[str, KvEvent | None]]]:
         names = {self._key("kv", check_id(name)).encode(): name for name in cursors}
         command: list[Any] = ["XREAD", "COUNT", _READ_COUNT]
         if block_s > 0:
             command += ["BLOCK", max(1, int(block_s * 1000))]
         command += ["STREAMS", *names, *cursors.values()]
         answer = await self._call(self._redis.execute_command(*command), block_s)
-        found: dict[str, list[tuple[str, KvEvent]]] = {}
+        found: dict[str, list[tuple[str, KvEvent | None]]] = {}
         for key, entries in answer.items() if isinstance(answer, dict) else answer or ():
             events = found.setdefault(names[key], [])
             for entry_id, fields in entries:
+                event = None
                 try:
-                    events.append((entry_id.decode(), decode_event(fields)))
+                    event = decode_event(fields)
                 except BadRowError:
-                    # The gap in the sequence makes the reader fetch a snapshot.
+                    # The gap in the sequence makes the reader fetch a snapshot. Of a tier that is unknown here it misses nothing.
                     self.bad_rows += 1
+                events.append((entry_id.decode(), event))
         return found
 
     async def put_pending(self, router_id: str, pending: Pending, *, ttl_s: float) -> None:

@@ -109,7 +109,7 @@ class IndexFollower:
                 continue
             for worker_id, events in found.items():
                 if worker_id in self._cursors and events:
-                    self._index.apply_all(worker_id, [event for _, event in events])
+                    self._index.apply_all(worker_id, [event for _, event in events if event is not None])
                     self._cursors[worker_id] = events[-1][0]
 
     def fetch_snapshots(self) -> None:

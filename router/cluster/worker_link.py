@@ -137,13 +137,16 @@ class WorkerLink:
         """The content of the worker's prefix cache. Raises: DiptychError."""
         stub = worker_pb2_grpc.WorkerStub(self._channel)  # type: ignore[no-untyped-call]
         held: dict[str, list[bytes]] = {name: [] for name in TIER_NAMES}
+        unknown: set[str] = set()
+        """Tiers of another version."""
         position = None
         try:
             async for part in stub.DumpBlocks(worker_pb2.DumpBlocksRequest(), timeout=_DUMP_TIMEOUT_S):
                 for tier in part.tiers:
                     keys, blob = held.get(tier.tier), tier.block_keys
                     if keys is None:
-                        raise InternalError(f"{self.worker_id}: a dump of an unknown tier {tier.tier!r}")
+                        unknown.add(tier.tier)
+                        continue
                     if len(blob) % KEY_BYTES or len(keys) + len(blob) // KEY_BYTES > _MAX_DUMP_KEYS:
                         raise InternalError(f"{self.worker_id}: a dump of {len(blob)} bytes is invalid")
                     keys += [blob[i : i + KEY_BYTES] for i in range(0, len(blob), KEY_BYTES)]
@@ -157,5 +160,7 @@ class WorkerLink:
             raise InternalError(f"{self.worker_id}: the channel was closed") from None
         if position is None:
             raise InternalError(f"{self.worker_id}: an empty dump")
+        if unknown:
+            log.warning("a dump has tiers that are unknown here", worker=self.worker_id, tiers=sorted(unknown))
         epoch, sequences = position
         return CacheDump(epoch, tuple(TierDump(sequences.get(name, 0), keys) for name, keys in held.items()))

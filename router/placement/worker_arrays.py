@@ -106,7 +106,7 @@ class WorkerArrays:
             records=records,
             reported_at=reported_at,
             token_ms=token_ms,
-            copy_token_ms=_copy_token_ms(records),
+            copy_token_ms=_copy_token_ms(records, token_ms),
             idle_at_ms=1000.0 * reported_at + waiting * token_ms,
             prompt_step_ms=1000.0 * np.array([record.load.prompt_step_s for record in records], np.float64),
             requests=requests,
@@ -132,14 +132,17 @@ def _token_ms(leases: Sequence[Lease]) -> Floats:
     return 1000.0 / _measured([lease[0].load.prefill_tokens_per_s for lease in leases], DEFAULT_PREFILL_TOKENS_PER_S)
 
 
-def _copy_token_ms(records: Sequence[WorkerRecord]) -> Floats:
-    bytes_per_token = np.array([record.kv_bytes_per_token for record in records], np.float64)
-    rates = [_measured([_copy_rate(record, tier.name) for record in records], tier.bytes_per_s) for tier in LOWER_TIERS]
-    return 1000.0 * bytes_per_token / np.array(rates, np.float64).reshape(len(LOWER_TIERS), len(records))
-
-
-def _copy_rate(record: WorkerRecord, tier: str) -> float:
-    return next((state.bytes_per_s for state in record.tiers if state.name == tier), 0.0)
+def _copy_token_ms(records: Sequence[WorkerRecord], token_ms: Floats) -> Floats:
+    """By lower tier and worker. Where the worker reports no rate, its blocks there cost as much as computing them."""
+    rates = [{tier.name: tier.bytes_per_s for tier in record.tiers} for record in records]
+    table = [
+        [
+            1000.0 * record.kv_bytes_per_token / rate if (rate := own.get(tier.name, 0.0)) else float(compute_ms)
+            for record, own, compute_ms in zip(records, rates, token_ms, strict=True)
+        ]
+        for tier in LOWER_TIERS
+    ]
+    return np.array(table, np.float64).reshape(len(LOWER_TIERS), len(records))
 
 
 def _measured(values: Sequence[float], default: float) -> Floats:

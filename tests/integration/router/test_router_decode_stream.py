@@ -4,13 +4,15 @@ import asyncio
 
 import pytest
 
-from diptych.common.clock import FakeClock
+from diptych.common.clock import FakeClock, MonotonicClock
 from diptych.common.errors import OverloadedError, WorkerLostError
 from diptych.router.cluster.decode_stream import Attempt, DecodeStream
 from diptych.router.cluster.fake_decode import FakeDecode
 from diptych.router.cluster.token_pace import TokenPace
+from diptych.router.cluster.worker_link import WorkerLink
 from diptych.rpc.channels import open_channel
 from diptych.rpc.v1 import decode_pb2, router_pb2, types_pb2
+from diptych_tests.records import worker_record
 from diptych_tests.waiting import until
 
 
@@ -132,3 +134,23 @@ async def test_tokens_after_the_first_are_due_together_under_load_and_ends_at_on
     assert (await attempt.next()).tokens.token_ids == [4]
     assert (await attempt.next()).HasField("end")
     stream._down("the test is over")
+
+
+async def test_a_dump_of_a_tier_that_is_unknown_here_keeps_the_others(worker, monkeypatch):
+    whole = worker.DumpBlocks
+
+    async def with_tape(request, context):
+        async for part in whole(request, context):
+            part.tiers.add(tier="tape", sequence=9, block_keys=bytes(32))
+            yield part
+
+    monkeypatch.setattr(worker, "dump", (3, 5, (bytes(16),)))
+    monkeypatch.setattr(FakeDecode, "DumpBlocks", lambda self, request, context: with_tape(request, context))
+    record = worker_record("d0", address=worker.address)
+    link = WorkerLink(record, receiving_s=MonotonicClock().now, probe_s=1.0, dead_s=1.0, on_change=lambda: None)
+    try:
+        dump = await link.dump_blocks()
+    finally:
+        await link.close("the test is over")
+    assert dump.epoch == 3
+    assert [(tier.sequence, list(tier.keys)) for tier in dump.tiers] == [(5, [bytes(16)]), (0, [])]

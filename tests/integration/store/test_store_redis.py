@@ -5,6 +5,7 @@ import pytest
 
 from diptych.common.store.interface import KvEvent, StoreError
 from diptych.common.store.redis_store import RedisStore
+from diptych.common.tiers import TierState
 from diptych_tests import waiting
 from diptych_tests.records import worker_record
 
@@ -70,9 +71,26 @@ async def test_hostile_rows_are_skipped_and_counted(stores, raw):
     assert store.bad_rows == 4
     await raw.xadd("{t}:kv:p0", {"x": "y"})
     await store.append_events("p0", [KvEvent("a1", 1, 1, "stored", (bytes(16),))])
-    assert len((await store.read_events({"p0": "0"}, block_s=0))["p0"]) == 1
+    assert [e and e.sequence for _, e in (await store.read_events({"p0": "0"}, block_s=0))["p0"]] == [None, 1]
     await raw.set("{t}:kv:bad", "x")
     assert list(await store.read_events({"p0": "0", "bad": "0"}, block_s=0)) == ["p0"]
+
+
+async def test_a_tier_of_another_version_is_passed_over_and_counted(stores):
+    """Also where a whole read holds nothing else: the next read begins after it."""
+    store, _ = stores
+    await store.put_worker(make_record(tiers=(TierState("device", 1), TierState("tape", 300))), ttl_s=1000)
+    assert [(w.worker_id, w.event_sequences[0]) for w in await store.list_workers()] == [("p0", 1)]
+    assert store.unknown_tiers == 1
+    await store.append_events("p0", [KvEvent("a1", 1, i, "evicted", (bytes(16),), "tape") for i in range(300)])
+    await store.append_events("p0", [KvEvent("a1", 1, 1, "stored", (bytes(16),))])
+    cursor, seen = "0", []
+    for _ in range(2):
+        read = (await store.read_events({"p0": cursor}, block_s=0))["p0"]
+        cursor = read[-1][0]
+        seen += [event.tier for _, event in read if event is not None]
+    assert seen == ["device"]
+    assert store.bad_rows == 300
 
 
 async def test_keys_of_a_wrong_type_are_replaced(stores, raw):

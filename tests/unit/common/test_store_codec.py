@@ -73,7 +73,7 @@ def test_broken_pending_rows_are_refused(fields):
         ({"num_blocks": 2**60}, "num_blocks"),
         ({"tiers": (TierState("device", -1),)}, "event_sequence"),
         ({"tiers": (TierState("host", num_bytes=-1),)}, "num_bytes"),
-        ({"tiers": (TierState("cloud"),)}, "tiers"),
+        ({"tiers": (TierState("a/b"),)}, "tiers"),
         ({"tiers": (TierState("host"), TierState("host"))}, "tiers"),
         ({"tiers": (TierState("host", bytes_per_s=float("inf")),)}, "record|rate"),
         ({"load": WorkerLoad(num_running=-1)}, "num_running"),
@@ -86,6 +86,12 @@ def test_broken_pending_rows_are_refused(fields):
 def test_values_that_make_no_sense_are_refused(change, field):
     with pytest.raises(BadRowError, match=field):
         decode_record(encode_record(msgspec.structs.replace(RECORD, **change)))
+
+
+def test_a_tier_of_another_version_costs_nothing_but_itself():
+    tiers = (TierState("device", 7), TierState("tape", 9, 5, 2.0), TierState("host", 8, 3, 1.0))
+    record = decode_record(encode_record(msgspec.structs.replace(RECORD, tiers=tiers)))
+    assert record.event_sequences[:2] == (7, 8)
 
 
 @pytest.mark.parametrize("raw", [b"", b"{}", b"[]", b"\xff", b"[" * 5000, b"1" * 100_000, b'{"worker_id": 1}'])
