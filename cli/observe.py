@@ -65,6 +65,9 @@ def register(app: typer.Typer) -> None:
         timeout_s: Annotated[
             float, typer.Option(min=1.0, help="Seconds for the worker's drain and until the router uses it.")
         ] = 120.0,
+        force: Annotated[
+            bool, typer.Option("--force", help="Also if it is the last ready worker of its pool.")
+        ] = False,
         tls_ca: TLS_CA = None,
         tls_server_name: TLS_SERVER_NAME = "",
         cluster_ca: CLUSTER_CA = "",
@@ -79,7 +82,7 @@ def register(app: typer.Typer) -> None:
 
         tls = cluster_tls(cluster_ca, cluster_cert, cluster_key, cluster_tls_name, here=not url)
         client = StatusClient(url, tls_ca=tls_ca, server_name=tls_server_name)
-        raise typer.Exit(run_role(client, worker, role, timeout_s=timeout_s, cluster_tls=tls))
+        raise typer.Exit(run_role(client, worker, role, timeout_s=timeout_s, force=force, cluster_tls=tls))
 
     @app.command()
     def restart(

@@ -26,7 +26,9 @@ class Status(Protocol):
         ...
 
 
-def set_role(address: str, worker: dict[str, Any], role: str, *, tls: ClusterTls | None, timeout_s: float) -> str:
+def set_role(
+    address: str, worker: dict[str, Any], role: str, *, force: bool, tls: ClusterTls | None, timeout_s: float
+) -> str:
     """Ask the worker for the role, and wait until it has it. Returns: the role before. Raises: DiptychError."""
     options = channel_options()
     channel = (
@@ -34,7 +36,9 @@ def set_role(address: str, worker: dict[str, Any], role: str, *, tls: ClusterTls
         if tls is None
         else grpc.secure_channel(address, cluster_credentials(tls), options=[*options, *name_option(tls)])
     )
-    request = worker_pb2.SetRoleRequest(worker_id=worker["id"], incarnation=worker["incarnation"], role=ROLES[role])
+    request = worker_pb2.SetRoleRequest(
+        worker_id=worker["id"], incarnation=worker["incarnation"], role=ROLES[role], force=force
+    )
     with channel:
         try:
             answer = WorkerStub(channel).SetRole(request, timeout=timeout_s)
@@ -49,6 +53,7 @@ def run_role(
     role: str,
     *,
     timeout_s: float,
+    force: bool = False,
     cluster_tls: ClusterTls | None = None,
     ask: Callable[..., str] = set_role,
     now: Callable[[], float] = time.monotonic,
@@ -66,7 +71,7 @@ def run_role(
         raise ConfigError(
             "worker", worker, f"the router has no such worker; it has: {', '.join(sorted(known)) or 'none'}"
         )
-    before = ask(known[worker]["address"], known[worker], role, tls=cluster_tls, timeout_s=timeout_s)
+    before = ask(known[worker]["address"], known[worker], role, force=force, tls=cluster_tls, timeout_s=timeout_s)
     if before == role:
         print(f"{worker} is a {role} worker already")
         return 0

@@ -24,7 +24,6 @@ from diptych.engine.grammar.program import Program
 from diptych.engine.messages import EngineEvent
 from diptych.rpc.channels import open_channel
 from diptych.rpc.stubs import add_decode
-from diptych.worker.incoming import Limits
 from diptych.worker.peers import PeerDirectory
 from diptych.worker.runtime import WorkerRuntime
 
@@ -33,7 +32,7 @@ class DecodeService:
     """See worker.role.Service."""
 
     def __init__(self, runtime: WorkerRuntime) -> None:
-        able, config = runtime.model.runner.capabilities, runtime.config
+        config = runtime.config
         reader = runtime.metrics.metered(runtime.transfer)
         self._links = LinkRates()
         self._runtime = runtime
@@ -63,7 +62,7 @@ class DecodeService:
         self.intake = AttemptManager(
             runtime.engine,
             context,
-            Limits(runtime.worker_id, runtime.incarnation, able.vocab_size, able.max_model_len, able.block_size),
+            runtime.limits,
             path=runtime.transfer.path,
             max_attempts=config.max_queue,
             compile_grammar=self._compile_grammar,

@@ -12,7 +12,6 @@ from diptych.kvtransfer.layout import payload_capacity
 from diptych.prefill.service import PrefillServicer, SourceServicer
 from diptych.prefill.sessions import PrefillSessions
 from diptych.rpc.stubs import add_prefill, add_source
-from diptych.worker.incoming import Limits
 from diptych.worker.role_spec import PREFILL, SOURCE
 from diptych.worker.runtime import WorkerRuntime
 
@@ -21,13 +20,12 @@ class Publishing:
     """A worker's sessions, and the slabs that it packs. They outlive a change of role."""
 
     def __init__(self, runtime: WorkerRuntime) -> None:
-        able = runtime.model.runner.capabilities
         self._runtime = runtime
         self._began = False
         self.sessions = PrefillSessions(
             runtime.engine,
             runtime.transfer,
-            Limits(runtime.worker_id, runtime.incarnation, able.vocab_size, able.max_model_len, able.block_size),
+            runtime.limits,
             max_sessions=runtime.config.max_queue,
             alive_every_s=runtime.config.leg_silence_s / 3,
             why_stuck=runtime.why_stuck,

@@ -130,7 +130,7 @@ def later_fields_of(message: types_pb2.SamplingParams) -> frozenset[str]:
 def unknown_fields(message: types_pb2.SamplingParams) -> str:
     """The numbers of its fields, and of its grammar's, that this version does not know; "": none."""
     found = [UnknownFieldSet(part) for part in (message, message.grammar)]
-    return ", ".join(str(field.field_number) for part in found for field in part)
+    return ", ".join(str(part[i].field_number) for part in found for i in range(len(part)))
 
 
 def sampling_from_proto(message: types_pb2.SamplingParams, *, vocab_size: int) -> SamplingParams:

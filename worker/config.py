@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any, TypeVar
 
 from diptych.common.addresses import is_loopback
 from diptych.common.checkpoint.modes import CHANGED, VERIFY_MODES
@@ -15,6 +16,7 @@ from diptych.engine.config import GRAMMAR_BACKENDS, POLICIES, PREEMPTION_MODES, 
 from diptych.engine.overlap import MODES as OVERLAP_MODES
 from diptych.worker.role_spec import ROLES
 
+T = TypeVar("T")
 AUTO = "auto"
 BACKENDS = (AUTO, "native", "torch", "triton")
 _ENGINE = EngineConfig(num_blocks=1)
@@ -278,6 +280,13 @@ class WorkerConfig:
                 f"peers on other hosts get {self.advertised_host}, and cannot read KV from a loopback address: name one "
                 "of this host",
             )
+
+    def options(self, kind: type[T], **other: Any) -> T:
+        """`kind`, a dataclass of options: each field from `other`, else the setting of the same name, else its default. So a
+        setting reaches a package by a field of its name there. Raises: ConfigError, and TypeError for a field without a value."""
+        mine = {field.name for field in fields(self)}
+        shared = [field.name for field in fields(kind) if field.name in mine - other.keys()]  # type: ignore[arg-type]
+        return kind(**{name: getattr(self, name) for name in shared}, **other)
 
     @property
     def advertised_host(self) -> str:

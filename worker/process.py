@@ -136,16 +136,11 @@ async def make_transfer(runtime: WorkerRuntime) -> Transfer:
     """The KV transport of the settings, after its self-test (off the event loop)."""
     config = runtime.config
     faults = FaultSpec(corrupt_every=config.fault_corrupt_every) if config.fault_corrupt_every else None
-    settings = TransferConfig(
-        transport=config.transport,
-        device=config.device,
+    settings = config.options(
+        TransferConfig,
         host=config.effective_kv_host,
-        slab_bytes=config.slab_bytes,
-        num_slabs=config.num_slabs,
         quotas=slab_quotas(config),
         lease_s=config.slab_lease_s,
-        require_transport=config.require_transport,
-        verify_checksum=config.verify_checksum,
         faults=faults,
     )
     loop = asyncio.get_running_loop()

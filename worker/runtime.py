@@ -4,8 +4,9 @@ load model (executor) -> engine starts, warm-up -> transfer self-test -> gRPC se
     -> lease in the store, SERVING
 SIGTERM / SIGINT: NOT_SERVING -> lease "draining" -> running requests finish, up to drain_s -> the rest fails typed
     -> lease removed -> server, transfer and engine closed
-set_role: NOT_SERVING -> lease "draining" -> running requests finish, up to drain_s -> the rest fails typed
-    -> the other role's services -> lease with the other role, SERVING
+set_role: another worker of the pool is ready, or forced -> NOT_SERVING -> lease "draining"
+    -> running requests finish, up to drain_s -> the rest fails typed -> the other role's services
+    -> lease with the other role, SERVING
 """
 
 from __future__ import annotations
@@ -30,9 +31,11 @@ from diptych.common.errors import (
     WorkerLostError,
 )
 from diptych.common.ids import new_incarnation
+from diptych.common.observe.logging import bind_process
+from diptych.common.observe.tracing import tracing
 from diptych.common.request import Prompt
 from diptych.common.sampling import LATER_FIELDS, SamplingParams
-from diptych.common.store.interface import Store
+from diptych.common.store.interface import Store, StoreError
 from diptych.common.store.registration import WorkerRegistration
 from diptych.common.store.worker_record import WorkerLoad, WorkerRecord
 from diptych.common.tiers import TIERS, TierState, tier_states
@@ -57,6 +60,7 @@ from diptych.worker.config import WorkerConfig
 from diptych.worker.defaults import DeviceFacts, settled
 from diptych.worker.gpu import GpuMonitor, watch_gpu
 from diptych.worker.host_facts import read_host_facts
+from diptych.worker.incoming import Limits
 from diptych.worker.liveness import why_not_live
 from diptych.worker.metrics import MetricsServer, WorkerMetrics
 from diptych.worker.model import LoadedModel
@@ -134,22 +138,12 @@ class WorkerRuntime:
         self.ended = asyncio.Event()
         """Set when the worker cannot continue: its engine failed, or a younger incarnation took its name."""
         runner = model.runner
-        self._engine_config = EngineConfig(
+        self._engine_config = config.options(
+            EngineConfig,
             num_blocks=runner.capabilities.num_blocks,
-            block_size=config.block_size,
-            max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
             max_step_time_s=config.max_step_time_s or None,
             mixed_step_time_s=config.mixed_step_time_s or None,
-            enable_prefix_caching=config.enable_prefix_caching,
-            scheduling_policy=config.scheduling_policy,
-            long_prefill_token_threshold=config.long_prefill_token_threshold,
-            tenant_cache_share=config.tenant_cache_share,
-            num_host_blocks=config.num_host_blocks,
             slab_quota_per_peer=max(4, config.num_slabs // 2),
-            preemption_mode=config.preemption_mode,
-            steps_ahead=config.steps_ahead,
-            check_invariants=config.check_invariants,
         )
         self.engine = EngineClient(
             model.executor or LocalExecutor(runner),
@@ -189,6 +183,12 @@ class WorkerRuntime:
     @property
     def ref(self) -> WorkerRef:
         return WorkerRef(self.worker_id, self.incarnation, self.address)
+
+    @property
+    def limits(self) -> Limits:
+        """What a request must fit into."""
+        able = self.model.runner.capabilities
+        return Limits(self.worker_id, self.incarnation, able.vocab_size, able.max_model_len, able.block_size)
 
     @property
     def transfer(self) -> Transfer:
@@ -432,14 +432,16 @@ class WorkerRuntime:
         await self.engine.set_detokenizer(factory)
         return grammars
 
-    async def set_role(self, name: str) -> str:
+    async def set_role(self, name: str, *, force: bool = False) -> str:
         """Drain, and serve the role `name` from then on, with the same engine, KV and incarnation. What does not end within
         drain_s fails with WorkerLostError, and is continued elsewhere by its caller's failure policy. Cancelling the call does
         not undo it.
 
+        Args: force: also where no other worker of its pool is ready.
         Returns: the role before.
-        Raises: InvalidRequestError: there is no such role, or the settings do not allow it. NoWorkerError: the worker
-            is stopping, or is changing to another role. InternalError: the role before goes on.
+        Raises: InvalidRequestError: there is no such role, the settings do not allow it, or the pool would be empty.
+            NoWorkerError: the worker is stopping, is changing to another role, or cannot see the pool. InternalError: the
+            role before goes on.
         """
         before = self.role.name
         try:
@@ -452,17 +454,42 @@ class WorkerRuntime:
             if self._draining:
                 raise NoWorkerError(f"{self.worker_id} is stopping")
             self._change_to = name
-            self._change = asyncio.create_task(self._change_role(name), name=f"become {name}")
+            self._change = asyncio.create_task(self._change_role(name, force=force), name=f"become {name}")
         elif name != self._change_to:
             raise NoWorkerError(f"{self.worker_id} is becoming a {self._change_to} worker", retry_after_s=1.0)
         await asyncio.shield(self._change)
         return before
 
-    async def _change_role(self, name: str) -> None:
+    async def _check_pool(self, name: str) -> None:
+        """Raises: InvalidRequestError: no other worker of its pool is ready. NoWorkerError: the store does not say."""
+        if self._store is None:
+            return
+        mine = self.record()
+        pool = f"pool of {mine.role} workers of {mine.model}"
+        try:
+            if self._changing and self._registration is not None:
+                await self._registration.beat()  # the lease says so: two workers that change at once see each other
+            others = [record for record in await self._store.list_workers() if record.worker_id != mine.worker_id]
+        except StoreError as error:
+            raise NoWorkerError(
+                f"whether the {pool} has another worker is unknown (force ignores it): {error}"
+            ) from None
+        if not any((one.role, one.model, one.state) == (mine.role, mine.model, "ready") for one in others):
+            raise InvalidRequestError(
+                f"{mine.worker_id} cannot be a {name} worker: it is the last one that is ready in the {pool}; "
+                "force leaves that empty",
+                param="role",
+            )
+
+    async def _change_role(self, name: str, *, force: bool) -> None:
         before = self.role
-        log.info("changing the role", role=before.name, to=name)
+        if not force:
+            await self._check_pool(name)
+        log.info("changing the role", to=name)
         self._changing = True
         try:
+            if not force:
+                await self._check_pool(name)
             await self.health.set(False)
             await self._empty(before, WorkerLostError(f"{self.worker_id} becomes a {name} worker"))
             role = Role(name, self._factories, before)
@@ -477,6 +504,8 @@ class WorkerRuntime:
             self._handlers.install(role.add_to)
             self.metrics.set_role(name)
             self.metrics.identify({"role": name, "worker": self.worker_id})
+            bind_process(role=name)
+            tracing.set_role(name)
             await self.health.offer((*role.full_names, _WORKER))
             await self._quietly("role", before.close(but=role))
         finally:
@@ -486,7 +515,7 @@ class WorkerRuntime:
                 await self.health.set(self._live)
             if self._registration is not None:
                 self._registration.beat_now()
-        log.info("changed the role", role=name)
+        log.info("changed the role", before=before.name)
 
     async def _empty(self, role: Role, error: DiptychError) -> None:
         """No request is left, and no stream of a router. Raises: InternalError when the requests do not end."""

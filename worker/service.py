@@ -29,7 +29,7 @@ class WorkerFacts(Protocol):
 
     def worker_stats(self) -> worker_pb2.GetStatsResponse: ...
 
-    async def set_role(self, name: str) -> str: ...
+    async def set_role(self, name: str, *, force: bool) -> str: ...
 
 
 class WorkerServicer(worker_pb2_grpc.WorkerServicer):
@@ -62,7 +62,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
                 raise StaleReferenceError(
                     f"this is {me.worker_id}/{me.incarnation}, the request is for {request.worker_id}/{request.incarnation}"
                 )
-            before = await self._runtime.set_role(wire.role_from_proto(request.role))
+            before = await self._runtime.set_role(wire.role_from_proto(request.role), force=request.force)
             return worker_pb2.SetRoleResponse(previous=wire.role_to_proto(before))
         raise AssertionError("errors_to_status ended the call")
 

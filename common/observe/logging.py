@@ -23,6 +23,13 @@ from structlog.tracebacks import ExceptionDictTransformer
 from diptych.common.observe.log_writer import ThreadedWriter
 
 _STDERR = 2
+_process: dict[str, Any] = {}
+"""Bound to every line of this process."""
+
+
+def bind_process(**changes: Any) -> None:
+    """Change what is bound to every line, such as the role of a worker. From any thread."""
+    _process.update(changes)
 
 
 def writes_json() -> bool:
@@ -37,10 +44,12 @@ def setup_logging(**process: Any) -> None:
     Call it once, before the first line.
     """
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+    _process.clear()
+    bind_process(**process)
     level = logging.getLevelNamesMapping().get(os.environ.get("DIPTYCH_LOG_LEVEL", "INFO").upper(), logging.INFO)
     shared: list[Any] = [
         structlog.contextvars.merge_contextvars,
-        lambda _logger, _method, event: {**process, **event},
+        lambda _logger, _method, event: {**_process, **event},
         structlog.stdlib.add_log_level,
         structlog.stdlib.add_logger_name,
         structlog.processors.TimeStamper(fmt="iso", utc=True),

@@ -74,6 +74,9 @@ class Tracing:
     def __init__(self) -> None:
         self._provider: Any = None
         self._tracer: Any = None
+        self._processor: Any = None
+        self._service = ""
+        self._instance = ""
 
     @property
     def on(self) -> bool:
@@ -122,26 +125,37 @@ class Tracing:
         if exporter is None and not named:
             return False
         try:
-            from opentelemetry.sdk.resources import Resource
-            from opentelemetry.sdk.trace import TracerProvider
             from opentelemetry.sdk.trace.export import BatchSpanProcessor, SimpleSpanProcessor
 
             if exporter is None:
                 from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
 
-                processor: Any = BatchSpanProcessor(OTLPSpanExporter())
+                self._processor = BatchSpanProcessor(OTLPSpanExporter())
             else:
-                processor = SimpleSpanProcessor(exporter)
+                self._processor = SimpleSpanProcessor(exporter)
         except ModuleNotFoundError as error:
             rule = f"needs {error.name}: {install_command('otel')}"
             raise ConfigError(named, environ.get(named, ""), rule) from None
-        resource = {"service.name": environ.get("OTEL_SERVICE_NAME") or f"diptych-{role}", "diptych.role": role}
-        if instance:
-            resource["service.instance.id"] = instance
-        self._provider = TracerProvider(resource=Resource.create(resource), shutdown_on_exit=False)
-        self._provider.add_span_processor(processor)
-        self._tracer = self._provider.get_tracer("diptych")
+        self._service, self._instance = environ.get("OTEL_SERVICE_NAME", ""), instance
+        self._provide(role)
         return True
+
+    def set_role(self, role: str) -> None:
+        """Spans that begin from now on are of this role."""
+        if self.on:
+            self._provide(role)
+
+    def _provide(self, role: str) -> None:
+        """A provider's resource is fixed. All of this process export through one processor."""
+        from opentelemetry.sdk.resources import Resource
+        from opentelemetry.sdk.trace import TracerProvider
+
+        resource = {"service.name": self._service or f"diptych-{role}", "diptych.role": role}
+        if self._instance:
+            resource["service.instance.id"] = self._instance
+        self._provider = TracerProvider(resource=Resource.create(resource), shutdown_on_exit=False)
+        self._provider.add_span_processor(self._processor)
+        self._tracer = self._provider.get_tracer("diptych")
 
     def close(self) -> None:
         """Flush for a bounded time and switch off. Idempotent; blocks, so call it off the event loop."""

@@ -140,14 +140,16 @@ class GetInfoResponse(_message.Message):
     def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., role: _Optional[_Union[WorkerRole, str]] = ..., pid: _Optional[int] = ..., compat: _Optional[_Union[Compat, _Mapping]] = ..., kv_address: _Optional[_Union[KvAddress, _Mapping]] = ..., num_blocks: _Optional[int] = ..., max_model_len: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., transport_path: _Optional[str] = ..., transport_bytes_per_s: _Optional[float] = ..., version: _Optional[str] = ..., services: _Optional[_Iterable[str]] = ..., sampling_fields: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class SetRoleRequest(_message.Message):
-    __slots__ = ("worker_id", "incarnation", "role")
+    __slots__ = ("worker_id", "incarnation", "role", "force")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
+    FORCE_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     incarnation: str
     role: WorkerRole
-    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., role: _Optional[_Union[WorkerRole, str]] = ...) -> None: ...
+    force: bool
+    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., role: _Optional[_Union[WorkerRole, str]] = ..., force: _Optional[bool] = ...) -> None: ...
 
 class SetRoleResponse(_message.Message):
     __slots__ = ("previous",)

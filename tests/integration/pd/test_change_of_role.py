@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from types import ModuleType
 from typing import Any
 
 import grpc
 import pytest
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from diptych.cli.worker_roles import services_of
 from diptych.common.block_identity import block_keys
 from diptych.common.clock import MonotonicClock
 from diptych.common.errors import InvalidRequestError, NoWorkerError, StaleReferenceError, WorkerLostError
+from diptych.common.observe import logging
+from diptych.common.observe.tracing import tracing
 from diptych.common.store.memory import MemoryStore
 from diptych.kvtransfer.api import PeerRef
 from diptych.rpc.channels import open_channel
@@ -184,10 +189,77 @@ async def test_the_store_has_the_new_role_under_the_same_incarnation(pd: ModuleT
     await worker.start()
     try:
         await waiting.until(lambda: role_is("prefill"))
-        await worker.set_role("decode")
+        await worker.set_role("decode", force=True)
         await waiting.until(lambda: role_is("decode"))
     finally:
         await worker.close()
+
+
+@asynccontextmanager
+async def prefill_pool(pd: ModuleType, store: MemoryStore, size: int) -> AsyncIterator[list[WorkerRuntime]]:
+    workers = [
+        WorkerRuntime(
+            pd.worker_config("prefill", f"w{i}"), pd.fake_model(), make_transfer=make_transfer, make_services=services_of,
+            store=store,
+        )
+        for i in range(size)
+    ]  # fmt: skip
+    try:
+        for worker in workers:
+            await worker.start()
+        await waiting.until(lambda: ready_prefill(store, size))
+        yield workers
+    finally:
+        for worker in workers:
+            await worker.close()
+
+
+async def ready_prefill(store: MemoryStore, size: int) -> bool:
+    return [(r.role, r.state) for r in await store.list_workers()].count(("prefill", "ready")) == size
+
+
+async def test_the_last_worker_of_a_pool_keeps_its_role_unless_forced(pd: ModuleType) -> None:
+    store = MemoryStore(MonotonicClock())
+    async with prefill_pool(pd, store, 2) as (one, other):
+        assert await one.set_role("decode") == "prefill"
+        with pytest.raises(InvalidRequestError, match="w1 .* pool of prefill workers of") as caught:
+            await other.set_role("decode")
+        assert caught.value.param == "role"
+        assert (other.role.name, other.record().state, other.health.serving) == ("prefill", "ready", True)
+        store.available = False
+        with pytest.raises(NoWorkerError, match="unknown"):
+            await other.set_role("decode")
+        store.available = True
+        assert await other.set_role("decode", force=True) == "prefill"
+
+
+async def test_two_that_change_at_once_do_not_leave_the_pool_empty(pd: ModuleType) -> None:
+    store = MemoryStore(MonotonicClock())
+    async with prefill_pool(pd, store, 2) as workers:
+        ended = await asyncio.gather(*(worker.set_role("decode") for worker in workers), return_exceptions=True)
+        assert any(isinstance(one, InvalidRequestError) for one in ended)
+        left = [worker for worker in workers if worker.role.name == "prefill"]
+        assert left
+        assert all((worker.record().state, worker.health.serving) == ("ready", True) for worker in left)
+
+
+async def test_logs_and_traces_name_the_present_role(pd: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    exporter = InMemorySpanExporter()
+    monkeypatch.setattr(logging, "_process", {})
+    logging.bind_process(worker="w", role="prefill")
+    assert tracing.configure("prefill", "w", exporter=exporter, environ={})
+    try:
+        before = tracing.start("before")
+        async with pd.cluster() as cluster:
+            await cluster.prefill[0].set_role("decode")
+        tracing.start("after").end()
+        before.end()
+    finally:
+        tracing.close()
+    assert logging._process == {"worker": "w", "role": "decode"}
+    roles = {span.name: span.resource.attributes["diptych.role"] for span in exporter.get_finished_spans()}
+    assert roles == {"before": "prefill", "after": "decode"}
+    assert {span.resource.attributes["service.instance.id"] for span in exporter.get_finished_spans()} == {"w"}
 
 
 async def cached_blocks(worker: WorkerRuntime, keys: list[bytes]) -> list[int]:

@@ -30,9 +30,9 @@ class Router:
 def run(router: Router, role: str = "decode", before: str = "prefill", asked: list[Any] | None = None) -> int:
     seconds = [0.0]
 
-    def ask(address: str, known: dict[str, Any], wanted: str, **_: object) -> str:
+    def ask(address: str, known: dict[str, Any], wanted: str, *, force: bool, **_: object) -> str:
         if asked is not None:
-            asked.append((address, known["incarnation"], wanted))
+            asked.append((address, known["incarnation"], wanted, force))
         return before
 
     def sleep(s: float) -> None:
@@ -52,7 +52,7 @@ def test_17_6_the_role_is_changed_once_the_router_uses_it(capsys: pytest.Capture
         [worker("decode")],
     )
     assert run(router, asked=asked) == 0
-    assert asked == [("h:1", "i", "decode")]
+    assert asked == [("h:1", "i", "decode", False)]
     assert "w0 was a prefill worker, and is a decode worker now" in capsys.readouterr().out
 
 

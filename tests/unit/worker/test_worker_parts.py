@@ -10,8 +10,10 @@ import pytest
 from diptych.common.errors import ConfigError, TransferError
 from diptych.common.kv_format import full_format, windowed_format
 from diptych.common.kv_groups import PoolDemand
+from diptych.engine.config import EngineConfig
 from diptych.engine.fake_runner import FakeRunner
 from diptych.engine.messages import EngineStats
+from diptych.kvtransfer.config import TransferConfig
 from diptych.kvtransfer.handle import SlabHandle
 from diptych.worker import model, wire
 from diptych.worker.config import WorkerConfig
@@ -128,3 +130,33 @@ def test_18_3_the_warm_up_is_a_whole_step_on_a_gpu() -> None:
     assert tokens(device="cuda") == 2048
     assert tokens(device="cuda", max_model_len=1000) == 998, "two tokens come out of it"
     assert tokens(device="cuda", num_blocks=20) == 160, "half of the pool"
+
+
+def test_a_setting_reaches_a_package_by_its_name_there() -> None:
+    """Each setting of the engine and of the transfer that a worker has under the same name, at another value than the default."""
+    config = WorkerConfig(
+        block_size=8, max_num_seqs=7, max_num_batched_tokens=99, max_step_time_s=0.2, mixed_step_time_s=0.1,
+        enable_prefix_caching=False, scheduling_policy="fcfs", long_prefill_token_threshold=5, tenant_cache_share=0.5,
+        num_host_blocks=3, preemption_mode="swap", steps_ahead=False, check_invariants=True, transport="inproc",
+        slab_bytes=1 << 20, num_slabs=5, verify_checksum=False,
+    )  # fmt: skip
+    engine = config.options(EngineConfig, num_blocks=11)
+    assert engine == EngineConfig(
+        11, 8, 7, 99, 0.2, 0.1, enable_prefix_caching=False, scheduling_policy="fcfs", long_prefill_token_threshold=5,
+        tenant_cache_share=0.5, num_host_blocks=3, preemption_mode="swap", steps_ahead=False, check_invariants=True,
+    )  # fmt: skip
+    transfer = config.options(TransferConfig, host="h", lease_s=9.0)
+    assert (transfer.host, transfer.lease_s, transfer.num_slabs, transfer.slab_bytes) == ("h", 9.0, 5, 1 << 20)
+    assert not transfer.verify_checksum
+    shared = {field.name for field in dataclasses.fields(EngineConfig)} & {
+        field.name for field in dataclasses.fields(WorkerConfig)
+    }
+    assert all(getattr(engine, name) != getattr(EngineConfig(1), name) for name in shared), "each is looked at above"
+
+
+def test_a_new_setting_needs_no_copy() -> None:
+    with_disk = dataclasses.make_dataclass(
+        "WithDisk", [("num_disk_blocks", int, 4)], bases=(WorkerConfig,), frozen=True
+    )
+    options = dataclasses.make_dataclass("Options", [("num_disk_blocks", int, 0), ("other", int, 2)])
+    assert dataclasses.astuple(with_disk().options(options)) == (4, 2)
