@@ -59,7 +59,7 @@ def plan(scheduler: Scheduler, now: float) -> SchedulerOutput | None:
 
 def _obstacle(scheduler: Scheduler, out: SchedulerOutput) -> str:
     running = scheduler.running
-    if scheduler.drafter is not None:
+    if scheduler.has_drafts():
         return "drafts"
     if running.prefilling:
         return "prompt"

@@ -290,7 +290,7 @@ class Scheduler:
         self.passing.begin_step()
         self._schedule_decode(out)
         if self.drafter is not None:
-            self._add_drafts(out, self.drafter)
+            self._add_drafts(out)
         budget = self.config.max_num_batched_tokens - out.num_decode - out.num_draft_tokens
         cap = self.throughput.prefill_cap(out.num_decode, report.prompt_tokens_left(live))
         if cap is not None:
@@ -345,16 +345,28 @@ class Scheduler:
         out.requests = served
         out.num_decode = len(served)
 
-    def _add_drafts(self, out: SchedulerOutput, drafter: Drafter) -> None:
+    def _guesses(self, request: Request, left: int) -> list[int]:
+        """The drafter's, behind the tokens that are known; at most `left`."""
+        tokens = request.token_ids
+        most = 0 if request.seq.num_candidates else min(left, request.max_tokens_total - len(tokens) - 1)
+        drafts = list(self.drafter(request.attempt, tokens, most))[:most] if self.drafter and most > 0 else []
+        if any(not 0 <= token < self.limits.vocab_size for token in drafts):
+            raise ValueError(f"attempt {request.attempt}: a guess is outside the vocabulary: {drafts}")
+        return drafts
+
+    def has_drafts(self) -> bool:
+        """Whether a decoding sequence has a guess behind the tokens that are known. While one of its tokens is being drawn,
+        that is the best sign of a guess behind that one."""
+        decoding = self.running.decoding.values()
+        left = self.config.max_num_batched_tokens - len(decoding)
+        return self.drafter is not None and any(self._guesses(request, left) for request in decoding)
+
+    def _add_drafts(self, out: SchedulerOutput) -> None:
         """Guesses get what is left of the token budget. They preempt nothing: without a free block a row has fewer of
         them."""
         left = self.config.max_num_batched_tokens - out.num_decode
         for request, seq in zip(out.requests, out.seqs, strict=True):
-            tokens = request.token_ids
-            most = 0 if seq.num_candidates else min(left, request.max_tokens_total - len(tokens) - 1)
-            drafts = list(drafter(request.attempt, tokens, most))[:most] if most > 0 else []
-            if any(not 0 <= token < self.limits.vocab_size for token in drafts):
-                raise ValueError(f"attempt {request.attempt}: a guess is outside the vocabulary: {drafts}")
+            tokens, drafts = request.token_ids, self._guesses(request, left)
             while drafts and not self._covers(request, len(tokens) + len(drafts)):
                 drafts.pop()
             seq.num_drafts = len(drafts)

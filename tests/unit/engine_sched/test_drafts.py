@@ -75,10 +75,11 @@ class Guesses:
         return guesses
 
 
-def run(kit, requests, *, drafter=None, arrivals=None, **changes):
-    """Returns: the engine, and by (attempt, choice) its ids, text, logprobs and end."""
+def run(kit, requests, *, drafter=None, device=False, **changes):
+    """Args: device: it runs ahead. Returns: the engine, and by (attempt, choice) its ids, text, logprobs and end."""
     num_blocks = changes.pop("num_blocks", 64)
-    runner = FakeRunner(num_blocks, kit.BLOCK, vocab_size=VOCABULARY, eos_token_ids=(1,), num_host_blocks=6)
+    make = FakeDeviceRunner if device else FakeRunner
+    runner = make(num_blocks, kit.BLOCK, vocab_size=VOCABULARY, eos_token_ids=(1,), num_host_blocks=6)
     config = kit.make_config(num_blocks=num_blocks, **changes)
     engine = OfflineEngine(LocalExecutor(runner), config, kit.IDENTITY, Words, clock=kit.FakeClock(), drafter=drafter)
     outputs, rows, cached, events = {}, [], {}, []
@@ -155,8 +156,9 @@ kinds = st.sampled_from(
     most=st.integers(1, 6),
     share=st.sampled_from([0.0, 0.6, 0.9, 1.0]),
     tight=st.booleans(),
+    device=st.booleans(),
 )
-def test_any_drafts_yield_what_plain_decoding_yields(kit, kind, prompts, max_tokens, seed, most, share, tight):
+def test_any_drafts_yield_what_plain_decoding_yields(kit, kind, prompts, max_tokens, seed, most, share, tight, device):
     requests = [
         kit.make_request(
             f"r{i}",
@@ -174,7 +176,7 @@ def test_any_drafts_yield_what_plain_decoding_yields(kit, kind, prompts, max_tok
     pool = tight_pool if tight else {}
     _, plain, plain_cache, _ = run(kit, requests, **pool)
     drafter = Guesses(truth_of(requests, plain), seed, most, share)
-    _, drafted, cache, _ = run(kit, requests, drafter=drafter, **pool)
+    _, drafted, cache, _ = run(kit, requests, drafter=drafter, device=device, **pool)
     assert drafted == plain
     if not tight:
         assert cache == plain_cache
@@ -255,23 +257,41 @@ def test_too_many_accepted_tokens_fail_their_request_alone(kit):
     assert isinstance(finished, Finished)
 
 
-def test_with_a_drafter_no_step_runs_ahead(kit):
-    """The host must know the tokens before it can guess the next ones."""
-    runner = FakeDeviceRunner(64, kit.BLOCK)
-    config = kit.make_config()
-    requests = [kit.make_request("a", 9, 12, seed=3)]
+def test_only_steps_with_drafts_are_not_ahead(kit):
+    """The host must know the tokens before it can guess the next ones; without a guess it need not."""
+    requests = [kit.make_request("a", 9, 24, seed=3)]
     [expected] = kit.make_engine().generate(requests)
-    engine = OfflineEngine(
-        LocalExecutor(runner),
-        config,
-        kit.IDENTITY,
-        clock=kit.FakeClock(),
-        drafter=lambda attempt, ids, most: [7] * (len(ids) % 3),
+    truth = [*requests[0].prompt.token_ids, *expected.token_ids]
+    rows = []
+
+    class Device(FakeDeviceRunner):
+        def launch(self, seqs, sources=()):
+            assert not any(seq.num_drafts for seq in seqs)
+            return super().launch(seqs, sources)
+
+        def execute(self, seqs, should_abort=None):
+            rows.append([seq.num_drafts for seq in seqs])
+            return super().execute(seqs, should_abort)
+
+    def generate(drafter):
+        config = kit.make_config()
+        engine = OfflineEngine(
+            LocalExecutor(Device(64, kit.BLOCK)), config, kit.IDENTITY, clock=kit.FakeClock(), drafter=drafter
+        )
+        [result] = engine.generate(requests)
+        assert result.token_ids == expected.token_ids
+        return engine.core.steps_ahead, engine.core.scheduler.live.not_ahead["drafts"]
+
+    without, _ = generate(None)
+    assert generate(lambda attempt, ids, most: []) == (without, 0), "a drafter that has nothing to guess costs nothing"
+    rows.clear()
+    ahead, held_back = generate(
+        lambda attempt, ids, most: truth[len(ids) : len(ids) + most][: 3 if len(ids) in (19, 20) else 0]
     )
-    [result] = engine.generate(requests)
-    assert result.token_ids == expected.token_ids
-    assert engine.core.steps_ahead == 0
-    assert engine.core.scheduler.live.not_ahead["drafts"]
+    assert [3] in rows
+    assert 0 < held_back <= 2
+    assert without - 6 <= ahead < without
+    assert generate(lambda attempt, ids, most: [7] * min(most, 2))[0] == 0
 
 
 def test_a_remote_request_drafts_as_a_local_one(kit):
