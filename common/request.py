@@ -16,8 +16,8 @@ class Prompt(msgspec.Struct, frozen=True):
         adapter: name of a LoRA adapter; "": none.
         media: identities of its image, audio and video tokens.
 
-    No API sets an adapter or media yet: messages have no field for them, and the engine rejects them
-    (InvalidRequestError).
+    No API sets an adapter or media yet. An adapter travels to the runner; the router and the engine reject one that they do
+    not know (InvalidRequestError, from block_identity.header_of_request). Media have no field in messages, and are rejected.
     """
 
     token_ids: Sequence[int]

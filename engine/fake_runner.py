@@ -6,7 +6,7 @@ layers see: a wrong block table, a lost or flipped byte or a slot written twice 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -30,6 +30,7 @@ class FakeRunner:
         block.
         windows: of each layer, 0: it sees every token; empty: all layers do.
         demand: bounds the pools of window groups.
+        adapters: see RunnerCapabilities; KV depends on its row's.
         bad_attempts: attempts whose rows come out bad, as NaN logits would.
     """
 
@@ -47,6 +48,7 @@ class FakeRunner:
         before_execute: Callable[[Sequence[ScheduledSeq]], None] | None = None,
         windows: Sequence[int] = (),
         demand: PoolDemand | None = None,
+        adapters: Mapping[str, str] | None = None,
     ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
@@ -68,6 +70,7 @@ class FakeRunner:
         self.on_launched: Callable[[], None] = lambda: None
         self.on_layers: Callable[[int], None] = lambda num_layers: None
         self.before_execute = before_execute
+        self.adapters = dict(adapters or {})
         self.bad_attempts: set[str] = set()
         self.pools = [
             np.zeros((count, group.num_layers, 2, block_size, 1, head_dim), dtype=np.uint8)
@@ -96,6 +99,7 @@ class FakeRunner:
             verifies_drafts=True,
             kv=self.kv,
             group_blocks=self.group_blocks,
+            adapters=self.adapters,
         )
 
     def expect_compiled(self) -> None:
@@ -204,8 +208,11 @@ class FakeRunner:
         position, out = seq.start, []
         layers = list(self.kv.groups[0].layers)
         before = self._slot(seq, position - 1).tobytes() if position else b""
+        salt = list(self.adapters)[seq.adapter].encode() if seq.adapter >= 0 else b""
         for token in seq.token_ids:
-            digest = xxhash.xxh3_128_digest(before + token.to_bytes(4, "little") + position.to_bytes(4, "little"))
+            digest = xxhash.xxh3_128_digest(
+                salt + before + token.to_bytes(4, "little") + position.to_bytes(4, "little")
+            )
             digest = (digest * (self.kv_bytes_per_token // len(digest) + 1))[: self.kv_bytes_per_token]
             out.append(np.frombuffer(digest, dtype=np.uint8).reshape(self.num_layers, 2, 1, -1))
             before = digest if len(layers) == self.num_layers else out[-1][layers].tobytes()

@@ -255,10 +255,10 @@ def _wait(ranks: Sequence[_Rank], timeout_s: float) -> bool:
 
 
 def _together(parts: Sequence[RunnerCapabilities], sampler: RunnerCapabilities) -> RunnerCapabilities:
-    """Raises: ConfigError for ranks whose blocks differ in number or size."""
-    for name in ("num_blocks", "block_size", "num_host_blocks"):
+    """Raises: ConfigError for ranks whose blocks differ in number or size, or whose adapters differ."""
+    for name in ("num_blocks", "block_size", "num_host_blocks", "adapters"):
         values = [asdict(part)[name] for part in parts]
-        if len(set(values)) > 1:
+        if any(value != values[0] for value in values):
             raise ConfigError(name, values, "must be the same on every rank")
     return replace(
         sampler,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Container, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from diptych.common.kv_format import KvFormat
@@ -36,6 +36,7 @@ class RunnerCapabilities:
         group_blocks: blocks of each group's pool; empty: `num_blocks` in every one.
         rank_sizes: layers, and KV bytes of a token, of each rank where there are several. `pack` and `unpack` are for one rank
             then, and each rank's KV is a part of its own (common/kv_parts.py).
+        adapters: name of each LoRA adapter -> hash of its tensors and configuration, in the order of ScheduledSeq.adapter.
     """
 
     num_blocks: int
@@ -53,6 +54,7 @@ class RunnerCapabilities:
     kv: KvFormat | None = None
     group_blocks: tuple[int, ...] = ()
     rank_sizes: tuple[tuple[int, int], ...] = ()
+    adapters: Mapping[str, str] = field(default_factory=dict)
 
 
 class CopyHandle(Protocol):

@@ -92,7 +92,7 @@ class ScheduledSeq:
         history: prompt and outputs so far, only if the draw depends on them; the first num_prompt are the prompt.
         prompt_targets: row i's logits yield the logprob of prompt_targets[i], a prompt token.
         grammar: what may be drawn, by `history`; None: anything.
-        adapter: index of its adapter among those of the weights; -1: none. Linear methods read it, see StepRows.
+        adapter: index of its adapter in RunnerCapabilities.adapters; -1: none. Linear methods read it, see StepRows.
         vouch: the result says what all its tokens so far were computed from.
         memo: state of the sampler, kept between steps; None: it is rebuilt from `history`. Does not leave the process.
     """

@@ -155,9 +155,10 @@ def sampling_from_proto(message: types_pb2.SamplingParams, *, vocab_size: int) -
 def prompt_fields(prompt: Prompt, *, with_ids: bool = True) -> dict[str, Any]:
     """The fields of a prompt in Submit and PrefillRequest. Raises: InternalError for values without a field in the
     message."""
-    if prompt.adapter or prompt.media:
-        raise InternalError("a prompt with an adapter or media cannot be sent")
-    return {"prompt_token_ids": prompt.token_ids if with_ids else (), "cache_salt": prompt.cache_salt}
+    if prompt.media:
+        raise InternalError("a prompt with media cannot be sent")
+    ids = prompt.token_ids if with_ids else ()
+    return {"prompt_token_ids": ids, "cache_salt": prompt.cache_salt, "adapter": prompt.adapter}
 
 
 def prompt_from_proto(message: decode_pb2.Submit | prefill_pb2.PrefillRequest, *, vocab_size: int) -> Prompt:
@@ -165,7 +166,7 @@ def prompt_from_proto(message: decode_pb2.Submit | prefill_pb2.PrefillRequest, *
     if not message.prompt_token_ids:
         raise InvalidRequestError("the prompt is empty", param="prompt")
     ids = check_token_ids(message.prompt_token_ids, vocab_size=vocab_size, param="prompt")
-    return Prompt(ids, message.cache_salt)
+    return Prompt(ids, message.cache_salt, message.adapter)
 
 
 def finish_reason_to_proto(reason: FinishReason) -> types_pb2.FinishReason:

@@ -103,7 +103,14 @@ class StepBatch:
     groups: list[GroupBatch]
     sample_rows: list[int]
     sample_seqs: list[int]
-    rows: StepRows = PLAIN_ROWS
+    rows: StepRows
+
+
+def row_adapters(seqs: Sequence[ScheduledSeq]) -> list[int] | None:
+    """The adapter of each row, -1: none; None: no row has one. Args: seqs: in the order of their rows."""
+    if all(seq.adapter < 0 for seq in seqs):
+        return None
+    return [seq.adapter for seq in seqs for _ in seq.token_ids]
 
 
 def check_step(seqs: Sequence[ScheduledSeq], pool: KvPool, max_model_len: int) -> None:
@@ -187,6 +194,7 @@ class BatchBuilder:
         device = self._pool.device
         at = torch.tensor(positions, dtype=torch.int64, device=device)
         ordered = [seqs[i] for i in order]
+        adapters = row_adapters(ordered)
         return StepBatch(
             order=order,
             token_ids=torch.tensor(token_ids, dtype=torch.int64, device=device),
@@ -194,6 +202,7 @@ class BatchBuilder:
             groups=[builder.build(ordered, len(single), at) for builder in self._builders],
             sample_rows=sample_rows,
             sample_seqs=sample_seqs,
+            rows=PLAIN_ROWS if adapters is None else StepRows(torch.tensor(adapters, dtype=torch.int32, device=device)),
         )
 
 

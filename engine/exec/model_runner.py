@@ -135,6 +135,7 @@ class TorchModelRunner:
         self.refusals = [line for _, line in plan.reasons()]
         """Which faster back end refuses which blocks, and why."""
         self.weight_sizes = weights.sizes()
+        self.adapters = weights.adapters
         self.kv_dtype = str(like.dtype).removeprefix("torch.")
         kv = kv_format_of(description, block_size=block_size, dtype=self.kv_dtype, window_groups=demand is not None)
         self.pool = KvPool(
@@ -257,7 +258,16 @@ class TorchModelRunner:
             verifies_drafts=True,
             kv=self.pool.kv,
             group_blocks=self.pool.num_blocks,
+            adapters=self.adapters,
         )
+
+    def _check_adapters(self, seqs: Sequence[ScheduledSeq]) -> None:
+        """Raises: InternalError: the engine admits adapters that the capabilities name."""
+        count = len(self.adapters)
+        for seq in seqs:
+            if seq.adapter >= count:
+                known = ", ".join(self.adapters) or "none"
+                raise InternalError(f"{seq.attempt}: there is no adapter number {seq.adapter} here, only {known}")
 
     @torch.inference_mode()
     def execute(self, seqs: Sequence[ScheduledSeq], should_abort: Callable[[], bool] | None = None) -> StepResult:
@@ -265,6 +275,7 @@ class TorchModelRunner:
         result = StepResult(token_ids=[()] * len(seqs))
         if not seqs:
             return result
+        self._check_adapters(seqs)
         if self._fused is not None:
             return self._execute_fused(self._fused, seqs, should_abort, result)
         batch = self._decoder.lay_out(seqs)
@@ -282,6 +293,7 @@ class TorchModelRunner:
         fused = self._fused
         if fused is None:
             raise InternalError(f"the {self.backend} backend takes no steps ahead")
+        self._check_adapters(seqs)
         if self._provenance is not None:
             size = self.block_size
             self._provenance.forget([seq.block_tables[0][seq.start // size - seq.first_blocks[0]] for seq in seqs])

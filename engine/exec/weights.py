@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -39,6 +40,7 @@ class ModelWeights:
     Args:
         embedding: [vocab_size, hidden_size].
         norm: before the head.
+        adapters: see RunnerCapabilities; those that the weights of the linear layers hold.
     """
 
     description: ModelDescription
@@ -46,6 +48,7 @@ class ModelWeights:
     blocks: list[BlockWeights]
     norm: RmsNorm
     lm_head: LoadedLinear
+    adapters: Mapping[str, str] = field(default_factory=dict)
 
     def sizes(self) -> WeightSizes:
         head = self.lm_head

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from diptych.common.errors import DiptychError, InternalError, InvalidRequestError, PromptTooLongError
 from diptych.common.kv_format import KvFormat
 from diptych.common.kv_groups import holds
-from diptych.common.request import Prompt
 from diptych.common.sampling import SamplingParams
 from diptych.engine.config import EngineConfig
 from diptych.engine.messages import EngineRequest, KvMode
@@ -32,6 +31,12 @@ class ModelLimits:
     """Of each group's pool; empty: the configured number."""
     rank_sizes: tuple[tuple[int, int], ...] = ()
     """Layers, and bytes of a token's KV, of each rank; empty: one rank. Several have one group."""
+    adapters: Mapping[str, str] = field(default_factory=dict)
+    """See RunnerCapabilities."""
+
+    def adapter(self, name: str) -> int:
+        """Index of an adapter of the runner; -1: there is no name."""
+        return list(self.adapters).index(name) if name else -1
 
     @property
     def num_parts(self) -> int:
@@ -58,7 +63,6 @@ def check_request(
     Raises: InvalidRequestError naming the parameter; PromptTooLongError for a prompt beyond the context or the KV pool.
     """
     prompt, forced = request.prompt.token_ids, request.output_token_ids
-    _check_text_only(request.prompt)
     _check_ids(prompt, forced, limits.vocab_size)
     _check_parameter_ids(request.sampling, limits.vocab_size)
     beam_width = request.sampling.beam_width
@@ -116,14 +120,6 @@ def _pools_hold(num_tokens: int, config: EngineConfig, limits: ModelLimits, num_
         return num_seqs * -(-num_tokens // config.block_size) <= config.num_blocks
     counts = limits.group_blocks or (config.num_blocks,) * len(limits.kv.groups)
     return holds(limits.kv, counts, num_tokens, config.max_num_batched_tokens, num_seqs)
-
-
-def _check_text_only(prompt: Prompt) -> None:
-    """Raises: InvalidRequestError naming what no engine can compute yet."""
-    if prompt.adapter:
-        raise InvalidRequestError(f"this engine has no adapter {prompt.adapter!r}", param="adapter")
-    if prompt.media:
-        raise InvalidRequestError("this engine takes text only", param="media")
 
 
 def _check_beams(width: int, num_tokens: int, config: EngineConfig, limits: ModelLimits) -> None:

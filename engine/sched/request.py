@@ -96,6 +96,7 @@ class Request(_EveryStep):
         output: OutputProcessor | None,
         arrived_at: float = 0.0,
         num_groups: int = 1,
+        adapter: int = -1,
     ) -> None:
         prompt, forced = request.prompt.token_ids, request.output_token_ids
         self.source = request
@@ -175,6 +176,7 @@ class Request(_EveryStep):
             history=self.token_ids if self.sampling.constrained or request.grammar is not None else None,
             num_prompt=self.num_prompt,
             grammar=request.grammar,
+            adapter=adapter,
             vouch=request.mode is KvMode.PREFILL,
         )
 
@@ -200,7 +202,14 @@ class Request(_EveryStep):
     def _fork(self, choice: int, output: OutputProcessor | None) -> Request:
         source = replace(self.source, choice=choice, mode=KvMode.LOCAL)
         other = Request(
-            source, self.arrival, self.header, self.max_model_len, output, self.arrived_at, len(self.tables)
+            source,
+            self.arrival,
+            self.header,
+            self.max_model_len,
+            output,
+            self.arrived_at,
+            len(self.tables),
+            self.seq.adapter,
         )
         other.attempt = f"{self.attempt_id}\0{choice}"
         other.state = State.RUNNING

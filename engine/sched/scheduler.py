@@ -107,13 +107,14 @@ class Scheduler:
         self._arrivals += 1
         try:
             output = check_request(engine_request, self.config, self.limits, live.detokenizer_factory)
-            header = header_of_request(self._identity, engine_request.prompt)
+            header = header_of_request(self._identity, engine_request.prompt, self.limits.adapters)
         except DiptychError as error:
             self.outbox.fail(attempt, error)
             return
         request = Request(
-            engine_request, self._arrivals, header, self.limits.max_model_len, output, now, self.kv.num_groups
-        )
+            engine_request, self._arrivals, header, self.limits.max_model_len, output, now, self.kv.num_groups,
+            self.limits.adapter(engine_request.prompt.adapter),
+        )  # fmt: skip
         live.add(request)
         if output is not None and output.finish is not None:  # the forced tokens ended it
             self.outbox.add(Admitted(attempt, 0))

@@ -210,7 +210,7 @@ class RequestPreprocessor:
             request_id=new_request_id(),
             label=before.label,
             model=before.model,
-            prompt=Prompt(token_ids, before.prompt.cache_salt),
+            prompt=Prompt(token_ids, before.prompt.cache_salt, before.prompt.adapter),
             packed=prompt,
             sampling=with_seed(repeated, self._rng.getrandbits(63)) if draws_seed else repeated,
             owner=before.owner,

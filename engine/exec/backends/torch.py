@@ -24,7 +24,7 @@ from diptych.engine.exec.ends import cap, embed, wanted_rows
 from diptych.engine.exec.kv_pool import KvPool
 from diptych.engine.exec.layers.attention import Attention
 from diptych.engine.exec.linear import keep_linear
-from diptych.engine.exec.methods.base import PLAIN_ROWS, LinearMethod, LinearWeights, LoadedLinear, StepRows
+from diptych.engine.exec.methods.base import LinearMethod, LinearWeights, LoadedLinear, StepRows
 from diptych.engine.exec.methods.registry import METHODS
 from diptych.engine.exec.rope import rotate, table_of_each
 from diptych.engine.exec.weights import BlockWeights, ModelWeights
@@ -76,9 +76,7 @@ class TorchRuntime:
 
     def lay_out(self, seqs: Sequence[ScheduledSeq]) -> StepBatch:
         """See Runtime.lay_out."""
-        batch = self._batches.build(seqs)
-        batch.rows = _step_rows([seqs[i] for i in batch.order], batch.token_ids.device)
-        return batch
+        return self._batches.build(seqs)
 
     def begin(self, batch: StepBatch) -> None:
         """See Runtime.begin."""
@@ -116,14 +114,6 @@ class TorchRuntime:
                 rows = rows.only(wanted_rows(batch.sample_rows, batch.token_ids))
             return cap(weights.lm_head(weights.norm(x), rows), description.head.softcap)
         return x
-
-
-def _step_rows(seqs: Sequence[ScheduledSeq], device: torch.device) -> StepRows:
-    """Args: seqs: in the order of their rows."""
-    if all(seq.adapter < 0 for seq in seqs):
-        return PLAIN_ROWS
-    adapters = [seq.adapter for seq in seqs for _ in seq.token_ids]
-    return StepRows(torch.tensor(adapters, dtype=torch.int32, device=device))
 
 
 def _qkv(

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from diptych.common.errors import InternalError
 from diptych.common.kv_format import KvFormat
-from diptych.engine.exec.attention import check_tables
-from diptych.engine.exec.methods.base import PLAIN_ROWS, StepRows
+from diptych.engine.exec.attention import check_tables, row_adapters
+from diptych.engine.exec.methods.base import StepRows
 from diptych.engine.messages import ScheduledSeq
 
 
@@ -30,6 +30,7 @@ class CudaBatch:
         num_decode: leading rows, each of one token.
         decode_counts: of each decoding sequence, its rows.
         counts, starts: new tokens and computed tokens before them, of each chunk.
+        adapters: of each row, see row_adapters.
     """
 
     order: list[int]
@@ -42,6 +43,7 @@ class CudaBatch:
     starts: list[int]
     sample_rows: list[int]
     sample_seqs: list[int]
+    adapters: list[int] | None
 
     def row_tables(self, tables: Sequence[int]) -> list[int]:
         """Block table of each decode row, then of each chunk. Args: tables: of each sequence, in `order`."""
@@ -77,7 +79,7 @@ class StepTensors:
     tiles: Tensor | None
     sample_rows: Tensor | None
     splits: int
-    rows: StepRows = PLAIN_ROWS
+    rows: StepRows
 
 
 def lay_out(seqs: Sequence[ScheduledSeq], kv: KvFormat, max_model_len: int) -> CudaBatch:
@@ -89,7 +91,8 @@ def lay_out(seqs: Sequence[ScheduledSeq], kv: KvFormat, max_model_len: int) -> C
         check_tables(seq, kv)
     single = [i for i, seq in enumerate(seqs) if len(seq.token_ids) == 1 + seq.num_drafts]
     several = [i for i, seq in enumerate(seqs) if len(seq.token_ids) > 1 + seq.num_drafts]
-    batch = CudaBatch([*single, *several], [], [], [], 0, [], [], [], [], [])
+    ordered = [seqs[i] for i in (*single, *several)]
+    batch = CudaBatch([*single, *several], [], [], [], 0, [], [], [], [], [], row_adapters(ordered))
     for i in single:
         seq = seqs[i]
         for at, token in enumerate(seq.token_ids, seq.start):
@@ -109,7 +112,6 @@ def lay_out(seqs: Sequence[ScheduledSeq], kv: KvFormat, max_model_len: int) -> C
         if seq.sample:
             batch.sample_rows.append(len(batch.token_ids) - 1)
             batch.sample_seqs.append(i)
-    ordered = [seqs[i] for i in batch.order]
     batch.slots = [_slots(ordered, index, group.block_size) for index, group in enumerate(kv.groups)]
     return batch
 

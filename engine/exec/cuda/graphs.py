@@ -9,6 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -16,11 +17,12 @@ from diptych.engine.exec.backends.base import Hooks
 from diptych.engine.exec.cuda.batch import CudaBatch, StepTensors
 from diptych.engine.exec.cuda.decoder import CudaDecoder
 from diptych.engine.exec.cuda.upload import ALIGN, Upload
+from diptych.engine.exec.methods.base import StepRows
 from diptych.kernels.triton_decode import choose_splits
 from diptych.kernels.triton_sample import feed_ids
 
 GRAPH_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256)
-_SECTIONS = 5
+_SECTIONS = 6
 """Besides the slots, of which each KV group has its own."""
 
 
@@ -45,6 +47,7 @@ class DecodeGraphs:
     ) -> None:
         self._sizes = list(sizes)
         self._sections = _SECTIONS + num_groups
+        self._no_adapters = np.full(max(sizes), -1, dtype=np.int32)
         self._upload = Upload(device, self._sections * (max(sizes) + ALIGN))
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
         pool = None
@@ -73,12 +76,12 @@ class DecodeGraphs:
         """Returns: also, by row, where in `drawn` its token is; -1: in token_ids."""
         words, stride = self._upload.device_words, self._stride(size)
         words.zero_()
-        ids, positions, lens, rows, sources, *slots = (
+        ids, positions, lens, rows, sources, adapters, *slots = (
             words[i * stride : i * stride + size] for i in range(self._sections)
         )
-        for padded in (sources, *slots):
+        for padded in (sources, adapters, *slots):
             padded.fill_(-1)
-        return StepTensors(ids, positions, slots, lens, rows, None, None, None, splits), sources
+        return StepTensors(ids, positions, slots, lens, rows, None, None, None, splits, StepRows(adapters)), sources
 
     def replay(self, batch: CudaBatch, table_rows: Sequence[int], sources: Sequence[int] = ()) -> Tensor:
         """Args: batch: at most max_rows decode rows and no chunk. sources: see ModelRunner.launch.
@@ -93,6 +96,7 @@ class DecodeGraphs:
                 [p + 1 for p in batch.positions] + none,
                 [*table_rows, *none],
                 [*sources, *([-1] * (size - len(sources)))],
+                self._no_adapters[:size] if batch.adapters is None else batch.adapters + [-1] * (size - count),
                 *(slots + [-1] * (size - count) for slots in batch.slots),
             )
         )

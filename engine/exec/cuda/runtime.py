@@ -14,6 +14,7 @@ from diptych.engine.exec.cuda.block_tables import BlockTables
 from diptych.engine.exec.cuda.decoder import CudaDecoder
 from diptych.engine.exec.cuda.upload import Upload
 from diptych.engine.exec.kv_pool import KvPool
+from diptych.engine.exec.methods.base import PLAIN_ROWS, StepRows
 from diptych.engine.exec.weights import ModelWeights
 from diptych.engine.messages import ScheduledSeq
 from diptych.kernels.triton_decode import choose_splits
@@ -64,17 +65,20 @@ class CudaRuntime:
             chunks += (first, new, start, row)
             first += new
         tiles = prefill_tiles(batch.counts, batch.starts, self.decoder.group, self.decoder.tile_rows)
-        ids, positions, lens, decode_rows, chunk_words, tile_words, sample_rows, fed, *slots = self.upload.send(
-            (
-                batch.token_ids,
-                batch.positions,
-                [p + 1 for p in batch.positions[:count]],
-                rows[:count],
-                chunks,
-                tiles,
-                batch.sample_rows,
-                sources,
-                *batch.slots,
+        ids, positions, lens, decode_rows, chunk_words, tile_words, sample_rows, fed, adapters, *slots = (
+            self.upload.send(
+                (
+                    batch.token_ids,
+                    batch.positions,
+                    [p + 1 for p in batch.positions[:count]],
+                    rows[:count],
+                    chunks,
+                    tiles,
+                    batch.sample_rows,
+                    sources,
+                    batch.adapters or (),
+                    *batch.slots,
+                )
             )
         )
         step = StepTensors(
@@ -87,6 +91,7 @@ class CudaRuntime:
             tiles=tile_words.view(-1, 2) if chunks else None,
             sample_rows=None if batch.all_rows_sampled else sample_rows,
             splits=choose_splits(max(1, count), self._num_kv_heads, self.num_programs),
+            rows=PLAIN_ROWS if batch.adapters is None else StepRows(adapters),
         )
         return step, fed
 

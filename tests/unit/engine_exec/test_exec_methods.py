@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from diptych.common.errors import ConfigError
+from diptych.common.errors import ConfigError, InternalError
 from diptych.engine.exec.checkpoint import Checkpoint
 from diptych.engine.exec.layers.linear import PLAIN, Linear, Part
 from diptych.engine.exec.loading import load_weights
@@ -62,7 +62,9 @@ class Int8RowsMethod:
     def load(self, layer, source, shard):
         parts = [source.take(part.name, part.shape, as_stored=True)[part.where] for part in self.create(layer, shard)]
         assert dict(layer.settings) == {"bits": 8}
-        return Int8Rows(torch.cat(parts[::2]), torch.cat(parts[1::2]), torch.tensor([[0.25], [-0.5]]))
+        return Int8Rows(
+            torch.cat(parts[::2]), torch.cat(parts[1::2]), torch.tensor([[0.25], [-0.5]]).to(parts[0].device)
+        )
 
     def apply(self, weights, x, step: StepRows):
         out = x @ weights.weight.float().T * weights.scales.T
@@ -112,10 +114,10 @@ def prompts_of(*lengths):
 
 @pytest.fixture
 def pair(model_dir_of, tmp_path_factory, int8_rows):
-    """pair(names left out) -> folder of a quantized model, folder of a plain one with its values."""
+    """pair(names left out, sizes) -> folder of a quantized model, folder of a plain one with its values."""
 
-    def make(left_out=()):
-        folder, plain = model_dir_of("LlamaForCausalLM"), tmp_path_factory.mktemp("plain")
+    def make(left_out=(), **overrides):
+        folder, plain = model_dir_of("LlamaForCausalLM", **overrides), tmp_path_factory.mktemp("plain")
         (plain / "config.json").write_text((folder / "config.json").read_text())
         save_file(quantize(folder, left_out), plain / "model.safetensors")
         return folder, plain
@@ -158,31 +160,74 @@ def test_triton_refuses_a_method_that_it_does_not_list(int8_rows):
     assert headed.head.linear.method == "int8-rows"
 
 
+ADAPTERS = {"first": "hash-1", "second": "hash-2"}
+
+
+def adapted(driver, prompts, adapters, *, together=True, ahead=False):
+    """5 tokens of each prompt with its adapter. ahead: the last ones are launched, not executed."""
+    outputs = [[] for _ in prompts]
+    tables = [driver.table(len(prompt) + 6) for prompt in prompts]
+    for group in [range(len(prompts))] if together else [[i] for i in range(len(prompts))]:
+        for index in range(5):
+            steps = []
+            for i in group:
+                tokens = prompts[i] if not index else outputs[i][-1:]
+                step = driver.seq(tokens, 0 if not index else len(prompts[i]) + index - 1, tables[i], index=index)
+                step.adapter = adapters[i]
+                steps.append(step)
+            if ahead and index > 2:
+                flying = driver.runner.launch(steps)
+                flying.draw()
+                result = flying.result()
+            else:
+                result = driver.runner.execute(steps)
+            for i, row in zip(group, result.token_ids, strict=True):
+                outputs[i] += row
+    return outputs
+
+
 def test_each_row_meets_its_own_adapter(pair, driver_of):
     """Drill: apply() had no step. Chunks, decodes and rows whose logits are wanted: every layer gets the adapters of its rows."""
-    folder, _ = pair()
-    driver = driver_of(folder)
+    driver = driver_of(pair()[0])
     prompts, adapters = prompts_of(9, 5, 12), [0, -1, 1]
-
-    def run(together):
-        outputs = [[] for _ in prompts]
-        tables = [driver.table(len(prompt) + 6) for prompt in prompts]
-        for group in [range(3)] if together else [[i] for i in range(3)]:
-            for index in range(5):
-                steps = []
-                for i in group:
-                    tokens = prompts[i] if not index else outputs[i][-1:]
-                    step = driver.seq(tokens, 0 if not index else len(prompts[i]) + index - 1, tables[i], index=index)
-                    step.adapter = adapters[i]
-                    steps.append(step)
-                for i, row in zip(group, driver.runner.execute(steps).token_ids, strict=True):
-                    outputs[i] += row
-        return outputs
-
-    together = run(True)
-    assert together == run(False)
+    with pytest.raises(InternalError, match="no adapter number 0 here, only none"):
+        adapted(driver, prompts, adapters)
+    driver.runner.adapters = ADAPTERS
+    assert driver.runner.capabilities.adapters == ADAPTERS
+    together = adapted(driver, prompts, adapters)
+    assert together == adapted(driver, prompts, adapters, together=False)
     plain = driver.generate(prompts, 5)
     assert [a == b for a, b in zip(together, plain, strict=True)] == [False, True, False]
+    with pytest.raises(InternalError, match="no adapter number 2 here, only first, second"):
+        adapted(driver, prompts, [2, 0, 0])
+
+
+@pytest.mark.filterwarnings("ignore:Conversion of an array with ndim:DeprecationWarning")
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_triton_gives_each_row_its_adapter(pair, driver_of, monkeypatch, device):
+    """Drill: every layer was told that no row has one. On a GPU from the buffers of a CUDA graph; steps ahead, too."""
+    pytest.importorskip("triton", reason="Triton is not installed")
+    from triton import knobs
+
+    from diptych.engine.exec.backends import triton
+
+    if device == "cpu" and not knobs.runtime.interpret:
+        pytest.skip("set TRITON_INTERPRET=1")
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no CUDA device is usable here")
+    monkeypatch.setattr(triton, "_METHODS", triton._METHODS | {"int8-rows"})
+    folder, _ = pair(
+        num_hidden_layers=2, hidden_size=32, intermediate_size=48, num_attention_heads=2, num_key_value_heads=1
+    )
+    prompts, adapters = prompts_of(7, 3, 5), [0, -1, 1]
+    outputs = []
+    for backend, where in (("torch", "cpu"), ("triton", device)):
+        driver = driver_of(folder, backend=backend, device=where)
+        driver.runner.adapters = ADAPTERS
+        outputs.append(adapted(driver, prompts, adapters))
+    assert outputs[1] == outputs[0]
+    assert adapted(driver, prompts, adapters, ahead=True) == outputs[0]
+    assert adapted(driver, prompts, [-1] * 3) != outputs[0]
 
 
 def test_tensors_survive_as_stored_for_the_method_that_asks(tmp_path):

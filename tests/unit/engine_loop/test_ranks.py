@@ -202,6 +202,8 @@ def test_ranks_that_do_not_come_up_or_do_not_fit_together(start):
         start({}, {}, factory="rank_runner:broken")
     with pytest.raises(ConfigError, match="num_blocks"):
         start({"num_blocks": 30}, {})
+    with pytest.raises(ConfigError, match="adapters"):
+        start({"adapters": {"a": "hash-1"}}, {"adapters": {"a": "hash-2"}})
     with pytest.raises(ConfigError, match="sampler"):
         start({}, {}, sampler=2)
 

@@ -147,7 +147,7 @@ def test_token_ids_and_finish_reasons() -> None:
 
 @pytest.mark.parametrize("message", [decode_pb2.Submit, prefill_pb2.PrefillRequest])
 def test_a_prompt_there_and_back(message: Any) -> None:
-    prompt = Prompt((1, 2, 9), b"salt")
+    prompt = Prompt((1, 2, 9), b"salt", "adapter")
     assert convert.prompt_from_proto(message(**convert.prompt_fields(prompt)), vocab_size=10) == prompt
     assert not message(**convert.prompt_fields(prompt, with_ids=False)).prompt_token_ids
     for ids in ((), (10,)):
@@ -156,7 +156,6 @@ def test_a_prompt_there_and_back(message: Any) -> None:
         assert caught.value.param == "prompt"
 
 
-@pytest.mark.parametrize("prompt", [Prompt((1,), adapter="a"), Prompt((1,), media=(b"png",))])
-def test_what_the_wire_has_no_field_for_is_not_sent_without_it(prompt: Prompt) -> None:
+def test_what_the_wire_has_no_field_for_is_not_sent_without_it() -> None:
     with pytest.raises(InternalError):
-        convert.prompt_fields(prompt)
+        convert.prompt_fields(Prompt((1,), media=(b"png",)))
