@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import stat
@@ -51,6 +52,21 @@ def test_images_hold_every_room_and_nothing_else() -> None:
     rooms = {link.name for link in (ROOT / "src" / "diptych").iterdir() if link.is_symlink()}
     assert set(re.findall(r"^COPY (\w+) /\1/$", dockerfile, re.M)) == (rooms - {"bench"}) | {"src"}
     assert "COPY . ." not in dockerfile
+
+
+def test_the_default_model_is_made_from_what_its_stage_has(tmp_path: Path) -> None:
+    """What fetches and converts it imports nothing of the rooms that the stage leaves out."""
+    dockerfile = (ROOT / "deploy" / "Dockerfile").read_text()
+    stage = dockerfile.partition("FROM build AS model\n")[2].partition("\nFROM ")[0]
+    rooms = re.findall(r"^COPY (\w+) \1$", stage, re.M)
+    for room in rooms:
+        shutil.copytree(ROOT / room, tmp_path / room, symlinks=True)
+    command = re.search(r"python -m (diptych\.cli\.models\.\w+) smollm2", stage)
+    assert command, stage
+    code = f"import {command[1]}, diptych.cli.models.gguf_convert as late; print(late.__file__)"
+    env = {**os.environ, "PYTHONPATH": str(tmp_path / "src")}
+    printed = subprocess.check_output([sys.executable, "-P", "-c", code], text=True, env=env, cwd=tmp_path)
+    assert Path(printed.strip()).is_relative_to(tmp_path)
 
 
 def test_two_of_each_kind() -> None:
