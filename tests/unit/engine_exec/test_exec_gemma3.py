@@ -73,7 +73,7 @@ def test_ropes_in_the_spelling_before_transformers_5():
     [
         ("use_bidirectional_attention", {"use_bidirectional_attention": True}),
         ("attn_logit_softcapping", {"attn_logit_softcapping": 50.0}),
-        ("rope_parameters.rope_type", {"rope_parameters": {"full_attention": {"rope_type": "yarn"}}}),
+        ("rope_parameters.full_attention.rope_type", {"rope_parameters": {"full_attention": {"rope_type": "yarn"}}}),
         ("rope_parameters", {"rope_parameters": [1]}),
         ("rope_parameters.sliding_attention", {"rope_parameters": {"sliding_attention": 3}}),
         ("layer_types", {"layer_types": ["full_attention"]}),
