@@ -171,12 +171,7 @@ def field_refusal(layer: object, takes: Mapping[type, Takes]) -> str | None:
 
 def method_refusal(block: AnyBlock, methods: Container[str]) -> str | None:
     """Why a back end with these methods cannot run the linear layers of a block; None: it can."""
-    if isinstance(block, Embedding):
-        return None
-    if isinstance(block, DecoderBlock):
-        linears = [block.attention.qkv, block.attention.o, block.mlp.gate_up, block.mlp.down]
-    else:
-        linears = [block.linear]
+    linears = () if isinstance(block, Embedding) else block.linears
     unknown = sorted({linear.method for linear in linears if linear.method not in methods})
     return f"it has no linear method {unknown[0]}" if unknown else None
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 from diptych.engine.exec.layers.linear import Linear
 from diptych.engine.exec.layers.norm import Norm
@@ -31,6 +32,13 @@ class Attention:
     k_norm: Norm | None = None
     softcap: float | None = None
     window: int | None = None
+
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        return self.qkv, self.o
+
+    def with_linears(self, change: Callable[[Linear], Linear]) -> Attention:
+        return replace(self, qkv=change(self.qkv), o=change(self.o))
 
     @property
     def q_size(self) -> int:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 from diptych.engine.exec.layers.attention import Attention
+from diptych.engine.exec.layers.linear import Linear
 from diptych.engine.exec.layers.mlp import Mlp
 from diptych.engine.exec.layers.norm import Norm
 
@@ -26,3 +28,11 @@ class DecoderBlock:
     mlp: Mlp
     attention_output_norm: Norm | None = None
     mlp_output_norm: Norm | None = None
+
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        return self.attention.linears + self.mlp.linears
+
+    def with_linears(self, change: Callable[[Linear], Linear]) -> DecoderBlock:
+        """The same with other linear layers."""
+        return replace(self, attention=self.attention.with_linears(change), mlp=self.mlp.with_linears(change))

@@ -36,3 +36,7 @@ class LmHead:
     linear: Linear
     tied: bool
     softcap: float | None = None
+
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        return (self.linear,)

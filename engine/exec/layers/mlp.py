@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 from diptych.engine.exec.layers.linear import Linear
 
@@ -20,6 +21,13 @@ class Mlp:
     gate_up: Linear
     down: Linear
     activation: str = "silu"
+
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        return self.gate_up, self.down
+
+    def with_linears(self, change: Callable[[Linear], Linear]) -> Mlp:
+        return replace(self, gate_up=change(self.gate_up), down=change(self.down))
 
     @property
     def size(self) -> int:

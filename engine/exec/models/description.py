@@ -73,24 +73,13 @@ class ModelDescription:
 
     def with_linears(self, change: Callable[[Linear], Linear], *, head: bool) -> ModelDescription:
         """The same with other linear layers. Args: head: also that of the head, where it is not the embedding's."""
-
-        def changed(block: DecoderBlock) -> DecoderBlock:
-            attention, mlp = block.attention, block.mlp
-            return replace(
-                block,
-                attention=replace(attention, qkv=change(attention.qkv), o=change(attention.o)),
-                mlp=replace(mlp, gate_up=change(mlp.gate_up), down=change(mlp.down)),
-            )
-
         last = replace(self.head, linear=change(self.head.linear)) if head and not self.head.tied else self.head
-        return replace(self, blocks=tuple(changed(block) for block in self.blocks), head=last)
+        return replace(self, blocks=tuple(block.with_linears(change) for block in self.blocks), head=last)
 
     @property
     def method(self) -> str:
         """Of its linear layers: plain, or the names of the other ones. Part of the identity of its KV."""
-        linears = [self.head.linear]
-        for block in self.blocks:
-            linears += [block.attention.qkv, block.attention.o, block.mlp.gate_up, block.mlp.down]
+        linears = [*self.head.linears, *(linear for block in self.blocks for linear in block.linears)]
         return "+".join(sorted({linear.method for linear in linears} - {PLAIN})) or PLAIN
 
     def plain_tensors(self) -> dict[str, tuple[int, ...]]:
@@ -99,10 +88,10 @@ class ModelDescription:
         norms: list[Norm | None] = [self.head.norm]
         linears = [] if self.head.tied else [self.head.linear]
         for block in self.blocks:
-            attention, mlp = block.attention, block.mlp
+            attention = block.attention
             norms += [block.attention_norm, attention.q_norm, attention.k_norm, block.attention_output_norm]
             norms += [block.mlp_norm, block.mlp_output_norm]
-            linears += [attention.qkv, attention.o, mlp.gate_up, mlp.down]
+            linears += block.linears
         out |= {f"{norm.name}.weight": (norm.size,) for norm in norms if norm is not None}
         for linear in linears:
             out |= {f"{part.name}.weight": (part.outputs, linear.inputs) for part in linear.parts}
@@ -112,11 +101,7 @@ class ModelDescription:
     @property
     def layer_weights(self) -> int:
         """Numbers in the linear layers of all blocks, biases left out."""
-        return sum(
-            linear.num_weights
-            for block in self.blocks
-            for linear in (block.attention.qkv, block.attention.o, block.mlp.gate_up, block.mlp.down)
-        )
+        return sum(linear.num_weights for block in self.blocks for linear in block.linears)
 
     @property
     def head_weights(self) -> int:
