@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import random
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import pytest
@@ -202,6 +203,52 @@ def test_each_row_meets_its_own_adapter(pair, driver_of):
         adapted(driver, prompts, [2, 0, 0])
 
 
+def give_graphs(driver, monkeypatch):
+    """Decode graphs on a CPU: replaying one computes its step again, from the same buffers into the same logits."""
+    from diptych.engine.exec.cuda import graphs
+
+    class Graph:
+        def __init__(self):
+            self.calls = []
+
+        def pool(self):
+            return None
+
+        def replay(self):
+            for call in self.calls:
+                call()
+
+    captured = []
+
+    @contextmanager
+    def capture(graph, pool):
+        captured.append(graph)
+        yield
+        captured.pop()
+
+    class Decoder:
+        def forward(self, step, hooks, **how):
+            logits = decoder.forward(step, hooks, **how)
+            for graph in captured:
+                graph.calls.append(lambda: logits.copy_(decoder.forward(step, hooks, **how)))
+            return logits
+
+    def feed_ids(*tensors):
+        feed(*tensors)
+        for graph in captured:
+            graph.calls.append(lambda: feed(*tensors))
+
+    fused, feed = driver.runner._fused, graphs.feed_ids
+    decoder = fused._runtime.decoder
+    monkeypatch.setattr(graphs, "feed_ids", feed_ids)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "graph", capture)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    fused._graphs = graphs.DecodeGraphs(
+        Decoder(), torch.device("cpu"), fused._draw.drawn, num_groups=1, num_kv_heads=1, num_programs=8, sizes=(1, 2, 4)
+    )
+
+
 @pytest.mark.filterwarnings("ignore:Conversion of an array with ndim:DeprecationWarning")
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_triton_gives_each_row_its_adapter(pair, driver_of, monkeypatch, device):
@@ -227,7 +274,12 @@ def test_triton_gives_each_row_its_adapter(pair, driver_of, monkeypatch, device)
         outputs.append(adapted(driver, prompts, adapters))
     assert outputs[1] == outputs[0]
     assert adapted(driver, prompts, adapters, ahead=True) == outputs[0]
-    assert adapted(driver, prompts, [-1] * 3) != outputs[0]
+    plain = adapted(driver, prompts, [-1] * 3)
+    assert plain != outputs[0]
+    if device == "cpu":
+        give_graphs(driver, monkeypatch)
+        assert adapted(driver, prompts, adapters) == outputs[0]
+        assert adapted(driver, prompts, [-1] * 3) == plain, "of the step before, nothing is left in the buffer"
 
 
 def test_tensors_survive_as_stored_for_the_method_that_asks(tmp_path):
