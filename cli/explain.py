@@ -78,6 +78,10 @@ def lines_of(why: Any) -> list[str]:
                 + (f", the longest gap between tokens {why.longest_gap_s:.3f} s" if why.longest_gap_s else "")
             )
         lines.append(f"computed: by {why.backend or 'an unknown back end'}")
+    for number, attempt in enumerate(why.attempts, 1):
+        end = f"{attempt.failure} after {attempt.num_tokens} tokens" if attempt.failure else "the rest"
+        workers = f"prefill {attempt.prefill or '(local)'}, decode {attempt.decode}"
+        lines.append(f"attempt {number}: {workers}, submitted after {attempt.submitted_s:.3f} s: {end}")
     lines += [f"note: {note}" for note in why.notes]
     lines.append(
         f"  {'prefill':<14}{'decode':<14}{'total':>9}{'queue':>9}{'compute':>9}{'move':>9}{'load':>9}{'stall':>9}  ms"

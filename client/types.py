@@ -129,13 +129,27 @@ class PlacementTerms:
 
 
 @dataclass(frozen=True, slots=True)
+class RequestAttempt:
+    """One attempt of a request that was placed again: its workers (`prefill` as planned, "" for none), when it was
+    submitted, in seconds from the request's arrival at the router, and the tokens after which it failed, with the
+    failure's reason. Of the last one `num_tokens` is 0 and `failure` empty.
+    """
+
+    decode: str
+    prefill: str
+    submitted_s: float
+    num_tokens: int
+    failure: str
+
+
+@dataclass(frozen=True, slots=True)
 class Explanation:
     """How an answer was placed and computed.
 
     `prefill` and `decode` are worker ids. `transport` is the path that moved `kv_bytes` bytes of KV in `kv_ranges`
     ranges ("none" when nothing moved); `kv_ranges_overlapped` of them were read before the last chunk was computed.
     Times are seconds since the decode worker received the request. `backend` names the back ends that computed the layers,
-    with their blocks where there are several.
+    with their blocks where there are several. `attempts` lists all, in order, if the request was placed again.
     """
 
     request_id: str
@@ -166,6 +180,7 @@ class Explanation:
     backend: str = ""
     total_s: float = 0.0
     longest_gap_s: float = 0.0
+    attempts: tuple[RequestAttempt, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,8 +232,9 @@ def usage_from(message: types_pb2.Usage) -> Usage:
 
 def explanation_from(message: types_pb2.Explanation) -> Explanation:
     placement = tuple(_terms_from(candidate) for candidate in message.candidates)
-    same = same_fields(Explanation, message, but=("notes", "placement"))
-    return Explanation(**same, notes=tuple(message.notes), placement=placement)
+    same = same_fields(Explanation, message, but=("notes", "placement", "attempts"))
+    attempts = tuple(RequestAttempt(**same_fields(RequestAttempt, one)) for one in message.attempts)
+    return Explanation(**same, notes=tuple(message.notes), placement=placement, attempts=attempts)
 
 
 def models_from(message: router_pb2.ListModelsResponse) -> list[ModelInfo]:

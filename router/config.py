@@ -84,6 +84,8 @@ class RouterConfig:
         worker_dead_s: a worker that has not answered for so long gets no requests.
         worker_settle_s: a request without a usable decode worker waits until one was missing this long (since the start
             or since the last one was seen): in a rolling restart one is about to start.
+        migration_attempts: how often an answer whose decode worker is lost goes on at another one, in a row without a new
+            token (and four times as often in all); 0: a typed error after the first token.
         generation_config: "auto" takes sampling defaults from the model's generation_config.json, "none" does not.
     """
 
@@ -135,6 +137,7 @@ class RouterConfig:
     worker_poll_s: float = 0.25
     worker_dead_s: float = 2.0
     worker_settle_s: float = 5.0
+    migration_attempts: int = 3
 
     @property
     def serves_reflection(self) -> bool:
@@ -178,6 +181,8 @@ class RouterConfig:
                 raise ConfigError(name, getattr(self, name), "must be 0 or more, and finite")
         if not 0 <= self.local_prefill_max_tokens < 2**31:
             raise ConfigError("local_prefill_max_tokens", self.local_prefill_max_tokens, "must be 0 or more")
+        if not 0 <= self.migration_attempts <= 100:
+            raise ConfigError("migration_attempts", self.migration_attempts, "must be between 0 and 100")
         if self.max_model_len is not None and not 2 <= self.max_model_len < 2**31:
             raise ConfigError("max_model_len", self.max_model_len, "must be at least 2 and below 2^31")
         if not 1 <= self.max_prompt_bytes <= 1 << 30:

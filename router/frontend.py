@@ -252,7 +252,8 @@ class Frontend:
                     yield event
 
     async def _generate(self, request: ValidatedRequest) -> AsyncGenerator[GenerateEvent, None]:
-        relay = Relay(self._of(request.model).cluster, request, self.metrics, self._clock)
+        cluster, attempts = self._of(request.model).cluster, self._config.migration_attempts
+        relay = Relay(cluster, request, self.metrics, self._clock, migration_attempts=attempts)
         if self._shadows is not None and self._rollout.is_shadowed(request.request_id):
             self._shadows.start(request)
         timer = RequestTimer(self.metrics, request, self._clock)

@@ -134,6 +134,8 @@ ROUTER: list[Panel] = [
     ("Deviations from the placement", "reqps", rate("fallbacks_total", "to")),
     ("Prefill workers given up by decode, by reason", "reqps", rate("prefill_faults_total", "reason")),
     ("Requests placed again", "reqps", rate("replacements_total", "worker")),
+    ("Lost decode workers' requests, by outcome", "reqps", rate("migrations_total", "outcome")),
+    ("From a loss to another worker's acceptance", "s", quantiles("migration_seconds")),
     ("Regret: lateness of the first token", "s", quantiles("placement_regret_seconds")),
     ("First token: error of the prediction", "s", quantiles("predicted_ttft_error_seconds")),
     ("Cached tokens: error of the prediction", "percentunit", [
@@ -283,8 +285,12 @@ DESCRIPTIONS: dict[str, str] = {
     "Prefill workers given up by decode, by reason": (
         "Why decode stopped waiting for a prefill worker and took the next."
     ),
-    "Requests placed again": (
-        "Requests that lost their decode worker before the first token and were placed on another."
+    "Requests placed again": ("Attempts that followed one that a decode worker refused or lost."),
+    "Lost decode workers' requests, by outcome": (
+        "moved: the same stream went on at another worker. Anything else is an answer that ended with an error."
+    ),
+    "From a loss to another worker's acceptance": (
+        "Without the time in which the lost worker was not known to be lost, and without computing the context again."
     ),
     "Regret: lateness of the first token": ("Delay of the first token against its prediction; 0 if it was earlier."),
     "First token: error of the prediction": "Absolute error of the predicted time to first token.",

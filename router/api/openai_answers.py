@@ -12,7 +12,8 @@ from diptych.rpc.v1 import types_pb2
 DONE = b"data: [DONE]\n\n"
 PING = b": ping\n\n"
 
-_EXPLAINED = [f.name for f in Explanation.DESCRIPTOR.fields if f.name not in ("notes", "candidates")]
+_EXPLAINED = [f.name for f in Explanation.DESCRIPTOR.fields if f.name not in ("notes", "candidates", "attempts")]
+_ATTEMPT = [f.name for f in types_pb2.RequestAttempt.DESCRIPTOR.fields]
 _TERMS = [f.name for f in types_pb2.PlacementTerms.DESCRIPTOR.fields]
 
 
@@ -31,10 +32,12 @@ def usage_object(usage: UsageInfo, reasoning_tokens: int = 0) -> dict[str, Any]:
 
 
 def explanation_object(explanation: Explanation) -> dict[str, Any]:
-    """The `diptych` object: all fields of the message; the candidates' costs are in `placement`."""
+    """The `diptych` object: all fields of the message; the candidates' costs are in `placement`. `attempts` is empty
+    unless the request was placed again."""
     facts: dict[str, Any] = {name: getattr(explanation, name) for name in _EXPLAINED}
     facts["notes"] = list(explanation.notes)
     facts["placement"] = [_terms_object(terms) for terms in explanation.candidates]
+    facts["attempts"] = [{name: getattr(one, name) for name in _ATTEMPT} for one in explanation.attempts]
     return facts
 
 

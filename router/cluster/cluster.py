@@ -49,7 +49,7 @@ from diptych.rpc.v1 import decode_pb2
 
 log = structlog.get_logger(__name__)
 
-_RETRY_AFTER_S = 1.0
+RETRY_AFTER_S = 1.0
 
 
 def new_router_id() -> str:
@@ -300,6 +300,16 @@ class Cluster:
                 reasons.insert(0, f"no usable {role} worker")
         return bool(view.decode) and self._pair_seen, reasons
 
+    def may_come(self, exclude: frozenset[Incarnation]) -> bool:
+        """Whether a decode worker that is not usable may become so within a moment: it has a lease, and its address did
+        not refuse the last connection. `exclude`: incarnations that do not count."""
+        return any(
+            member.link.decode is not None and not member.link.refused and member.record.state == "ready"
+            for member in self._members.all()
+            if (member.record.worker_id, member.record.incarnation) not in exclude
+            and not self._check.why_not(member.record)
+        )
+
     def max_model_len(self) -> int | None:
         """The smallest context of the usable workers; None: there is none."""
         self._refresh()
@@ -339,7 +349,7 @@ class Cluster:
         if isinstance(answer, Rejected):
             unknown = f"decode workers that do not know {', '.join(sorted(request.sampling_fields))}: {len(older)}"
             text = "; ".join((*answer.reasons, *([unknown] if older else []))) or "no worker has registered"
-            raise NoWorkerError(f"no worker can serve this request: {text}", retry_after_s=_RETRY_AFTER_S)
+            raise NoWorkerError(f"no worker can serve this request: {text}", retry_after_s=RETRY_AFTER_S)
         return answer
 
     def what_if(self, request: PlacementRequest, pool: str) -> Placement:

@@ -1,7 +1,7 @@
 """A decode worker without an engine, over real gRPC on loopback, for tests of `Decode.Attach`.
 
-It answers every attempt with the tokens 0, 1, 2, ... as the words "t0 ", "t1 ", ..., one batch a token. Tests make it
-hold, refuse, stop answering, or skip a token.
+It answers every attempt with the tokens 0, 1, 2, ... as the words "t0 ", "t1 ", ..., one batch a token; after the tokens
+that the attempt has already. Tests make it hold, refuse, stop answering, or skip a token.
 """
 
 from __future__ import annotations
@@ -153,7 +153,8 @@ class FakeDecode(decode_pb2_grpc.DecodeServicer, worker_pb2_grpc.WorkerServicer)
             return
         await self.accept.wait()
         out.put(decode_pb2.Event(attempt=attempt, accepted=decode_pb2.Accepted()))
-        for offset in range(0, count, self.tokens_at_once):
+        begin = len(submit.output_token_ids)
+        for offset in range(begin, count, self.tokens_at_once):
             if offset == self.hold_from:
                 self.go.clear()
             await self.go.wait()
@@ -162,10 +163,10 @@ class FakeDecode(decode_pb2_grpc.DecodeServicer, worker_pb2_grpc.WorkerServicer)
                 text = "".join(f"t{i} " for i in ids)
                 ids = [self.first_token + i for i in ids]
                 tokens = router_pb2.TokenDelta(offset=offset, token_ids=ids, text=text)
-                cached = 0 if offset else 16
+                cached = 0 if offset > begin else 16
                 out.put(decode_pb2.Event(attempt=attempt, tokens=tokens, cached_tokens=cached))
                 self.sent[attempt] = self.sent.get(attempt, 0) + len(ids)
-                if offset == 0 and out.client:
+                if offset == begin and out.client:
                     self.tell(decode_pb2.TicketStatus(attempt=attempt, first_token=True, cached_tokens=cached))
             await asyncio.sleep(0)
         finished = router_pb2.Finished(

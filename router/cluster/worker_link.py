@@ -77,6 +77,8 @@ class WorkerLink:
         self._tasks: list[asyncio.Task[None]] = []
         self._serving = False
         self._probed = False
+        self.refused = False
+        """The last probe was refused or reset: nothing serves at the address."""
         self._last_answer = receiving_s()
         self._batches_seen = 0
 
@@ -121,12 +123,13 @@ class WorkerLink:
             try:
                 answer = await stub.Check(health_pb2.HealthCheckRequest(), timeout=self._dead_s)
                 self._serving = answer.status == health_pb2.HealthCheckResponse.SERVING
-                self._last_answer, self._probed = self._receiving_s(), True
+                self._last_answer, self._probed, self.refused = self._receiving_s(), True, False
             except grpc.aio.AioRpcError as err:
                 if err.code() is grpc.StatusCode.UNIMPLEMENTED:
                     self._serving, self._last_answer, self._probed = True, self._receiving_s(), True
+                    self.refused = False
                 elif err.code() is grpc.StatusCode.UNAVAILABLE:
-                    self._serving = False  # refused or reset: known at once
+                    self._serving, self.refused = False, True  # refused or reset: known at once
             except grpc.aio.UsageError:
                 return
             if self.why_not() != before:

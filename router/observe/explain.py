@@ -22,6 +22,8 @@ class RequestTrace:
         ttft_s: from the request's arrival to its first token; 0.0: there was none.
         total_s: from its arrival to its end; 0.0: it runs.
         longest_gap_s: between two messages with tokens.
+        submitted_s: from the request's arrival to the submit of its present attempt.
+        lost: the attempts before, in order.
     """
 
     request_id: str
@@ -34,6 +36,8 @@ class RequestTrace:
     ttft_s: float = 0.0
     total_s: float = 0.0
     longest_gap_s: float = 0.0
+    submitted_s: float = 0.0
+    lost: list[types_pb2.RequestAttempt] = field(default_factory=list)
     tokens_at: float | None = None
     """When the last message with tokens came."""
 
@@ -42,6 +46,22 @@ class RequestTrace:
         if self.tokens_at is not None:
             self.longest_gap_s = max(self.longest_gap_s, now - self.tokens_at)
         self.tokens_at = now
+
+    def on_lost(self, reason: str, num_tokens: int) -> None:
+        """The present attempt failed after this many tokens, and another one will follow."""
+        attempt = self._attempt()
+        attempt.num_tokens, attempt.failure = num_tokens, reason
+        self.lost.append(attempt)
+        after = f" after {num_tokens} tokens" if num_tokens else ""
+        self.notes.append(f"decode {attempt.decode} {reason}{after}: placed again")
+
+    def _attempt(self) -> types_pb2.RequestAttempt:
+        chosen = self.placement.chosen if self.placement is not None else None
+        return types_pb2.RequestAttempt(
+            decode=chosen.decode.worker_id if chosen is not None else "",
+            prefill=chosen.prefill.worker_id if chosen is not None and chosen.prefill is not None else "",
+            submitted_s=self.submitted_s,
+        )
 
     @property
     def predicted_ttft_s(self) -> float:
@@ -72,6 +92,10 @@ class RequestTrace:
             whole.predicted_ttft_s = self.predicted_ttft_s
             whole.predicted_cached_tokens = self.predicted_cached_tokens
             whole.candidates.extend(candidates_of(placement))
+        if self.lost:
+            whole.attempts.extend(self.lost)
+            if placement is not None:
+                whole.attempts.append(self._attempt())
         return whole
 
 

@@ -103,7 +103,15 @@ class RouterMetrics(Metrics):
             "unparsed_requests", "Requests whose body could not be read, by reason; not in requests_total", ["reason"]
         )
         self.placements = self.counter("placements", "Attempts by where the prompt was placed", ["prefill"])
-        self.replacements = self.counter("replacements", "Requests that were placed again before their first token")
+        self.replacements = self.counter("replacements", "Attempts that followed one that was refused or lost")
+        self.migrations = self.counter(
+            "migrations",
+            "Attempts that lost their decode worker, by its reason and what became of it",
+            ["reason", "outcome"],
+        )
+        self.migration = self.histogram(
+            "migration_seconds", "From the loss of a decode worker until another one had accepted", STAGE_BUCKETS_S
+        )
         self.admission = self.counter("admission", "Requests by admission decision", ["verdict"])
         self.admission_checks = self.counter(
             "admission_refusals_judged",
@@ -229,6 +237,11 @@ class RouterMetrics(Metrics):
             self.fallbacks.labels("local_prefill" if faults else "decode_cache").inc()
         elif faults:
             self.fallbacks.labels("other_prefill").inc()
+
+    def moved(self, reason: str, seconds: float) -> None:
+        """Another worker has accepted a request, so long after the loss of its own."""
+        self.migrations.labels(reason, "moved").inc()
+        self.migration.observe(seconds)
 
     def judged(self, met_target: bool | None) -> None:
         """A request that admission would have rejected: whether it met its target. None: it had no target."""

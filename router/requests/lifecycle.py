@@ -1,13 +1,13 @@
 """The states of one request at the router. Pure.
 
     PREPARED --submit--> SUBMITTED --accepted--> ACCEPTED --tokens--> STREAMING --end--> FINISHED
-                 ^           |  |                   |                     |
-                 |           |  +---end-------------+---------------------+---> FINISHED
-                 +--replace--+----------replace-----+                     |
+                 ^           |                      |                     |
+                 +--replace--+----------------------+---------------------+
+    ACCEPTED --end--> FINISHED
     any but the last three --fail--> FAILED        --cancel--> CANCELLED
 
-A request may be placed again (once, on another worker or another incarnation of it) while none of its tokens has been
-streamed. After the first token, losing decode is a typed error.
+Whether a request is placed again, and on what condition, is decided in migration.py. The offsets outlive an attempt: the
+next one goes on where it ended.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ _MOVES: dict[tuple[State, Move], State] = {
     (State.STREAMING, Move.END): State.FINISHED,
     (State.SUBMITTED, Move.REPLACE): State.PREPARED,
     (State.ACCEPTED, Move.REPLACE): State.PREPARED,
+    (State.STREAMING, Move.REPLACE): State.PREPARED,
     **{
         (state, move): end
         for state in (State.PREPARED, State.SUBMITTED, State.ACCEPTED, State.STREAMING)
@@ -63,12 +64,10 @@ class Lifecycle:
     """The state machine of one request.
 
     Args:
-        max_replacements: how often the request may be placed again.
         num_tokens: tokens that the client has, of all choices.
         offsets: by choice, the expected offset of the next tokens.
     """
 
-    max_replacements: int = 1
     state: State = State.PREPARED
     history: list[str] = field(default_factory=list)
     num_replacements: int = 0
@@ -98,7 +97,3 @@ class Lifecycle:
     @property
     def ended(self) -> bool:
         return self.state in ENDED
-
-    @property
-    def may_replace(self) -> bool:
-        return (self.state, Move.REPLACE) in _MOVES and self.num_replacements < self.max_replacements

@@ -1,9 +1,13 @@
 """Relays one request from its placement to its end: submits, places again where allowed, and checks decode's stream.
-See lifecycle.py for its states."""
+See lifecycle.py for its states, migration.py for what happens when an attempt fails.
+
+A request has one attempt at a time. Whatever comes of an earlier one is dropped by its id (decode_stream.py), so a worker
+that was stopped and goes on cannot reach the client."""
 
 from __future__ import annotations
 
 import asyncio
+from array import array
 from collections.abc import Sequence
 
 import structlog
@@ -11,18 +15,15 @@ import structlog
 from diptych.common.clock import Clock
 from diptych.common.errors import (
     DiptychError,
-    IncompatibleWorkersError,
     InternalError,
     InvalidRequestError,
     NoWorkerError,
-    OverloadedError,
     RequestCancelledError,
     RequestDeadlineError,
-    StaleReferenceError,
     WorkerLostError,
 )
 from diptych.common.ids import new_attempt_id
-from diptych.router.cluster.cluster import Cluster
+from diptych.router.cluster.cluster import RETRY_AFTER_S, Cluster
 from diptych.router.cluster.decode_stream import Attempt
 from diptych.router.fairness.admission import AdmissionDecision
 from diptych.router.observe.explain import RequestTrace
@@ -30,7 +31,7 @@ from diptych.router.observe.metrics import RouterMetrics
 from diptych.router.placement.placer import Incarnation, PromptBlocks
 from diptych.router.placement.recent import Decision
 from diptych.router.placement.types import Placement
-from diptych.router.requests.lifecycle import IllegalMoveError, Lifecycle, Move
+from diptych.router.requests.lifecycle import IllegalMoveError, Lifecycle, Move, State
 from diptych.router.requests.messages import (
     ChoiceFinishedEvent,
     FinishedEvent,
@@ -41,6 +42,7 @@ from diptych.router.requests.messages import (
     UsageInfo,
     ValidatedRequest,
 )
+from diptych.router.requests.migration import REFUSALS, MoveOutcome, Moves, Verdict, continuation, may_continue
 from diptych.router.requests.outcomes import record_outcome
 from diptych.router.requests.submission import placement_request, submit_of
 from diptych.rpc.convert import finish_reason_from_proto, logprobs_from_proto
@@ -50,13 +52,20 @@ from diptych.rpc.v1 import decode_pb2, router_pb2
 log = structlog.get_logger(__name__)
 
 _REPLACE_WAIT_S = 1.0
-_REPLACEABLE = (StaleReferenceError, WorkerLostError, NoWorkerError, OverloadedError, IncompatibleWorkersError)
 
 
 class Relay:
-    """Call `next` until FinishedEvent or an error, and `close` in any case."""
+    """Call `next` until FinishedEvent or an error, and `close` in any case. `migration_attempts`: see Moves."""
 
-    def __init__(self, cluster: Cluster, request: ValidatedRequest, metrics: RouterMetrics, clock: Clock) -> None:
+    def __init__(
+        self,
+        cluster: Cluster,
+        request: ValidatedRequest,
+        metrics: RouterMetrics,
+        clock: Clock,
+        *,
+        migration_attempts: int = 0,
+    ) -> None:
         self._cluster = cluster
         self._request = request
         self._metrics = metrics
@@ -64,8 +73,18 @@ class Relay:
         self._prompt = PromptBlocks(request.prompt)
         resumed = len(request.resume_after)
         self._lifecycle = Lifecycle(num_tokens=resumed, offsets={0: resumed})
+        fails = request.failure_policy == router_pb2.FAILURE_POLICY_FAIL
+        self._moves = Moves(migration_attempts, allowed=not fails)
+        self._outputs = array("I", request.resume_after)
+        """The answer's tokens, if another attempt could continue it."""
+        self._keeps_outputs = migration_attempts > 0 and not fails and may_continue(request.sampling)
         self._started = False
         self._attempt: Attempt | None = None
+        self._attempt_base = resumed
+        """Tokens that the answer had when the attempt was submitted."""
+        self._loss: WorkerLostError | None = None
+        """Of the worker whose request no other one has accepted yet."""
+        self._lost_at = 0.0
         self._judgement: AdmissionDecision | None = None
         self._trace = RequestTrace(request.request_id)
         self._decision = Decision(
@@ -78,7 +97,8 @@ class Relay:
         )
         self._outcome_recorded = True
         """The outcome of the attempt was recorded for its workers."""
-        self._excluded: frozenset[Incarnation] = frozenset()
+        self._lost_on: frozenset[Incarnation] = frozenset()
+        self._refused_by: frozenset[Incarnation] = frozenset()
         self.kv_bytes = 0
         self.traceparent = ""
         """The router's span of this request, for decode."""
@@ -142,22 +162,24 @@ class Relay:
             await wait_queue.enter(request.tenant, tokens, priority=request.priority, left_s=self._left_s())
 
     def _submit(self) -> None:
-        request = self._request
+        request, trace, life = continuation(self._request, self._outputs), self._trace, self._lifecycle
         query = placement_request(request)
-        trace = self._trace
-        placement = trace.placement = self._cluster.place(query, self._prompt, self._excluded)
+        placement = trace.placement = self._cluster.place(query, self._prompt, self._exclusion())
         trace.mode = self._cluster.index_mode(placement)
-        trace.waited_s = self._clock.now() - request.arrived
-        if not self._lifecycle.num_replacements:
+        trace.submitted_s = self._clock.now() - request.arrived
+        if not trace.ttft_s:
+            trace.waited_s = trace.submitted_s
+        if not life.num_replacements:
             self._cluster.decisions.add(self._decision)
             self._cluster.retry_budget.on_request()
             self._admit(placement)
         submit = submit_of(request, placement, new_attempt_id(), self._left_s(), self.traceparent)
-        self._lifecycle.on(Move.SUBMIT)
+        life.on(Move.SUBMIT)
+        self._attempt_base = life.num_tokens
         self._attempt = self._cluster.open(placement, submit, request.tenant)
         self._outcome_recorded = False
         self._metrics.placements.labels("local" if placement.local_prefill else "remote").inc()
-        if self._lifecycle.num_replacements:
+        if life.num_replacements:
             self._metrics.replacements.inc()
             self._metrics.fallbacks.labels("other_decode").inc()
 
@@ -178,46 +200,76 @@ class Relay:
 
     async def _place_again(self, error: DiptychError) -> None:
         """Prepare for another submit, or raise the error."""
-        if self._trace.placement is None and isinstance(error, NoWorkerError) and await self._wait_for_worker():
+        placement, life, loss = self._trace.placement, self._lifecycle, self._loss
+        if placement is None and loss is None and isinstance(error, NoWorkerError) and await self._wait_for_worker():
             return
-        fails = self._request.failure_policy == router_pb2.FAILURE_POLICY_FAIL
-        placement = self._trace.placement
         self._record_outcome(error.reason)
-        fails = fails or (self._judgement is not None and error is self._judgement.error)
-        may = not fails and isinstance(error, _REPLACEABLE) and self._lifecycle.may_replace
-        if placement is None or not may or not self._cluster.retry_budget.take():
-            self._fail(error)
-            raise error
+        verdict: Verdict | MoveOutcome = Verdict.FAIL
+        if placement is not None and (self._judgement is None or error is not self._judgement.error):
+            verdict = self._moves.judge(
+                error,
+                accepted=life.state in (State.ACCEPTED, State.STREAMING),
+                num_tokens=life.num_tokens - len(self._request.resume_after),
+                continuable=self._keeps_outputs,
+            )
+        may = verdict is Verdict.MOVE or (verdict is Verdict.REPLACE and self._cluster.retry_budget.take())
+        if placement is None or not may:
+            raise self._fail(error, verdict if isinstance(verdict, MoveOutcome) else None)
+        self._trace.on_lost(error.reason, life.num_tokens - self._attempt_base)
         self._drop_attempt()
-        self._lifecycle.on(Move.REPLACE)
+        life.on(Move.REPLACE)
         record = placement.decode.record
-        self._excluded |= {(record.worker_id, record.incarnation)}
-        self._trace.notes.append(f"decode {placement.decode.worker_id} {error.reason}: placed again")
+        incarnation = {(record.worker_id, record.incarnation)}
+        if isinstance(error, WorkerLostError):
+            self._lost_on |= incarnation
+        else:
+            self._refused_by |= incarnation
+        if verdict is Verdict.MOVE and loss is None:
+            assert isinstance(error, WorkerLostError)  # a refusal is moved only after a loss
+            self._loss, self._lost_at = error, self._clock.now()
         self._trace.placement = None
-        log.warning("placing again", request_id=self._request.request_id, error=error.message)
+        log.warning("placing again", request_id=self._request.request_id, error=error.message, tokens=life.num_tokens)
+        await self._wait_for_another(error)
+
+    def _exclusion(self) -> frozenset[Incarnation]:
+        """Incarnations that must not be chosen. One that was lost may be, if it is usable again and no other is."""
+        both = self._lost_on | self._refused_by
+        return both if not both or self._cluster.snapshot(exclude=both).decode else self._refused_by
+
+    async def _wait_for_another(self, error: DiptychError) -> None:
+        """Raises: the error when none comes in time; at once when none can come for an answer that has lost its own."""
         waited_until = self._clock.now() + _REPLACE_WAIT_S
-        while not self._cluster.snapshot(exclude=self._excluded).decode:
+        while not self._cluster.snapshot(exclude=self._exclusion()).decode:
             left_s = min(waited_until, self._request.deadline) - self._clock.now()
-            if left_s <= 0:
-                self._fail(error)
-                raise error
+            if left_s <= 0 or (self._loss is not None and not self._cluster.may_come(self._refused_by)):
+                raise self._fail(error)
             await self._cluster.wait_for_change(min(left_s, 0.1))
 
     async def _wait_for_worker(self) -> bool:
         """Whether a decode worker became usable during the grace period (see startup_grace.py)."""
-        if self._cluster.snapshot(exclude=self._excluded).decode:
+        if self._cluster.snapshot(exclude=self._refused_by).decode:
             return False  # there are decode workers, so the error has another reason
         while (left_s := min(self._cluster.settling.left_s(), self._request.deadline - self._clock.now())) > 0:
             await self._cluster.wait_for_change(min(left_s, 0.1))
-            if self._cluster.snapshot(exclude=self._excluded).decode:
+            if self._cluster.snapshot(exclude=self._refused_by).decode:
                 return True
         return False
 
-    def _fail(self, error: DiptychError) -> None:
+    def _fail(self, error: DiptychError, outcome: MoveOutcome | None = None) -> DiptychError:
+        """End the request. Returns: the error to raise: of an answer that could not move, the loss of its worker.
+        `outcome`: of its last loss, if it is known."""
+        loss = self._loss
+        if loss is not None and isinstance(error, (WorkerLostError, *REFUSALS)):
+            outcome = outcome or MoveOutcome.NO_WORKER
+            why = "" if error is loss else f"; no other worker took its request: {error.message}"
+            error = WorkerLostError(loss.message + why, retry_after_s=error.retry_after_s or RETRY_AFTER_S)
+        if outcome is not None:
+            self._metrics.migrations.labels(error.reason, outcome.value).inc()
         if not self._lifecycle.ended:
             self._lifecycle.on(Move.FAIL)
         self._decision.outcome = error.reason
         self._drop_attempt()
+        return error
 
     # ---- relaying ------------------------------------------------------------------------------------------------
 
@@ -237,6 +289,9 @@ class Relay:
         kind = event.WhichOneof("event")
         if kind == "accepted":
             self._lifecycle.on(Move.ACCEPT)
+            if self._loss is not None:
+                self._metrics.moved(self._loss.reason, self._clock.now() - self._lost_at)
+                self._loss = None
             if self._started:
                 return None
             self._started = True
@@ -244,19 +299,15 @@ class Relay:
         if kind == "tokens":
             delta, now = event.tokens, self._clock.now()
             self._trace.on_tokens(now)
-            if self._lifecycle.num_tokens == len(self._request.resume_after) and self._attempt is not None:
-                self._cluster.reservations.prompt_computed(self._attempt.id)
-                self._trace.ttft_s = now - self._request.arrived
-                self._trace.cached_tokens = event.cached_tokens
-                self._metrics.predictions(self._trace)
-                if self._judgement is not None:
-                    self._metrics.judged(self._cluster.admission.on_first_token(self._judgement, self._trace.ttft_s))
-            self._lifecycle.on_tokens(delta.offset, len(delta.token_ids), delta.choice)
-            self._cluster.wait_queue.written(self._request.tenant, len(delta.token_ids))
+            if self._lifecycle.num_tokens == self._attempt_base and self._attempt is not None:
+                self._on_first_tokens(self._attempt, event, now)
+            ids = tuple(delta.token_ids)
+            self._lifecycle.on_tokens(delta.offset, len(ids), delta.choice)
+            if self._keeps_outputs:
+                self._outputs.extend(ids)
+            self._cluster.wait_queue.written(self._request.tenant, len(ids))
             logprobs = tuple(logprobs_from_proto(entry) for entry in delta.logprobs)
-            return TokenEvent(
-                delta.offset, tuple(delta.token_ids), delta.text, delta.choice, logprobs, event.cached_tokens
-            )
+            return TokenEvent(delta.offset, ids, delta.text, delta.choice, logprobs, event.cached_tokens)
         if kind == "prompt_logprobs":
             entries = event.prompt_logprobs
             known = tuple(logprobs_from_proto(entry) for entry in entries.logprobs)
@@ -280,6 +331,23 @@ class Relay:
         self._drop_attempt()
         return finished
 
+    def _on_first_tokens(self, attempt: Attempt, event: decode_pb2.Event, now: float) -> None:
+        """Of the attempt. Those of the request count once, in its times and its cached tokens."""
+        self._cluster.reservations.prompt_computed(attempt.id)
+        if self._is_continued:
+            event.cached_tokens = 0
+            return
+        self._trace.ttft_s = now - self._request.arrived
+        self._trace.cached_tokens = event.cached_tokens
+        self._metrics.predictions(self._trace)
+        if self._judgement is not None:
+            self._metrics.judged(self._cluster.admission.on_first_token(self._judgement, self._trace.ttft_s))
+
+    @property
+    def _is_continued(self) -> bool:
+        """The attempt continues after tokens of an earlier one."""
+        return self._attempt_base > len(self._request.resume_after)
+
     def _finished(self, message: router_pb2.Finished) -> FinishedEvent:
         usage = message.usage
         sampling = self._request.sampling
@@ -294,17 +362,20 @@ class Relay:
             )
         self.kv_bytes = message.explanation.kv_bytes
         trace = self._trace
-        trace.facts, trace.cached_tokens = message.explanation, usage.cached_tokens
+        trace.facts = message.explanation
+        if not self._is_continued:
+            trace.cached_tokens = usage.cached_tokens
         self._decision.outcome = "finished"
         trace.total_s = self._clock.now() - self._request.arrived
-        if self._judgement is not None and usage.completion_tokens > 1 and sampling.num_choices == 1:
+        paced = usage.completion_tokens > 1 and sampling.num_choices == 1 and not self._is_continued
+        if self._judgement is not None and paced:
             answer_s = trace.total_s - trace.ttft_s
             self._cluster.admission.on_pace(self._judgement, answer_s / (usage.completion_tokens - 1))
         self._metrics.split(trace, trace.total_s)
         self._cluster.on_computed(message.explanation.prefill, usage.prompt_tokens - usage.cached_tokens)
         return FinishedEvent(
             reason=finish_reason_from_proto(message.finish_reason),
-            usage=UsageInfo(usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens),
+            usage=UsageInfo(usage.prompt_tokens, usage.completion_tokens, trace.cached_tokens),
             stop_string=message.stop_string,
             stop_token_id=message.stop_token_id if message.HasField("stop_token_id") else None,
             explanation=trace.explanation() if self._request.explain else None,

@@ -30,6 +30,12 @@ def test_an_explanation_on_a_terminal():
     assert lines[4] == "note: one thing"
     why.total_s, why.longest_gap_s = 2.81, 2.25
     assert lines_of(why)[3].strip() == "the rest in 2.500 s, the longest gap between tokens 2.250 s"
+    why.attempts.add(decode="d1", prefill="p0", submitted_s=0.1, num_tokens=7, failure="WORKER_LOST")
+    why.attempts.add(decode="d0", submitted_s=1.25)
+    assert lines_of(why)[5:7] == [
+        "attempt 1: prefill p0, decode d1, submitted after 0.100 s: WORKER_LOST after 7 tokens",
+        "attempt 2: prefill (local), decode d0, submitted after 1.250 s: the rest",
+    ]
     assert lines[-2].startswith("> p0")
     assert lines[-1].startswith("  (local)")
     assert lines[-1].endswith("16")

@@ -92,6 +92,7 @@ def test_every_series_moves(clock):
     metrics.predictions(trace(ttft_s=0.7, cached=16))
     metrics.placements.labels("remote").inc()
     metrics.replacements.inc()
+    metrics.moved("WORKER_LOST", 0.2)
     metrics.tickets.labels("granted").inc()
     metrics.admission.labels("admitted").inc()
     metrics.judged(None)

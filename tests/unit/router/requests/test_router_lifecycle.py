@@ -21,16 +21,22 @@ def test_an_answer():
     assert (life.state, life.num_tokens, life.ended) == (State.FINISHED, 4, True)
 
 
-def test_replaced_once_and_never_after_a_token():
+@pytest.mark.parametrize("moves", [(Move.SUBMIT,), (Move.SUBMIT, Move.ACCEPT)])
+def test_another_attempt_begins_at_the_beginning(moves):
+    life = after(*moves, Move.REPLACE, Move.SUBMIT, Move.ACCEPT)
+    life.on_tokens(0, 1)
+    assert (life.state, life.num_replacements) == (State.STREAMING, 1)
+
+
+def test_another_attempt_continues_where_the_lost_one_ended():
     life = after(Move.SUBMIT, Move.ACCEPT)
-    assert life.may_replace
-    life.on(Move.REPLACE)
-    life.on(Move.SUBMIT)
-    assert not life.may_replace
-    streaming = after(Move.SUBMIT, Move.ACCEPT, Move.TOKENS)
-    assert not streaming.may_replace
-    with pytest.raises(IllegalMoveError, match="REPLACE in STREAMING after SUBMIT -> ACCEPT -> TOKENS"):
-        streaming.on(Move.REPLACE)
+    life.on_tokens(0, 3)
+    for move in (Move.REPLACE, Move.SUBMIT, Move.ACCEPT):
+        life.on(move)
+    with pytest.raises(IllegalMoveError, match="expected offset 3"):
+        life.on_tokens(0, 3)
+    life.on_tokens(3, 1)
+    assert (life.num_tokens, life.num_replacements) == (4, 1)
 
 
 @pytest.mark.parametrize(("offset", "count"), [(1, 1), (5, 1)])
