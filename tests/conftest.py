@@ -39,8 +39,9 @@ _SETTLE_S = 120.0
 # Of this process, where many tests share few cores; a cluster under test is started without them. Before anything imports
 # Triton: without a GPU its kernels are interpreted (make test-gpu sets 0).
 _OUR_ENV = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "TRITON_INTERPRET": "1"}
-_SET_HERE = {name for name in _OUR_ENV if name not in os.environ}
-os.environ.update({name: _OUR_ENV[name] for name in _SET_HERE})
+# A cluster under test gets the user's variables: neither these nor what a library sets when it is imported.
+_OF_USERS = set(os.environ)
+os.environ.update({name: value for name, value in _OUR_ENV.items() if name not in _OF_USERS})
 # An example that exceeds hypothesis' 200 ms, or is slow to generate, only means that the machine is busy.
 settings.register_profile("diptych", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("diptych")
@@ -52,11 +53,11 @@ asyncio.set_event_loop(_main_loop)
 @pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node: Any) -> None:
     """A test process of xdist inherits the variables set here, and could not distinguish them from the user's."""
-    node.workerinput["set_by_conftest"] = sorted(_SET_HERE)
+    node.workerinput["variables_of_users"] = sorted(_OF_USERS)
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    _SET_HERE.update(getattr(config, "workerinput", {}).get("set_by_conftest", ()))
+    _OF_USERS.intersection_update(getattr(config, "workerinput", {}).get("variables_of_users", _OF_USERS))
 
 
 @pytest.hookimpl(wrapper=True)
@@ -202,7 +203,7 @@ def metric_laws() -> ModuleType:
 def cluster_module() -> ModuleType:
     from diptych_tests import clusters
 
-    clusters.SET_BY_TESTS = _SET_HERE
+    clusters.OF_USERS = frozenset(_OF_USERS)
     return clusters
 
 

@@ -58,7 +58,7 @@ def test_1_the_shared_clusters_have_no_variable_that_a_user_does_not_set(cluster
         for name, value in pytest_process.environ().items()
         if name == LANES_VARIABLE or not name.startswith(("DIPTYCH_", "PYTEST_"))
     }
-    # Set by libraries: the first by Python without a locale, the others by libreadline.
+    # Set by libraries before the tests' own code runs: the first by Python without a locale, the others by libreadline.
     of_libraries = {"LC_CTYPE", "COLUMNS", "LINES"}
     for process in (cluster.process, colocated.process):
         env = psutil.Process(process.pid).environ()
@@ -67,6 +67,13 @@ def test_1_the_shared_clusters_have_no_variable_that_a_user_does_not_set(cluster
     for child in cluster.state.children:
         added = psutil.Process(child.pid).environ().keys() - users.keys()
         assert not [name for name in added if name.startswith(("TRITON_", "PYTEST_"))]
+
+
+def test_1_what_a_library_sets_in_a_test_process_is_not_the_users(cluster_module, monkeypatch, tmp_path):
+    """torch's compiler sets one when it is imported: whether a cluster got it depended on the tests before."""
+    monkeypatch.setenv("SET_BY_A_LIBRARY", str(tmp_path))
+    assert "PATH" in cluster_module.environment(tmp_path)
+    assert "SET_BY_A_LIBRARY" not in cluster_module.environment(tmp_path)
 
 
 def test_second_up_from_the_same_folder_is_refused(cluster, cluster_module):

@@ -28,8 +28,8 @@ RPC_S = 300.0
 HELD_S, FREE_S = 300.0, 300.0
 """Until a held step is reached; until nothing is held any more, which takes a second on an idle machine."""
 KV_BYTES_PER_TOKEN = 46_080
-SET_BY_TESTS: set[str] = set()
-"""Variables that tests/conftest.py has put into this process: a cluster under test does not get them."""
+OF_USERS: frozenset[str] = frozenset()
+"""Variables that were there before this run of the tests, as tests/conftest.py found them."""
 
 
 @dataclass
@@ -132,10 +132,9 @@ def up_command(*flags: str) -> tuple[list[str], int, int]:
 
 def environment(run_root: Path) -> dict[str, str]:
     """The environment of a user's shell for `diptych up`, with a separate run folder. See docs/testing.md."""
-    mine = {name for name in os.environ if name.startswith(("DIPTYCH_", "PYTEST_"))} | SET_BY_TESTS
-    mine.discard(LANES_VARIABLE)  # set for a whole run at one vector width, see tests/hostile.py
-    env = {name: value for name, value in os.environ.items() if name not in mine}
-    return env | {"DIPTYCH_RUN_DIR": str(run_root)}
+    # LANES_VARIABLE is set for a whole run at one vector width, see tests/hostile.py.
+    names = {name for name in OF_USERS if name == LANES_VARIABLE or not name.startswith(("DIPTYCH_", "PYTEST_"))}
+    return {name: value for name, value in os.environ.items() if name in names} | {"DIPTYCH_RUN_DIR": str(run_root)}
 
 
 @dataclass(frozen=True)
