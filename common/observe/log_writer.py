@@ -1,8 +1,10 @@
 """Log lines on their way to stderr: a thread writes them, so that a reader who stands still blocks nobody.
 
-    emit(record)   formats on the caller's thread, puts the line in a queue; a full queue counts it instead
+    emit(record)   formats on the caller's thread
+    write(line)    puts the line in a queue; a full queue counts it instead
                    the next line that finds room comes after one that says how many were dropped
-    the thread     writes what is queued in one go, in order
+    the thread     writes what is queued in one go, in order, and then pauses: lines that follow each other closely
+                   wake it once, not each
     close()        waits for the thread, for a bounded time; from then on lines are written at once
 
 Errors of the interpreter and of libraries in C write to stderr themselves, as ever.
@@ -15,12 +17,15 @@ import os
 import queue
 import select
 import threading
+import time
 from collections.abc import Callable
 
 MOST_QUEUED = 10_000
 """Lines: some seconds of a busy router, a few MB."""
 FLUSH_S = 2.0
 """For a reader that takes its time when the process ends."""
+PAUSE_S = 0.01
+"""Between two writes."""
 
 
 class ThreadedWriter(logging.Handler):
@@ -34,6 +39,7 @@ class ThreadedWriter(logging.Handler):
         self._fd, self._report, self._most = fd, dropped, most_queued
         self._queue: queue.SimpleQueue[str | threading.Event | None] = queue.SimpleQueue()
         """Lines; events to set once all before them is written; None: the thread ends."""
+        self._lock = threading.RLock()  # a signal's handler may log, too
         self._dropped = 0
         self._closed = self._stuck = False
         self._thread = threading.Thread(target=self._run, name="log", daemon=True)
@@ -42,18 +48,24 @@ class ThreadedWriter(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         """See logging.Handler."""
         try:
-            line = self.format(record) + "\n"
+            line = self.format(record)
         except Exception:
             self.handleError(record)
             return
-        if self._closed:
-            if not self._stuck:
-                _write(self._fd, line)
-        elif self._queue.qsize() < self._most:
-            self._report_dropped()
-            self._queue.put(line)
-        else:
-            self._dropped += 1  # under the handler's lock, as all of emit
+        self.write(line)
+
+    def write(self, line: str) -> None:
+        """Args: line: without its end."""
+        with self._lock:
+            if self._closed:
+                if not self._stuck:
+                    _write(self._fd, f"{line}\n")
+            elif self._queue.qsize() < self._most:
+                if self._dropped:
+                    self._report_dropped()
+                self._queue.put(f"{line}\n")
+            else:
+                self._dropped += 1
 
     def _report_dropped(self) -> None:
         if self._dropped:
@@ -90,6 +102,8 @@ class ThreadedWriter(logging.Handler):
             for item in items:
                 if isinstance(item, threading.Event):
                     item.set()
+            if not ended:
+                time.sleep(PAUSE_S)
 
 
 def _write(fd: int, text: str) -> None:

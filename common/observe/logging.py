@@ -2,7 +2,8 @@
 
 The standard library's logging (uvicorn, asyncio, grpc), warnings and uncaught exceptions of all threads use the same
 format. gRPC's core writes to stderr directly; it is silent unless GRPC_VERBOSITY is set, since its errors also arrive
-as a call's status. A thread writes the lines (log_writer.py): a full pipe blocks nobody.
+as a call's status. A thread writes the lines (log_writer.py): a full pipe blocks nobody. Lines of structlog's loggers
+go to it as they are; a record of the standard library for each would double their cost.
 
 Loggers bind context (`request_id`, `attempt`, ...); context of the whole process is given to setup_logging. Tracebacks
 never show variables: they may contain prompts or keys.
@@ -10,10 +11,12 @@ never show variables: they may contain prompts or keys.
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import sys
 import threading
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
@@ -23,8 +26,17 @@ from structlog.tracebacks import ExceptionDictTransformer
 from diptych.common.observe.log_writer import ThreadedWriter
 
 _STDERR = 2
+_ENCODER = json.JSONEncoder(default=repr)
 _process: dict[str, Any] = {}
 """Bound to every line of this process."""
+
+
+class _LineLogger:
+    """What a structlog logger writes its rendered lines to: every method takes one line."""
+
+    def __init__(self, name: str, write: Callable[[str], None]) -> None:
+        self.name = name
+        self.debug = self.info = self.warning = self.error = self.critical = write
 
 
 def bind_process(**changes: Any) -> None:
@@ -48,7 +60,6 @@ def setup_logging(**process: Any) -> None:
     bind_process(**process)
     level = logging.getLevelNamesMapping().get(os.environ.get("DIPTYCH_LOG_LEVEL", "INFO").upper(), logging.INFO)
     shared: list[Any] = [
-        structlog.contextvars.merge_contextvars,
         lambda _logger, _method, event: {**_process, **event},
         structlog.stdlib.add_log_level,
         structlog.stdlib.add_logger_name,
@@ -57,18 +68,31 @@ def setup_logging(**process: Any) -> None:
     end: list[Any] = (
         [
             structlog.processors.ExceptionRenderer(ExceptionDictTransformer(show_locals=False)),
-            structlog.processors.JSONRenderer(),
+            structlog.processors.JSONRenderer(lambda event, **_: _ENCODER.encode(event)),
         ]
         if writes_json()
         else [structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty() and "NO_COLOR" not in os.environ)]
     )
+
+    def rendered(logger: Any, method: str, event: Any) -> str:
+        """A line, whatever the values are: the caller must not fail by what it logs."""
+        line = event
+        try:
+            for step in end:
+                line = step(logger, method, line)
+            return str(line)
+        except Exception as error:
+            plain = {name: value for name, value in event.items() if isinstance(value, (str, int, float))}
+            return _ENCODER.encode(plain | {"not_rendered": type(error).__name__})
+
+    handler = ThreadedWriter(_STDERR, _dropped)
+    names = structlog.stdlib.LoggerFactory(ignore_frame_names=[__name__])
     structlog.configure(
-        processors=[*shared, structlog.stdlib.ProcessorFormatter.wrap_for_formatter],
+        processors=[*shared, rendered],
         wrapper_class=structlog.make_filtering_bound_logger(level),
-        logger_factory=structlog.stdlib.LoggerFactory(),
+        logger_factory=lambda *name: _LineLogger(names(*name).name, handler.write),
         cache_logger_on_first_use=True,
     )
-    handler = ThreadedWriter(_STDERR, _dropped)
     handler.setFormatter(
         structlog.stdlib.ProcessorFormatter(
             foreign_pre_chain=shared, processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, *end]

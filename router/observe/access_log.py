@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+from contextvars import ContextVar, Token
 from dataclasses import dataclass, field
 
 import structlog
@@ -21,6 +19,8 @@ from diptych.router.requests.messages import FinishedEvent, UncheckedRequest, Va
 
 _MAX_UNCHECKED = 128
 _MAX_ERROR = 500
+_NAMED = ("request_id", "label", "tenant", "model", "reason", "error", "finish_reason")
+"""Fields of the line that are left out when they are empty."""
 _log = structlog.get_logger("diptych.access")
 
 
@@ -126,58 +126,50 @@ class Access:
         """Write the line. `now`: on the clock of `began`; None: the monotonic one."""
         if not _Switch.on:
             return
-        say = _log.debug if self.quiet else _log.info
-        known = {
-            "request_id": self.request_id,
-            "label": self.label,
-            "tenant": self.tenant,
-            "model": self.model,
-            "reason": self.reason,
-            "error": self.error,
-            "finish_reason": self.finish_reason,
-            "prefill": " ".join(self.prefill),
-            "decode": " ".join(self.decode),
-            "status": self.status,
-        }
+        fields: dict[str, object] = {"face": self.face, "route": self.route, "outcome": self.outcome}
+        for name in _NAMED:
+            if value := getattr(self, name):
+                fields[name] = value
+        if self.prefill:
+            fields["prefill"] = " ".join(self.prefill)
+        if self.decode:
+            fields["decode"] = " ".join(self.decode)
+        fields["status"] = self.status
         if self.prompt_tokens:
-            known |= {
-                "prompt_tokens": self.prompt_tokens,
-                "cached_tokens": self.cached_tokens,
-                "completion_tokens": self.completion_tokens,
-                "queue_s": round(self.queue_s, 4),
-                "ttft_s": round(self.ttft_s, 4),
-            }
-        say(
-            "request",
-            face=self.face,
-            route=self.route,
-            outcome=self.outcome,
-            **{name: value for name, value in known.items() if value != ""},
-            total_s=round((time.monotonic() if now is None else now) - self.began, 4),
-        )
+            fields["prompt_tokens"] = self.prompt_tokens
+            fields["cached_tokens"] = self.cached_tokens
+            fields["completion_tokens"] = self.completion_tokens
+            fields["queue_s"] = round(self.queue_s, 4)
+            fields["ttft_s"] = round(self.ttft_s, 4)
+        fields["total_s"] = round((time.monotonic() if now is None else now) - self.began, 4)
+        (_log.debug if self.quiet else _log.info)("request", **fields)
 
 
 current_access: ContextVar[Access | None] = ContextVar("current_access", default=None)
 
 
-@contextmanager
-def logged(access: Access) -> Iterator[Access]:
-    """The line of the block; it includes an error raised there."""
-    before = current_access.set(access)
-    try:
-        yield access
-    except DiptychError as error:
-        access.failed(error)
-        raise
-    except (asyncio.CancelledError, GeneratorExit):
-        access.cancelled = True
-        raise
-    except Exception:
-        access.fail(InternalError.reason)
-        raise
-    finally:
-        current_access.reset(before)
-        access.write()
+class logged:
+    """The line of the block; it includes an error raised there. A class: a generator costs each request more."""
+
+    __slots__ = ("_access", "_before")
+    _before: Token[Access | None]
+
+    def __init__(self, access: Access) -> None:
+        self._access = access
+
+    def __enter__(self) -> Access:
+        self._before = current_access.set(self._access)
+        return self._access
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, DiptychError):
+            self._access.failed(error)
+        elif isinstance(error, (asyncio.CancelledError, GeneratorExit)):
+            self._access.cancelled = True
+        elif isinstance(error, Exception):
+            self._access.fail(InternalError.reason)
+        current_access.reset(self._before)
+        self._access.write()
 
 
 def note_end(trace: RequestTrace, event: FinishedEvent | None) -> None:

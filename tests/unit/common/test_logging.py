@@ -64,3 +64,14 @@ def test_5_4_grpcs_core_is_silent_unless_asked() -> None:
         "try:\n    server.add_insecure_port(f'127.0.0.1:{taken.getsockname()[1]}')\nexcept RuntimeError:\n    print('taken')"
     )
     assert log_lines(program) == []
+
+
+def test_a_line_that_cannot_be_rendered_is_replaced_by_one_that_says_so() -> None:
+    """The caller goes on: a value that a line cannot hold is no error of the request that logs it."""
+    program = (
+        "import structlog; log = structlog.get_logger('here'); log.info('odd', value={(1, 2): 3}); log.info('next')"
+    )
+    odd, following = log_lines(program)
+    assert odd["event"] == "odd"
+    assert odd["not_rendered"] == "TypeError"
+    assert (following["event"], following["logger"]) == ("next", "here")
