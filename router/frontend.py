@@ -235,11 +235,15 @@ class Frontend:
             prepared = replace(prepared, group=self._rollout.choose(prepared.request_id))
         return prepared
 
-    async def generate(self, request: ValidatedRequest) -> AsyncIterator[GenerateEvent]:
+    def generate(self, request: ValidatedRequest) -> AsyncIterator[GenerateEvent]:
         """Yield StartedEvent, TokenEvent*, FinishedEvent. Closing the iterator cancels the request on decode.
 
         Raises (while iterating): a DiptychError; before StartedEvent no token was generated.
         """
+        return self._generate_once(request) if request.idempotency_key else self._generate(request)
+
+    async def _generate_once(self, request: ValidatedRequest) -> AsyncGenerator[GenerateEvent, None]:
+        """As `generate`, under the request's idempotency key."""
         with ExitStack() as stack:
             try:
                 outcome = stack.enter_context(self._keys.running(request.tenant, request.idempotency_key))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
@@ -13,17 +13,26 @@ from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Receive, Scope, Send
 
-from diptych.common.errors import InvalidRequestError, ModelNotFoundError
+from diptych.common.errors import DiptychError, InvalidRequestError, ModelNotFoundError
 from diptych.common.observe.metrics import CONTENT_TYPE, Metrics
 from diptych.common.observe.tracing import TRACEPARENT
 from diptych.router.api import http_errors
 from diptych.router.api.auth import Authenticator, current_caller
 from diptych.router.api.auth_limits import MeteredRouterApi
 from diptych.router.api.http_body import Bodies, read_body
-from diptych.router.api.http_errors import WARNING_HEADER, json_response, retry_headers, warning_headers
+from diptych.router.api.http_errors import (
+    WARNING_HEADER,
+    bug_response,
+    error_response,
+    gone_response,
+    json_response,
+    retry_headers,
+    warning_headers,
+)
 from diptych.router.api.http_guard import GuardMiddleware
 from diptych.router.api.http_request_id import RequestIdMiddleware
 from diptych.router.api.http_response import GenerationResponse
@@ -63,6 +72,32 @@ _BODIES: tuple[type[BaseModel], ...] = (
 )
 
 
+class _App(FastAPI):
+    """The application. Requests for answers go to their endpoints at once: the framework's routing and middleware, which
+    do nothing for them, cost as much as a placement. Every other request, or method, takes its way."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.answers: dict[str, Callable[[Request], Awaitable[Response]]] = {}
+        """By path, of POST."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        endpoint = self.answers.get(scope["path"]) if scope["type"] == "http" and scope["method"] == "POST" else None
+        if endpoint is None:
+            await super().__call__(scope, receive, send)
+            return
+        try:
+            response = await endpoint(Request(scope, receive, send))
+        except DiptychError as error:
+            response = error_response(error)
+        except ClientDisconnect:
+            response = gone_response()
+        except Exception:
+            await bug_response()(scope, receive, send)
+            raise
+        await response(scope, receive, send)
+
+
 def create_app(
     router_api: RouterApi,
     metrics: Metrics,
@@ -84,7 +119,7 @@ def create_app(
         refuse_unknown_fields: reject them; else name them in a response header.
         parsing: entered while the body of a request for an answer is read; an error leaves it.
     """
-    app = FastAPI(title="Diptych", version=package_version(), docs_url=None, redoc_url=None)
+    app = _App(title="Diptych", version=package_version(), docs_url=None, redoc_url=None)
     http_errors.install(app)
     bodies = bodies or Bodies()
     unknown = UnknownFields(refuse=refuse_unknown_fields)
@@ -129,7 +164,7 @@ def package_version() -> str:
 
 
 def _add_generation(
-    app: FastAPI,
+    app: _App,
     router_api: RouterApi,
     bodies: Bodies,
     quotas: MeteredRouterApi | None,
@@ -147,17 +182,22 @@ def _add_generation(
             call = await bodies.object_of(await read_body(request), made)
         return GenerationResponse(router_api, _with_headers(request, call), extra_headers=limits)
 
-    @app.post("/v1/chat/completions", openapi_extra=_body_schema("ChatCompletionRequest"))
     async def chat_completions(request: Request) -> Response:
         return await answer(request, chat_call)
 
-    @app.post("/v1/completions", openapi_extra=_body_schema("CompletionRequest"))
     async def completions(request: Request) -> Response:
         return await answer(request, completion_call)
 
-    @app.post("/v1/responses", openapi_extra=_body_schema("ResponsesRequest"))
     async def responses(request: Request) -> Response:
         return await answer(request, responses_call)
+
+    for path, schema, endpoint in (
+        ("/v1/chat/completions", "ChatCompletionRequest", chat_completions),
+        ("/v1/completions", "CompletionRequest", completions),
+        ("/v1/responses", "ResponsesRequest", responses),
+    ):
+        app.post(path, openapi_extra=_body_schema(schema))(endpoint)
+        app.answers[path] = endpoint
 
 
 def _add_tokens(app: FastAPI, router_api: RouterApi, bodies: Bodies, unknown: UnknownFields) -> None:

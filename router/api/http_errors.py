@@ -91,6 +91,15 @@ def json_response(content: object, status: int = 200, headers: dict[str, str] | 
     return Response(msgspec.json.encode(content), status, headers, media_type="application/json")
 
 
+def bug_response() -> Response:
+    return json_response(error_object(500, "internal error; the server's log has the traceback", code="internal"), 500)
+
+
+def gone_response() -> Response:
+    """The client disconnected while sending its body."""
+    return Response(status_code=499)
+
+
 def install(app: FastAPI) -> None:
     """Convert every kind of error to the same form."""
 
@@ -117,12 +126,10 @@ def install(app: FastAPI) -> None:
         return json_response(error_object(400, f"{param}: {first['msg']}", param=param, code="invalid_value"), 400)
 
     async def on_bug(request: Request, error: Exception) -> Response:
-        return json_response(
-            error_object(500, "internal error; the server's log has the traceback", code="internal"), 500
-        )
+        return bug_response()
 
     async def on_gone(request: Request, error: Exception) -> Response:
-        return Response(status_code=499)  # the client disconnected while sending its body
+        return gone_response()
 
     app.add_exception_handler(DiptychError, on_diptych)
     app.add_exception_handler(ClientDisconnect, on_gone)

@@ -10,7 +10,6 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
 from functools import partial
 
 from starlette.responses import Response
@@ -23,7 +22,7 @@ from diptych.router.api.openai_answers import PING
 from diptych.router.api.openai_format import ResponseContext, ResponseFormatter
 from diptych.router.api.openai_requests import ParsedRequest
 from diptych.router.requests.batch import all_accepted
-from diptych.router.requests.messages import FinishedEvent, GenerateEvent, ValidatedRequest
+from diptych.router.requests.messages import FinishedEvent, GenerateEvent
 
 PING_S = 15.0
 SEND_TIMEOUT_S = 60.0
@@ -69,20 +68,49 @@ class GenerationResponse(Response):
         self._writing_since: float | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        work = asyncio.create_task(self._work(scope, receive, send))
+        """The work runs in this task, which is cancelled when the client leaves or reads nothing."""
+        task, loop = asyncio.current_task(), asyncio.get_running_loop()
+        assert task is not None
+        left = False
+        timer: asyncio.TimerHandle
+        pings: set[asyncio.Task[None]] = set()
+
+        def leave(_: object) -> None:
+            nonlocal left
+            if not left:
+                left = True
+                task.cancel()
+
+        def look() -> None:
+            nonlocal timer
+            if self._stuck():
+                leave(None)
+                return
+            timer = loop.call_later(self._ping_s / 3, look)
+            if self._is_silent():
+                ping = asyncio.create_task(self._ping(send))
+                pings.add(ping)
+                ping.add_done_callback(pinged)
+
+        def pinged(ping: asyncio.Task[None]) -> None:
+            pings.discard(ping)
+            if not ping.cancelled() and ping.exception() is not None:
+                leave(None)
+
+        timer = loop.call_later(self._ping_s / 3, look)
         gone = asyncio.create_task(_until_disconnect(receive))
+        gone.add_done_callback(leave)
         try:
-            while True:
-                await asyncio.wait({work, gone}, timeout=self._ping_s / 3, return_when=asyncio.FIRST_COMPLETED)
-                if work.done():
-                    return work.result()
-                if gone.done() or self._stuck():
-                    return None
-                await self._ping_if_silent(send)
+            await self._work(scope, receive, send)
+        except asyncio.CancelledError:
+            if not left or task.uncancel():
+                raise
         finally:
-            work.cancel()
+            gone.remove_done_callback(leave)
+            timer.cancel()
             gone.cancel()
-            await asyncio.gather(work, gone, return_exceptions=True)
+            for ping in pings:
+                ping.cancel()
 
     async def _work(self, scope: Scope, receive: Receive, send: Send) -> None:
         request_id = ""
@@ -94,7 +122,12 @@ class GenerationResponse(Response):
             tokens, features = self._router_api.tokens(prepared.model), self._router_api.features(prepared.model)
             context = ResponseContext(prepared, int(self._now()), features, tokens, more)
             self._form = form = call.make_form(context)
-            async with self._accepted(prepared, more) as events:
+            async with (
+                all_accepted(self._router_api, (prepared, *more)) if more else accepted(self._router_api, prepared) as (
+                    _,
+                    events,
+                )
+            ):
                 if call.stream:
                     await self._stream(form, request_id, events, send)
                 else:
@@ -108,17 +141,6 @@ class GenerationResponse(Response):
             _log.exception("unhandled error in request %s", request_id)
             bug = InternalError("internal error; the server's log has the traceback")
             await self._fail(bug, request_id, scope, receive, send)
-
-    @asynccontextmanager
-    async def _accepted(
-        self, prepared: ValidatedRequest, more: tuple[ValidatedRequest, ...]
-    ) -> AsyncIterator[AsyncIterator[GenerateEvent]]:
-        if more:
-            async with all_accepted(self._router_api, (prepared, *more)) as events:
-                yield events
-        else:
-            async with accepted(self._router_api, prepared) as (_, events):
-                yield events
 
     async def _stream(
         self, form: ResponseFormatter, request_id: str, events: AsyncIterator[GenerateEvent], send: Send
@@ -171,10 +193,12 @@ class GenerationResponse(Response):
     def _stuck(self) -> bool:
         return self._writing_since is not None and time.monotonic() - self._writing_since > self._send_timeout_s
 
-    async def _ping_if_silent(self, send: Send) -> None:
-        if self._streaming and self._writing_since is None and time.monotonic() - self._last_write >= self._ping_s:
-            async with asyncio.timeout(self._send_timeout_s):
-                await self._write(PING, send)
+    def _is_silent(self) -> bool:
+        return self._streaming and self._writing_since is None and time.monotonic() - self._last_write >= self._ping_s
+
+    async def _ping(self, send: Send) -> None:
+        if self._is_silent():
+            await self._write(PING, send)
 
 
 async def _until_disconnect(receive: Receive) -> None:

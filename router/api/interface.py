@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
-from contextlib import asynccontextmanager
 from typing import Protocol, cast
 
 from diptych.common.errors import DiptychError, InternalError
@@ -54,17 +53,24 @@ class RouterApi(Protocol):
     def generate(self, request: ValidatedRequest) -> AsyncIterator[GenerateEvent]: ...
 
 
-@asynccontextmanager
-async def accepted(
-    router_api: RouterApi, prepared: ValidatedRequest
-) -> AsyncIterator[tuple[StartedEvent, AsyncIterator[GenerateEvent]]]:
-    """The request's start and the events after it; leaving the block cancels the rest. Raises: the DiptychError with
-    which the request failed before a decode worker accepted it."""
-    events = cast(AsyncGenerator[GenerateEvent, None], router_api.generate(prepared))
-    try:
-        started = await anext(events, None)
-        if not isinstance(started, StartedEvent):
-            raise InternalError("the answer did not begin with StartedEvent")
-        yield started, events
-    finally:
-        await events.aclose()
+class accepted:
+    """The request's start and the events after it; leaving the block cancels the rest. A class: a generator costs each
+    request more. Raises: the DiptychError with which the request failed before a decode worker accepted it."""
+
+    __slots__ = ("_events",)
+
+    def __init__(self, router_api: RouterApi, prepared: ValidatedRequest) -> None:
+        self._events = cast(AsyncGenerator[GenerateEvent, None], router_api.generate(prepared))
+
+    async def __aenter__(self) -> tuple[StartedEvent, AsyncIterator[GenerateEvent]]:
+        try:
+            started = await anext(self._events, None)
+            if not isinstance(started, StartedEvent):
+                raise InternalError("the answer did not begin with StartedEvent")
+        except BaseException:
+            await self._events.aclose()
+            raise
+        return started, self._events
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._events.aclose()

@@ -30,9 +30,9 @@ _MAX_AHEAD = 256
 @asynccontextmanager
 async def all_accepted(
     router_api: RouterApi, requests: Sequence[ValidatedRequest]
-) -> AsyncIterator[AsyncIterator[GenerateEvent]]:
-    """The events after all starts; leaving the block cancels the rest. Raises: the DiptychError with which the first of
-    them failed before a decode worker had accepted it."""
+) -> AsyncIterator[tuple[None, AsyncIterator[GenerateEvent]]]:
+    """(None, the events after all starts), as `accepted` has them for one request; leaving the block cancels the rest.
+    Raises: the DiptychError with which the first of them failed before a decode worker had accepted it."""
     starts: list[asyncio.Future[None]] = [asyncio.get_running_loop().create_future() for _ in requests]
     events: asyncio.Queue[tuple[int, GenerateEvent | BaseException]] = asyncio.Queue(_MAX_AHEAD)
 
@@ -51,7 +51,7 @@ async def all_accepted(
     tasks = [asyncio.create_task(run(i, request)) for i, request in enumerate(requests)]
     try:
         await asyncio.gather(*starts)
-        yield _merged(requests, events)
+        yield None, _merged(requests, events)
     finally:
         for waiting in (*tasks, *starts):
             waiting.cancel()
