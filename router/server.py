@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import signal
 import socket
 import time
@@ -25,6 +24,7 @@ import uvloop
 from grpc_reflection.v1alpha import reflection as grpc_reflection
 
 from diptych.common.addresses import host_port, is_loopback
+from diptych.common.collector import set_collector
 from diptych.common.errors import ConfigError
 from diptych.common.limits import raise_open_files
 from diptych.common.observe.logging import setup_logging
@@ -94,19 +94,12 @@ async def _run(config: RouterConfig) -> int:
         loop.add_signal_handler(number, on_signal, number)
 
     def announce(addresses: RouterAddresses) -> None:
-        freeze_startup_objects()
+        set_collector()
         log.info("router serves", http=addresses.http, grpc=addresses.grpc)
 
     await serve(config, stop, hurry, on_started=announce)
     log.info("router stopped")
     return 128 + received[0]
-
-
-def freeze_startup_objects() -> None:
-    """Exempt the objects loaded so far from garbage collection: full collections block the process and would scan them
-    again each time."""
-    gc.collect()
-    gc.freeze()
 
 
 async def serve(

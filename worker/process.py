@@ -14,12 +14,12 @@ from typing import Any, NoReturn
 import structlog
 import uvloop
 
+from diptych.common.collector import set_collector
 from diptych.common.limits import raise_open_files
 from diptych.common.observe.logging import setup_logging
 from diptych.common.observe.tracing import tracing
 from diptych.common.store.interface import Store
 from diptych.common.store.redis_store import RedisStore
-from diptych.engine.collector import set_collector
 from diptych.kvtransfer import registry
 from diptych.kvtransfer.api import Transfer
 from diptych.kvtransfer.build import build_transfer

@@ -18,9 +18,9 @@ from pathlib import Path
 
 from diptych.bench.result import surroundings, write
 from diptych.common.block_identity import IdentityHeader
+from diptych.common.collector import set_collector
 from diptych.common.request import Prompt
 from diptych.common.sampling import SamplingParams
-from diptych.engine.collector import set_collector
 from diptych.engine.config import EngineConfig
 from diptych.engine.messages import EngineRequest, StepResult
 from diptych.engine.sched.admission import ModelLimits

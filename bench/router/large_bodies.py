@@ -23,11 +23,12 @@ import uvloop
 from diptych.bench.result import surroundings, write
 from diptych.cli.models.store import resolve_model
 from diptych.common.clock import MonotonicClock
+from diptych.common.collector import set_collector
 from diptych.common.secret import create_secret
 from diptych.common.store.memory import MemoryStore
 from diptych.router.config import RouterConfig
 from diptych.router.frontend import Frontend
-from diptych.router.server import ApiServers, freeze_startup_objects
+from diptych.router.server import ApiServers
 
 TICK_S = 0.002
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -85,7 +86,7 @@ async def measure() -> list[dict[str, Any]]:
     frontend, servers = Frontend(config, store=MemoryStore(MonotonicClock())), ApiServers("127.0.0.1", 0, 0)
     await frontend.start()
     url = "http://" + (await servers.start(frontend, frontend.metrics)).http
-    freeze_startup_objects()
+    set_collector()
     longest = 0.0
 
     async def watch() -> None:

@@ -19,6 +19,7 @@ from diptych.cli.temporary import temporary_folder
 from diptych.common.block_identity import IdentityHeader, identity_facts
 from diptych.common.checkpoint.hashing import model_fingerprint
 from diptych.common.clock import MonotonicClock
+from diptych.common.collector import set_collector
 from diptych.common.errors import ConfigError
 from diptych.common.observe.logging import setup_logging
 from diptych.common.observe.metrics import Metrics
@@ -66,6 +67,7 @@ async def run_router(folder: Path, decode_address: str, given_secret: Path | Non
             if clock.now() > until:
                 raise ConfigError("router", addresses.http, f"not ready: {'; '.join(frontend.ready()[1])}")
             await asyncio.sleep(0.05)
+        set_collector()
         print("serves", addresses.http, addresses.grpc, flush=True)
         await asyncio.Event().wait()
 

@@ -17,10 +17,10 @@ from diptych.cli.serve.config import ServeConfig
 from diptych.cli.temporary import temporary_folder
 from diptych.cli.worker_roles import services_of
 from diptych.common.clock import MonotonicClock
+from diptych.common.collector import set_collector
 from diptych.common.observe.logging import setup_logging
 from diptych.common.secret import create_secret
 from diptych.common.store.memory import MemoryStore
-from diptych.engine.collector import set_collector
 from diptych.router import server as router
 from diptych.router.server import RouterAddresses
 from diptych.worker.model import load_model

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 
 import grpc
 
@@ -92,11 +91,8 @@ class RouterService:
 
         with self._parsing():
             request, features, spec, offer = await self._bodies.off_loop(read, len(body))
-        spec = replace(
-            spec,
-            tenant=current_caller.get().tenant,
-            traceparent=trace_context(context.invocation_metadata()),
-        )
+        spec.tenant = current_caller.get().tenant
+        spec.traceparent = trace_context(context.invocation_metadata())
         access.asked(spec)
         prepared = await self._router_api.prepare(spec)
         splitter = Splitter.of(request, offer, prepared, features)
@@ -143,7 +139,7 @@ class RouterService:
             return request, spec_from(request.request, remaining_s, self._router_api.features(request.request.model))[0]
 
         request, spec = await self._bodies.off_loop(read, len(body))
-        spec = replace(spec, tenant=current_caller.get().tenant)
+        spec.tenant = current_caller.get().tenant
         return self._router_api.what_if(await self._router_api.prepare(spec), request.pool)
 
     async def place(self, body: bytes, context: grpc.aio.ServicerContext) -> router_pb2.Placed:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -276,21 +275,18 @@ def _add_operations(app: FastAPI, router_api: RouterApi, metrics: Metrics) -> No
 
 def _with_headers(request: Request, call: ParsedRequest) -> ParsedRequest:
     """Add the request's headers and the caller's tenant."""
-    spec = replace(
-        call.spec,
-        request_id=call.spec.request_id or _label(request),
-        idempotency_key=request.headers.get(IDEMPOTENCY_HEADER, ""),
-        explain=request.headers.get(EXPLAIN_HEADER, "0").lower() in ("1", "true"),
-        tenant=current_caller.get().tenant,
-        traceparent=request.headers.get(TRACEPARENT, ""),
-    )
+    spec, headers = call.spec, request.headers
+    spec.request_id = spec.request_id or _label(request)
+    spec.idempotency_key = headers.get(IDEMPOTENCY_HEADER, "")
+    spec.explain = headers.get(EXPLAIN_HEADER, "0").lower() in ("1", "true")
+    spec.tenant = current_caller.get().tenant
+    spec.traceparent = headers.get(TRACEPARENT, "")
     if (access := current_access.get()) is not None:
         access.asked(spec)
     # An idempotency key covers the whole request: the first prompt's request holds it.
-    more = tuple(
-        replace(one, request_id=spec.request_id, tenant=spec.tenant, traceparent=spec.traceparent) for one in call.more
-    )
-    return replace(call, spec=spec, more=more)
+    for one in call.more:
+        one.request_id, one.tenant, one.traceparent = spec.request_id, spec.tenant, spec.traceparent
+    return call
 
 
 def _label(request: Request) -> str:

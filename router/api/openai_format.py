@@ -318,10 +318,14 @@ class CompletionForm(_Answer):
         super().__init__(options, context, chat=False)
         most = context.prepared.sampling.logprobs
         self._with_logprobs = most is not None
-        self._logprobs = [
-            CompletionLogprobs(self.names, most or 0, len(prompt.echo), prompt.prompt.token_ids)
-            for prompt in map(self._prompt_of, self.choices)
-        ]
+        self._logprobs = (
+            []
+            if most is None
+            else [
+                CompletionLogprobs(self.names, most, len(prompt.echo), prompt.prompt.token_ids)
+                for prompt in map(self._prompt_of, self.choices)
+            ]
+        )
 
     def _prompt_number(self, choice: Choice) -> int:
         return choice.index // self.prepared.sampling.n

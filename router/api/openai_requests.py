@@ -148,7 +148,7 @@ class CompletionRequest(_Common):
     add_special_tokens: bool | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ParsedRequest:
     """A parsed request: what to generate, and how to format the response. `renamed` maps a parameter to the name that
     the caller used. `more`: the further prompts. `warnings`: ignored fields, for the caller."""
@@ -243,7 +243,8 @@ def _prompts(given: str | list[Any]) -> list[str | list[int]]:
 
 def grammar_of(request: Sampled, offer: ToolOptions | None = None) -> tuple[Grammar | None, dict[str, str]]:
     """The answer's grammar, and the parameter that errors of it name. Raises: InvalidRequestError naming the field."""
-    wanted = grammar_request({name: _plain(getattr(request, name, None)) for name in FORMAT_FIELDS})
+    given = request.model_fields_set.intersection(FORMAT_FIELDS)
+    wanted = grammar_request({name: _plain(getattr(request, name)) for name in given}) if given else None
     found = wanted if offer is None else offer.grammar_with(wanted)
     return (None, {}) if found is None else (found.grammar, {"grammar": found.field})
 

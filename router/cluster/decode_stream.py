@@ -42,8 +42,8 @@ class Attempt:
         self._events: deque[decode_pb2.Event] = deque()
         self._buffered_bytes = 0
         self._error: DiptychError | None = None
-        self._ready = asyncio.Event()
-        self._waits = False
+        self._waiter: asyncio.Future[None] | None = None
+        """Set by `wake`; None: the reader is not waiting."""
         self._busy_since: float | None = None
         """When the reader was woken for its current event, or took it; None: it is waiting, or has left."""
         self._due = False
@@ -63,14 +63,13 @@ class Attempt:
             while not self.has_event:
                 if self._error is not None:
                     raise self._error
-                self._ready.clear()
-                self._waits = True
-                await self._ready.wait()
+                self._waiter = asyncio.get_running_loop().create_future()
+                await self._waiter
         except BaseException:
             self._rest()
             raise
         finally:
-            self._waits = False
+            self._waiter = None
         event = self._events.popleft()
         kind = event.WhichOneof("event")
         self._buffered_bytes -= _size(event, kind)
@@ -111,9 +110,10 @@ class Attempt:
         if not self._due and self._error is None:
             return
         self.woken_at = now
-        if self._waits:
+        if self._waiter is not None:
             self._work(now)
-        self._ready.set()
+            if not self._waiter.done():
+                self._waiter.set_result(None)
 
     def put(self, event: decode_pb2.Event) -> None:
         kind = event.WhichOneof("event")
@@ -150,6 +150,10 @@ class Attempt:
     def fail(self, error: DiptychError) -> None:
         """End the attempt after the buffered events."""
         self.over = True
+        self.interrupt(error)
+
+    def interrupt(self, error: DiptychError) -> None:
+        """Let `next` raise the error after the buffered events; the attempt runs until `cancel`."""
         self._error = self._error or error
         self.wake(self._stream.now())
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 
 from diptych.common.clock import Clock
 from diptych.common.errors import DiptychError
@@ -45,9 +45,15 @@ class RouterMetrics(Metrics):
     ) -> None:
         super().__init__()
         self.live = LiveSeries()
+        self._parsing = _Parsing(self)
         self.tenants = TenantMetrics(self) if by_tenant else None
-        self.running = self.gauge("num_requests_running", "Requests being relayed by this router")
-        self.waiting = self.gauge("num_requests_waiting", "Requests that wait for their first token")
+        self.num_running = self.num_waiting = 0
+        self.gauge("num_requests_running", "Requests being relayed by this router").set_function(
+            lambda: float(self.num_running)
+        )
+        self.gauge("num_requests_waiting", "Requests that wait for their first token").set_function(
+            lambda: float(self.num_waiting)
+        )
         self.tokenize = self.histogram(
             "tokenize_seconds", "Checks, template and tokenizer, including the wait for a thread", STAGE_BUCKETS_S
         )
@@ -144,14 +150,9 @@ class RouterMetrics(Metrics):
             "degraded", "1 while the store is unavailable or read-only: the view of the cluster may be stale"
         ).set_function(lambda: float(degraded()))
 
-    @contextmanager
-    def parsing(self) -> Iterator[None]:
+    def parsing(self) -> AbstractContextManager[None]:
         """Counts an error of the block as a request that could not be read."""
-        try:
-            yield
-        except DiptychError as error:
-            self.unparsed.labels(error.reason).inc()
-            raise
+        return self._parsing
 
     def refused(self, reason: str, tenant: str) -> None:
         """A request was rejected, or failed where nothing else counts it."""
@@ -258,6 +259,17 @@ class RouterMetrics(Metrics):
             self.regret.observe(max(0.0, late_s))
 
 
+class _Parsing(AbstractContextManager[None]):
+    """See RouterMetrics.parsing. It keeps nothing, so that one serves all requests."""
+
+    def __init__(self, metrics: RouterMetrics) -> None:
+        self._metrics = metrics
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, DiptychError):
+            self._metrics.unparsed.labels(error.reason).inc()
+
+
 class RequestTimer:
     """One request's share of the metrics. Exactly one of finished, failed, left ends it."""
 
@@ -268,8 +280,8 @@ class RequestTimer:
         self._over = False
         self._tokens = 0
         metrics.requests.inc()
-        metrics.running.inc()
-        metrics.waiting.inc()
+        metrics.num_running += 1
+        metrics.num_waiting += 1
 
     def tokens(self, event: TokenEvent) -> None:
         count = len(event.token_ids)
@@ -281,7 +293,7 @@ class RequestTimer:
         last = self._last.get(event.choice)
         if last is None:
             if not self._last:
-                metrics.waiting.dec()
+                metrics.num_waiting -= 1
                 metrics.first_token(now - self._request.arrived, tenant, now)
                 metrics.computed(len(self._request.prompt.token_ids), event.cached_tokens, tenant, now)
             metrics.live.tokens(1, now)
@@ -329,7 +341,7 @@ class RequestTimer:
         if self._over:
             return False
         self._over = True
-        self._metrics.running.dec()
+        self._metrics.num_running -= 1
         if not self._last:
-            self._metrics.waiting.dec()
+            self._metrics.num_waiting -= 1
         return True

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from diptych.common.clock import Clock
 from diptych.common.errors import DiptychError
-from diptych.common.observe.tracing import PROVIDER, tracing
+from diptych.common.observe.tracing import PROVIDER, Span, tracing
 from diptych.router.requests.messages import FinishedEvent, UncheckedRequest, ValidatedRequest
 
 
@@ -22,6 +22,10 @@ class RequestSpan:
     """From the request's arrival to its end; exactly one of finished, failed, left ends it."""
 
     def __init__(self, request: ValidatedRequest, clock: Clock) -> None:
+        self._first = True
+        if not tracing.on:
+            self._span = Span(None, request.traceparent)
+            return
         sampling = request.sampling
         self._span = tracing.start(
             f"{request.operation} {request.model}",
@@ -41,7 +45,6 @@ class RequestSpan:
                 "diptych.request_id": request.request_id,
             },
         )
-        self._first = True
 
     @property
     def traceparent(self) -> str:

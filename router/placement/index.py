@@ -224,11 +224,13 @@ class BlockIndex:
         worker = self._workers.get(worker_id)
         if worker is None:
             return IndexMode.GUESS
-        modes = {stream.mode for stream in worker.streams}
-        if IndexMode.GUESS in modes:
-            return IndexMode.GUESS
-        exact = modes == {IndexMode.EXACT} and not worker.truncated
-        return IndexMode.EXACT if exact else IndexMode.STALE
+        worst = IndexMode.STALE if worker.truncated else IndexMode.EXACT
+        for stream in worker.streams:
+            if stream.mode is IndexMode.GUESS:
+                return IndexMode.GUESS
+            if stream.mode is IndexMode.STALE:
+                worst = IndexMode.STALE
+        return worst
 
     def num_events(self, worker_id: str) -> int:
         """Events that arrived from this incarnation of the worker, including dropped ones."""

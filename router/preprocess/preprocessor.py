@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any, Protocol
@@ -153,8 +154,9 @@ class RequestPreprocessor:
         owner, salt = self._salt(spec.tenant), salt_text(spec.cache_salt)
         timeout_s = min(timeout(spec.timeout_s, limits.request_timeout_s), limits.request_timeout_s)
         param = input_name(spec)
+        waits = param != "token_ids" or "bad_words" in spec.sampling
         try:
-            async with asyncio.timeout(timeout_s):
+            async with asyncio.timeout(timeout_s) if waits else nullcontext():
                 bad_words = await self._bad_words(spec.sampling.get("bad_words"))
                 if param != "token_ids":
                     self._sampling(spec, limits.max_model_len(), bad_words)  # reject invalid numbers before tokenizing

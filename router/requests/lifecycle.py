@@ -13,10 +13,10 @@ next one goes on where it ended.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from enum import Enum, auto
+from enum import IntEnum, auto
 
 
-class State(Enum):
+class State(IntEnum):
     PREPARED = auto()
     SUBMITTED = auto()
     ACCEPTED = auto()
@@ -26,7 +26,7 @@ class State(Enum):
     CANCELLED = auto()
 
 
-class Move(Enum):
+class Move(IntEnum):
     SUBMIT = auto()
     ACCEPT = auto()
     TOKENS = auto()

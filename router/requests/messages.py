@@ -27,9 +27,10 @@ class ModelInfo:
     """Unix seconds."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class UncheckedRequest:
-    """A request as received: values are untrusted objects and None means not given.
+    """A request as received: values are untrusted objects and None means not given. The server that made one adds its
+    caller and its headers; nobody changes it afterwards. It is not frozen, as ValidatedRequest.
 
     Exactly one of prompt (str), token_ids (list of int) and messages (list of {"role": str, "content": str}) is given.
 

@@ -80,6 +80,8 @@ class Relay:
         self._keeps_outputs = migration_attempts > 0 and not fails and may_continue(request.sampling)
         self._started = False
         self._attempt: Attempt | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        """Of the deadline, from the first wait."""
         self._attempt_base = resumed
         """Tokens that the answer had when the attempt was submitted."""
         self._loss: WorkerLostError | None = None
@@ -131,6 +133,9 @@ class Relay:
         if not self._lifecycle.ended:
             self._lifecycle.on(Move.CANCEL)
             self._decision.outcome = RequestCancelledError.reason
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
         self._drop_attempt()
 
     def _drop_attempt(self) -> None:
@@ -157,8 +162,9 @@ class Relay:
         if not self._lifecycle.num_replacements:
             request, wait_queue = self._request, self._cluster.wait_queue
             tokens = len(request.prompt.token_ids)
-            if not wait_queue.may_pass(request.tenant, tokens):
-                tokens = self._cluster.uncached_tokens(self._prompt)
+            if wait_queue.may_pass(request.tenant, tokens):
+                return
+            tokens = self._cluster.uncached_tokens(self._prompt)
             await wait_queue.enter(request.tenant, tokens, priority=request.priority, left_s=self._left_s())
 
     def _submit(self) -> None:
@@ -274,15 +280,18 @@ class Relay:
     # ---- relaying ------------------------------------------------------------------------------------------------
 
     async def _receive(self) -> decode_pb2.Event:
-        assert self._attempt is not None
-        left_s = self._request.deadline - self._clock.now()
-        try:
-            if self._attempt.has_event and left_s > 0:
-                return await self._attempt.next()  # does not wait: no timer is needed
-            async with asyncio.timeout(max(0.0, left_s)):
-                return await self._attempt.next()
-        except TimeoutError:
-            raise RequestDeadlineError("the request's deadline passed") from None
+        attempt = self._attempt
+        assert attempt is not None
+        if self._timer is None and not attempt.has_event:  # one timer serves all waits of the request
+            left_s = self._request.deadline - self._clock.now()
+            self._timer = asyncio.get_running_loop().call_later(max(0.0, left_s), self._expire)
+        return await attempt.next()
+
+    def _expire(self) -> None:
+        """The deadline has passed."""
+        self._timer = None
+        if self._attempt is not None:
+            self._attempt.interrupt(RequestDeadlineError("the request's deadline passed"))
 
     def _translate(self, event: decode_pb2.Event) -> GenerateEvent | None:
         """Raises: the failure reported by decode; IllegalMoveError."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import math
 
 import pytest
 
 from diptych.common.errors import InvalidRequestError
+from diptych.router.api import http_body
 from diptych.router.api.http_body import parse_object
 
 
@@ -44,3 +46,18 @@ def test_lone_surrogates_are_named(body: bytes, param: str) -> None:
 def test_what_is_no_json_object_is_refused(body: bytes) -> None:
     with pytest.raises(InvalidRequestError):
         parse_object(body)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b'{"a": 123456789012345678901234567890}', b'{"a": -9223372036854775809}', b'{"a": -0}', b'{"a": -0.0}',
+        b'{"a": 1e400}', b'{"a": 1e-400}', b'{"a": 9007199254740993.0}', b'{"a": 0123}', b'{"a": NaN}', b'{"a": .5}',
+        b'{"a": "\\ud800"}', b'{"a": "\\ud83d\\ude00"}', b'{"a": "x\x01y"}', b'{"a": "\xff"}', b'{"a": "\xed\xa0\x80"}',
+        b'{"a": 1, "a": 2}', b'{"a": 1,}', b'{"a": 1} x', b'\xef\xbb\xbf{"a": 1}', b'{"a": ' + b"9" * 41 + b"}", b"[" * 100_000,
+    ],
+)  # fmt: skip
+def test_what_the_quick_parser_takes_has_the_value_that_the_exact_one_gives(text: bytes) -> None:
+    quick = http_body._quickly(text)
+    assert quick is None or repr(quick) == repr(json.loads(text.decode("utf-8")))
+    assert http_body._quickly(b'{"a": [1, 2.5, "x"]}') == {"a": [1, 2.5, "x"]}
