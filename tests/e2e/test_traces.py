@@ -20,7 +20,7 @@ TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 class Collector(trace_service_pb2_grpc.TraceServiceServicer):
     def __init__(self) -> None:
         self.spans: list[tuple[str, object]] = []
-        self.variables: dict[str, str] = {}  # that send traces here
+        self.env: dict[str, str] = {}  # that send traces here
         self._lock = threading.Lock()
 
     def Export(self, request, context):
@@ -39,7 +39,7 @@ def collector() -> Iterator[Collector]:
     trace_service_pb2_grpc.add_TraceServiceServicer_to_server(servicer, server)
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
-    servicer.variables = {"OTEL_EXPORTER_OTLP_ENDPOINT": f"http://127.0.0.1:{port}"}
+    servicer.env = {"OTEL_EXPORTER_OTLP_ENDPOINT": f"http://127.0.0.1:{port}"}
     yield servicer
     server.stop(1.0).wait()
 
@@ -54,7 +54,7 @@ def post(url: str, body: object, headers: dict[str, str] | None = None) -> dict:
 def test_2_4_a_cluster_that_exports_traces_starts_and_one_request_is_one_trace(
     cluster_module, collector: Collector, tmp_path
 ) -> None:
-    with cluster_module.running_cluster(tmp_path, extra_env=collector.variables) as running:
+    with cluster_module.running_cluster(tmp_path, extra_env=collector.env) as running:
         asked = {
             "messages": [{"role": "user", "content": "Is the sky blue?"}],
             "max_tokens": 8,
