@@ -26,9 +26,15 @@ class GroupRange:
         return self.end - self.first
 
 
-def expected_ranges(kv: KvFormat, first_token: int, end: int) -> tuple[GroupRange, ...]:
+def hit_end(block_size: int, num_tokens: int) -> int:
+    """Where the longest hit ends that a prompt of so many tokens may use: its last token is always computed."""
+    return max(0, num_tokens - 1) // block_size * block_size
+
+
+def expected_ranges(kv: KvFormat, first_token: int, end: int, *, reusable: bool = False) -> tuple[GroupRange, ...]:
     """What must arrive so that the token at `end` can be computed, when tokens before `first_token` are held already. One range
-    for each group; of a window group from the block on that the next token can see."""
+    for each group; of a window group from the block on that the next token can see. `reusable`: that the token behind
+    `hit_end` can see, so that the same tokens are a hit afterwards: one block more at most."""
     if first_token >= end:
         return ()
     ranges = []
@@ -36,7 +42,8 @@ def expected_ranges(kv: KvFormat, first_token: int, end: int) -> tuple[GroupRang
         if group.kind is KvKind.RECURRENT:
             first = end - 1
         else:
-            first = max(first_token, min(end, group.first_block(end) * group.block_size))
+            seen_from = hit_end(group.block_size, end) if reusable else end
+            first = max(first_token, min(end, group.first_block(seen_from) * group.block_size))
         if first < end:
             ranges.append(GroupRange(index, first, end))
     return tuple(ranges)

@@ -72,9 +72,10 @@ class Coverage:
 
 class KvCoverage:
     """The coverage of every KV group of every rank that the tokens [first, end) need, derived from the ranks' formats: what a
-    sender does not list is missing all the same. Ranges are checked and added by rank and group."""
+    sender does not list is missing all the same. Ranges are checked and added by rank and group. `reusable`: see
+    expected_ranges."""
 
-    def __init__(self, parts: Sequence[KvFormat], first: int, end: int) -> None:
+    def __init__(self, parts: Sequence[KvFormat], first: int, end: int, *, reusable: bool = False) -> None:
         self.first = first
         self.end = end
         self._names = {
@@ -85,7 +86,7 @@ class KvCoverage:
         self._groups = {
             (number, own.group): Coverage(own.first, own.end, kv.groups[own.group].num_layers)
             for number, kv in enumerate(parts)
-            for own in expected_ranges(kv, first, end)
+            for own in expected_ranges(kv, first, end, reusable=reusable)
         }
 
     @property

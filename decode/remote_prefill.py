@@ -155,7 +155,7 @@ class RemotePrefill:
 
     async def _run(self) -> None:
         peer = await self._context.peers.connect(self._ref)
-        if unknown := later_fields_of(self._request.sampling) - peer.sampling_fields:
+        if unknown := later_fields_of(self._request.sampling) - peer.request_fields:
             raise IncompatibleWorkersError(
                 f"prefill worker {self._ref.worker_id} is of a version that does not know {', '.join(sorted(unknown))}"
             )
@@ -186,9 +186,15 @@ class RemotePrefill:
             )
 
     def _expect_layout(self, peer: Peer) -> None:
-        """Request whole blocks of the peer's format if it differs from the local one."""
+        """What is to arrive: whole blocks of the peer's format if it differs from the local one; else of window groups also what
+        makes a hit of it, from a peer that knows how."""
         source, target = peer.kv_format, self._context.kv
         if source is None:
+            if wire.REUSABLE in peer.request_fields and any(group.window for group in target.groups):
+                self._request.reusable = True
+                self._announced, self._arrived = (
+                    KvCoverage(self._source, self._first, self._announced.end, reusable=True) for _ in range(2)
+                )
             return
         self._source = (source,)
         end = self._announced.end

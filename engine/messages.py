@@ -62,6 +62,7 @@ class EngineRequest:
         choice: number of the first choice; enters the draws.
         layer_groups: PREFILL only: the peer takes the last range in groups of layers too.
         link_bytes_per_s: PREFILL only: what the peer measured of the link between us; 0.0: nothing yet.
+        reusable: PREFILL only: of window groups pack also what makes a hit of these tokens, see kv_groups.expected_ranges.
         grammar: what sampling.grammar was compiled to, or a mask for the first token; None: any token may come.
     """
 
@@ -79,6 +80,7 @@ class EngineRequest:
     grammar: Program | None = None
     layer_groups: bool = False
     link_bytes_per_s: float = 0.0
+    reusable: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -78,6 +78,7 @@ def parse_request(message: prefill_pb2.PrefillRequest, limits: Limits) -> Prefil
             grammar=FirstToken(mask) if mask else None,
             layer_groups=message.layer_groups,
             link_bytes_per_s=_check_rate(message.link_bytes_per_s),
+            reusable=message.reusable,
         ),
         request_id=message.request_id,
         decode=WorkerRef(message.decode.worker_id, message.decode.incarnation, message.decode.address),

@@ -44,8 +44,8 @@ class Peer:
     channel: grpc.aio.Channel
     kv_format: KvFormat | None = None
     """Its KV format, if conversion is needed; None: the same as here."""
-    sampling_fields: frozenset[str] = frozenset()
-    """The later sampling parameters that it knows."""
+    request_fields: frozenset[str] = frozenset()
+    """Later than the first version, that it knows."""
 
 
 class PeerDirectory:
@@ -141,7 +141,7 @@ class PeerDirectory:
             incarnation=ref.incarnation,
             transport=info.transport_path,
         )
-        return Peer(ref, info.pid, kv, PrefillStub(channel), channel, kv_format, frozenset(info.sampling_fields))
+        return Peer(ref, info.pid, kv, PrefillStub(channel), channel, kv_format, frozenset(info.request_fields))
 
     @staticmethod
     def _unreachable(ref: WorkerRef, error: grpc.RpcError) -> DiptychError:

@@ -34,7 +34,7 @@ from diptych.common.ids import new_incarnation
 from diptych.common.observe.logging import bind_process
 from diptych.common.observe.tracing import tracing
 from diptych.common.request import Prompt
-from diptych.common.sampling import LATER_FIELDS, SamplingParams
+from diptych.common.sampling import SamplingParams
 from diptych.common.store.interface import Store, StoreError
 from diptych.common.store.registration import WorkerRegistration
 from diptych.common.store.worker_record import WorkerLoad, WorkerRecord
@@ -308,7 +308,7 @@ class WorkerRuntime:
             transport_bytes_per_s=self.transfer.bytes_per_s,
             version=_version(),
             services=self.role.full_names,
-            sampling_fields=LATER_FIELDS,
+            request_fields=wire.REQUEST_FIELDS,
         )
 
     def worker_stats(self) -> worker_pb2.GetStatsResponse:
@@ -370,7 +370,7 @@ class WorkerRuntime:
             compat=as_strings(self.compat) | ({CONVERTS: "yes"} if self.config.allow_kv_conversion else {}),
             kv_bytes_per_token=charge.bytes_per_token,
             kv_windows=charge.windows,
-            sampling_fields=LATER_FIELDS,
+            request_fields=wire.REQUEST_FIELDS,
             num_blocks=self.model.runner.capabilities.num_blocks,
             block_size=self.config.block_size,
             max_model_len=self.model.runner.capabilities.max_model_len,

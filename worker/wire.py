@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from diptych.common.addresses import host_port
 from diptych.common.errors import IncompatibleWorkersError, InvalidRequestError, TransferError
+from diptych.common.sampling import LATER_FIELDS
 from diptych.common.tiers import TierState
 from diptych.engine.messages import BlockCounts
 from diptych.engine.sched.swap_cost import Rates, break_even_tokens
@@ -19,6 +20,11 @@ _ROLES: Mapping[str, worker_pb2.WorkerRole] = {
     "prefill": worker_pb2.WORKER_ROLE_PREFILL,
     "decode": worker_pb2.WORKER_ROLE_DECODE,
 }
+
+
+REUSABLE = "reusable"
+REQUEST_FIELDS = (*LATER_FIELDS, REUSABLE)
+"""Fields of requests, later than the first version, that this one knows: sampling parameters and fields of PrefillRequest."""
 
 
 def role_to_proto(name: str) -> worker_pb2.WorkerRole:

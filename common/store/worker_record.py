@@ -59,8 +59,8 @@ class WorkerRecord(msgspec.Struct, frozen=True):
     load: WorkerLoad = WorkerLoad()
     kv_windows: tuple[tuple[int, int], ...] = ()
     """(window, bytes per token) of each group of layers that keep the last tokens only."""
-    sampling_fields: tuple[str, ...] = ()
-    """The later sampling parameters that it knows (common/sampling.py: LATER_FIELDS)."""
+    request_fields: tuple[str, ...] = ()
+    """Fields of requests that it knows, later than the first version (worker/wire.py: REQUEST_FIELDS)."""
 
     @property
     def event_sequences(self) -> tuple[int, ...]:

@@ -13,10 +13,10 @@ other requests use is not there again, so a chunk may find fewer blocks than it 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 
 from diptych.common.kv_format import KvFormat, KvGroup
-from diptych.common.kv_groups import longest_hit, most_blocks_held
+from diptych.common.kv_groups import hit_end, longest_hit, most_blocks_held
 from diptych.engine.messages import BlockCopy, CopyKind, KvMode
 from diptych.engine.sched.block_pool import BlockPool
 from diptych.engine.sched.host_tier import HostTier
@@ -373,7 +373,8 @@ class KvCacheManager:
                 assert group is not None
                 if first > group.first_block(request.num_computed):
                     out.append(f"attempt {request.attempt} lacks blocks of {group.name} that its next token sees")
-                if first < group.first_block(request.num_computed // self.block_size * self.block_size):
+                whole = request.num_computed // self.block_size * self.block_size
+                if first < group.first_block(self._seen_from(request, whole)):
                     out.append(f"attempt {request.attempt} holds blocks of {group.name} behind the window")
             elif first and not slides:
                 out.append(f"attempt {request.attempt} lacks its first blocks")
@@ -408,8 +409,37 @@ class KvCacheManager:
         """Where its tables begin when it is admitted with a hit that ends at block `end`."""
         if self._kv is None:
             return (0,)
-        num_tokens = request.kv_target if _arrives(request) else end * self.block_size
+        num_tokens = end * self.block_size
+        if _arrives(request):  # what its own end sees is left in the cache for the same prompt
+            num_tokens = max(num_tokens, hit_end(self.block_size, request.kv_target))
         return tuple(group.first_block(num_tokens) if group.window else 0 for group in self._kv.groups)
+
+    def _seen_from(self, request: Request, num_tokens: int) -> int:
+        """What the token after so many sees is kept; of a reusable prompt also what the token behind its longest hit sees."""
+        if request.mode is KvMode.PREFILL and request.source.reusable:
+            return min(num_tokens, hit_end(self.block_size, request.kv_target))
+        return num_tokens
+
+    def trim_front(self, request: Request, arrived: Container[tuple[int, int]]) -> None:
+        """Free the block of a window group that would only have made a hit of the request's tokens, if it has not arrived: an
+        older prefill worker does not send it. Args: arrived: (group, index) of blocks."""
+        firsts = list(request.seq.first_blocks)
+        for index, (pool, table, needed) in enumerate(
+            zip(self.pools, request.tables, self.needed_from(request), strict=True)
+        ):
+            first = firsts[index]
+            if (
+                request.num_computed <= first * self.block_size < needed * self.block_size
+                and (index, first) not in arrived
+            ):
+                pool.release(table[:1])
+                del table[:1]
+                firsts[index] += 1
+        request.seq.first_blocks = tuple(firsts)
+
+    def needed_from(self, request: Request) -> tuple[int, ...]:
+        """By group, the first block that the token behind its KV sees."""
+        return tuple(0 if group is None else group.first_block(request.kv_target) for group in self._groups)
 
     def _reach(self, request: Request, end: int) -> bool:
         """Give every group's table blocks up to block `end`; False, and none was taken, when there are not that many."""
@@ -440,7 +470,7 @@ class KvCacheManager:
             if not group.window:
                 continue
             pool, table = self.pools[index], request.tables[index]
-            gone = group.first_block(request.num_computed) - firsts[index]
+            gone = group.first_block(self._seen_from(request, request.num_computed)) - firsts[index]
             if gone > 0:
                 pool.release(table[:gone])
                 del table[:gone]
@@ -517,6 +547,8 @@ class KvCacheManager:
     def _hit_limit(self, request: Request) -> int:
         """Blocks that may come from a cache."""
         known = request.num_tokens if request.was_admitted else request.num_prompt
+        if request.mode is KvMode.PREFILL and request.source.reusable:
+            known = min(known, request.kv_target)  # the block before its end is sent, too
         if request.prompt_logprobs_from is not None:
             known = request.prompt_logprobs_from  # the row before that token must be computed
         return (known - 1) // self.block_size

@@ -213,7 +213,7 @@ class Packing:
         if self._kv is None:
             return [held] * len(self._group_bytes)
         start = [end] * len(self._kv.groups)
-        for part in expected_ranges(self._kv, held, end):
+        for part in expected_ranges(self._kv, held, end, reusable=request.source.reusable):
             start[part.group] = part.first
         return start
 

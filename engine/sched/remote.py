@@ -158,7 +158,7 @@ class RemoteRequests:
         size, covered = self._kv.block_size, self._arriving[request.attempt].covered
         end = -(-request.kv_target // size)
         parts = []
-        for group, begin in enumerate(request.seq.first_blocks):
+        for group, begin in enumerate(self._kv.needed_from(request)):
             gaps = [i for i in range(max(begin, request.num_computed // size), end) if (group, i) not in covered]
             if gaps:
                 named = f" of KV group {group}" if self._kv.num_groups > 1 else ""
@@ -166,7 +166,10 @@ class RemoteRequests:
         return ", ".join(parts)
 
     def set_complete(self, request: Request) -> None:
-        self._arriving[request.attempt].complete = True
+        arriving = self._arriving[request.attempt]
+        arriving.complete = True
+        self._kv.bind(request)
+        self._kv.trim_front(request, arriving.covered)
 
     def is_complete(self, request: Request) -> bool:
         return self._arriving[request.attempt].complete

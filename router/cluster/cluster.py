@@ -339,7 +339,7 @@ class Cluster:
     ) -> Placement:
         """Raises: NoWorkerError with the reasons."""
         placer, now = self._refresh(), self._clock.now()
-        older = placer.without_fields(request.sampling_fields)
+        older = placer.without_fields(request.request_fields)
         exclude |= older
         answer = placer.place(request, prompt, now, exclude | self._groups.others(request.group))
         if isinstance(answer, Rejected) and request.group == CANARY:
@@ -347,7 +347,7 @@ class Cluster:
             if isinstance(answer, Placement):
                 answer = replace(answer, notes=(*answer.notes, "no canary worker is usable: placed on a stable worker"))
         if isinstance(answer, Rejected):
-            unknown = f"decode workers that do not know {', '.join(sorted(request.sampling_fields))}: {len(older)}"
+            unknown = f"decode workers that do not know {', '.join(sorted(request.request_fields))}: {len(older)}"
             text = "; ".join((*answer.reasons, *([unknown] if older else []))) or "no worker has registered"
             raise NoWorkerError(f"no worker can serve this request: {text}", retry_after_s=RETRY_AFTER_S)
         return answer

@@ -259,12 +259,12 @@ class Placer:
         found = into.copy()  # the next lookup overwrites them
         return found[0], found[1:] if most is Found.HITS_IN_LOWER_TIERS else None
 
-    def without_fields(self, sampling_fields: frozenset[str]) -> frozenset[Incarnation]:
+    def without_fields(self, request_fields: frozenset[str]) -> frozenset[Incarnation]:
         """Decode workers that do not announce all of these sampling parameters."""
         return frozenset(
             (record.worker_id, record.incarnation)
-            for record in (self._fleet.records[self._fleet.num_prefill :] if sampling_fields else ())
-            if not sampling_fields.issubset(record.sampling_fields)
+            for record in (self._fleet.records[self._fleet.num_prefill :] if request_fields else ())
+            if not request_fields.issubset(record.request_fields)
         )
 
     def place(

@@ -48,7 +48,7 @@ class PlacementRequest:
             than this part of its cost and COLOCATED_SLACK_MS; infinite: never.
         affinity: the session or prefix, for the session affinity policy.
         tenant: workers compute prompts in equal shares by tenant.
-        sampling_fields: later sampling parameters that it sets: decode must announce them.
+        request_fields: later sampling parameters that it sets: decode must announce them.
     """
 
     num_prompt_tokens: int
@@ -59,7 +59,7 @@ class PlacementRequest:
     affinity: bytes = b""
     group: str = "stable"
     tenant: str = ""
-    sampling_fields: frozenset[str] = frozenset()
+    request_fields: frozenset[str] = frozenset()
 
 
 @dataclass(slots=True)

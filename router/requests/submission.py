@@ -27,7 +27,7 @@ def placement_request(request: ValidatedRequest) -> PlacementRequest:
         allow_local_fallback=request.failure_policy != router_pb2.FAILURE_POLICY_FAIL,
         group=request.group,
         tenant=request.tenant,
-        sampling_fields=later_fields(request.sampling),
+        request_fields=later_fields(request.sampling),
     )
 
 

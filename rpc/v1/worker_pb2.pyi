@@ -108,7 +108,7 @@ class GetInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetInfoResponse(_message.Message):
-    __slots__ = ("worker_id", "incarnation", "role", "pid", "compat", "kv_address", "num_blocks", "max_model_len", "max_num_seqs", "transport_path", "transport_bytes_per_s", "version", "services", "sampling_fields")
+    __slots__ = ("worker_id", "incarnation", "role", "pid", "compat", "kv_address", "num_blocks", "max_model_len", "max_num_seqs", "transport_path", "transport_bytes_per_s", "version", "services", "request_fields")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
@@ -122,7 +122,7 @@ class GetInfoResponse(_message.Message):
     TRANSPORT_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     SERVICES_FIELD_NUMBER: _ClassVar[int]
-    SAMPLING_FIELDS_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_FIELDS_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     incarnation: str
     role: WorkerRole
@@ -136,8 +136,8 @@ class GetInfoResponse(_message.Message):
     transport_bytes_per_s: float
     version: str
     services: _containers.RepeatedScalarFieldContainer[str]
-    sampling_fields: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., role: _Optional[_Union[WorkerRole, str]] = ..., pid: _Optional[int] = ..., compat: _Optional[_Union[Compat, _Mapping]] = ..., kv_address: _Optional[_Union[KvAddress, _Mapping]] = ..., num_blocks: _Optional[int] = ..., max_model_len: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., transport_path: _Optional[str] = ..., transport_bytes_per_s: _Optional[float] = ..., version: _Optional[str] = ..., services: _Optional[_Iterable[str]] = ..., sampling_fields: _Optional[_Iterable[str]] = ...) -> None: ...
+    request_fields: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., role: _Optional[_Union[WorkerRole, str]] = ..., pid: _Optional[int] = ..., compat: _Optional[_Union[Compat, _Mapping]] = ..., kv_address: _Optional[_Union[KvAddress, _Mapping]] = ..., num_blocks: _Optional[int] = ..., max_model_len: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., transport_path: _Optional[str] = ..., transport_bytes_per_s: _Optional[float] = ..., version: _Optional[str] = ..., services: _Optional[_Iterable[str]] = ..., request_fields: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class SetRoleRequest(_message.Message):
     __slots__ = ("worker_id", "incarnation", "role", "force")

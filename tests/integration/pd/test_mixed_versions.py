@@ -7,6 +7,7 @@ from types import ModuleType
 import pytest
 
 from diptych.rpc import convert
+from diptych.worker import wire
 
 LATER = "include_stop_str_in_output"
 PROMPT = [(7 * i + 3) % 1000 for i in range(40)]
@@ -18,9 +19,9 @@ async def test_a_prefill_worker_that_does_not_announce_it_is_passed_over(
 ) -> None:
     monkeypatch.setattr(convert, "LATER_FIELDS", (LATER,))
     if known:
-        monkeypatch.setattr("diptych.worker.runtime.LATER_FIELDS", (LATER,))
+        monkeypatch.setattr(wire, "REQUEST_FIELDS", (LATER,))
     async with pd.cluster() as cluster, pd.FakeRouter(cluster.decode.address) as router:
-        assert cluster.prefill[0].record().sampling_fields == ((LATER,) if known else ())
+        assert cluster.prefill[0].record().request_fields == ((LATER,) if known else (wire.REUSABLE,))
         message = cluster.submit_message(attempt="a", prompt=PROMPT)
         message.sampling.include_stop_str_in_output = True
         answer = await router.run(message)

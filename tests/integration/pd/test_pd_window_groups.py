@@ -19,6 +19,7 @@ from diptych.kvtransfer import faults
 from diptych.kvtransfer.layout import HEADER_BYTES, TRAILER_BYTES
 from diptych.prefill.sessions import PrefillSession
 from diptych.rpc.v1 import router_pb2
+from diptych.worker import wire
 
 FORMATS = {"full and windows": (0, 40, 40, 70), "one window": (50, 50)}
 PROMPT = [(7 * i + 3) % 1000 for i in range(150)]
@@ -59,7 +60,7 @@ async def test_a_hand_off_moves_the_windows_and_the_tokens_are_one_engines(
         kv = cluster.decode.model.runner.kv
         moved = sum(
             part.num_tokens * kv.groups[part.group].bytes_per_token(kv.shard)
-            for part in expected_ranges(kv, 0, num_tokens)
+            for part in expected_ranges(kv, 0, num_tokens, reusable=True)
         )
         assert answer.explanation.kv_bytes == moved
         assert answer.explanation.kv_ranges >= len(kv.groups)
@@ -127,3 +128,43 @@ async def test_a_group_that_is_never_sent_is_noticed_and_made_good(
                     assert answer.token_ids == expected
                     assert "failed (WORKER_LOST" in " ".join(answer.explanation.notes)
                 await cluster.nothing_left()
+
+
+@windows_of
+async def test_a_prompt_of_an_older_prefill_worker_leaves_nothing_that_did_not_arrive(
+    pd: ModuleType, windows: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It does not send the block that makes the prompt a hit."""
+    monkeypatch.setattr(wire, "REQUEST_FIELDS", ())
+    prompt = PROMPT[:112]
+    expected = await local(pd, windows, prompt, 40)
+    async with pair(pd, windows) as (cluster, router):
+        for attempt, local_max in (("a", 0), ("b", 0), ("c", 200)):
+            message = cluster.submit_message(
+                attempt=attempt, prompt=prompt, max_tokens=40, local=local_max > 0, local_max=local_max
+            )
+            answer = await router.run(message)
+            assert answer.token_ids == expected
+            assert answer.explanation.cached_tokens_decode == 0
+            assert answer.explanation.local_prefill == (attempt == "c")
+        await cluster.nothing_left()
+
+
+@windows_of
+@pytest.mark.parametrize(("num_tokens", "chunk"), [(96, 512), (97, 512), (110, 512), (111, 35), (112, 512), (112, 37)])
+async def test_the_same_prompt_again_finds_on_decode_all_that_it_may_use(
+    pd: ModuleType, windows: tuple[int, ...], num_tokens: int, chunk: int
+) -> None:
+    """The last token is always computed, and sees one block more of a window than the token behind the prompt may."""
+    prompt = PROMPT[:num_tokens]
+    expected = await local(pd, windows, prompt, 40)
+    async with pair(pd, windows, prefill_config={"max_num_batched_tokens": chunk}) as (cluster, router):
+        first = await router.run(cluster.submit_message(attempt="a", prompt=prompt, max_tokens=40))
+        again = await router.run(cluster.submit_message(attempt="b", prompt=prompt, max_tokens=40))
+        assert first.token_ids == again.token_ids == expected
+        assert not first.explanation.local_prefill
+        assert (first.explanation.cached_tokens_decode, again.explanation.cached_tokens_decode) == (
+            0,
+            (num_tokens - 1) // 16 * 16,
+        )
+        await cluster.nothing_left()

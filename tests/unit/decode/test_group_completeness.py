@@ -62,7 +62,7 @@ def sent(parts: tuple[KvFormat, ...]) -> list[Range]:
     """Each group's tokens in ranges of two blocks, intact."""
     ranges: list[Range] = []
     for rank, kv in enumerate(parts):
-        for one in expected_ranges(kv, CACHED, LENGTH):
+        for one in expected_ranges(kv, CACHED, LENGTH, reusable=True):
             ranges += _ranges(rank, kv, one, len(ranges))
     return ranges
 
@@ -192,7 +192,11 @@ class Peer:
 
     async def connect(self, ref: WorkerRef) -> Any:
         return SimpleNamespace(
-            pid=1, kv=self.ref, prefill=SimpleNamespace(Prefill=self.call), kv_format=None, sampling_fields=frozenset()
+            pid=1,
+            kv=self.ref,
+            prefill=SimpleNamespace(Prefill=self.call),
+            kv_format=None,
+            request_fields=frozenset({wire.REUSABLE}),
         )
 
     def drop(self, ref: WorkerRef) -> None: ...

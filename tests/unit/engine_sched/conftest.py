@@ -112,8 +112,9 @@ class Pair:
         slab_tokens: int = 8,
         on_payload: Callable[[bytearray], None] | None = None,
         drops: Callable[[RangePacked], bool] = lambda packed: False,
+        reusable: bool = False,
     ) -> None:
-        self.prefill, self.decode = prefill, decode
+        self.prefill, self.decode, self._reusable = prefill, decode, reusable
         token_bytes = prefill.core.scheduler.limits.kv_bytes_per_token
         grants = make_grants(slabs, slab_tokens * token_bytes)
         self._grants = {g.slab: g for g in grants}
@@ -154,7 +155,8 @@ class Pair:
             case Admitted(attempt, cached):
                 request = self._requests[attempt]
                 self.outcomes[attempt].cached_tokens = cached
-                self.prefill.send(replace(request, mode=KvMode.PREFILL, decode_cached_tokens=cached, peer="decode"))
+                more = {"decode_cached_tokens": cached, "peer": "decode", "reusable": self._reusable}
+                self.prefill.send(replace(request, mode=KvMode.PREFILL, **more))
             case TokensOut(attempt, offset, token_ids, choice=choice) if choice:
                 pass
             case TokensOut(attempt, offset, token_ids):

@@ -167,7 +167,10 @@ def make_machine(kit, windows=()):
                     assert cached < len(life.request.prompt.token_ids)
                     if not life.local and not life.cancelled:
                         life.prefill_ended = False
-                        request = replace(life.request, mode=KvMode.PREFILL, decode_cached_tokens=cached, peer="d")
+                        request = replace(
+                            life.request, mode=KvMode.PREFILL, decode_cached_tokens=cached, peer="d",
+                            reusable=len(life.request.prompt.token_ids) % 2 == 1,
+                        )  # fmt: skip
                         self.prefill.send(request)
                 case TokensOut(attempt, offset, token_ids):
                     life = self.lives[attempt]

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from diptych.common.block_identity import BlockHasher, IdentityHeader, header_of_request
 from diptych.common.errors import ConfigError, InternalError, InvalidRequestError
 from diptych.common.kv_format import kv_group, windowed_format
-from diptych.common.kv_groups import PoolDemand, expected_ranges, most_blocks_held
+from diptych.common.kv_groups import PoolDemand, expected_ranges, hit_end, most_blocks_held
 from diptych.common.request import Prompt
 from diptych.common.sampling import SamplingParams
 from diptych.engine.fake_device import FakeDeviceRunner
@@ -128,7 +128,7 @@ def test_a_range_is_written_only_where_its_group_expects_it(kit, windows):
     plan, kv = decode.core.scheduler.plan_unpack, decode.core.scheduler.limits.kv
     payload = memoryview(bytearray(4096))
     for index, group in enumerate(kv.groups):
-        first = group.first_block(23) * BLOCK
+        first = group.first_block(hit_end(BLOCK, 23)) * BLOCK
         assert plan(UnpackRange("a", 1, first, 23 - first, payload, group=index)) is not None
         if first:
             assert plan(UnpackRange("a", 1, first - BLOCK, BLOCK, payload, group=index)) is None, "behind the window"

@@ -63,7 +63,7 @@ def test_a_later_parameter_is_sent_only_where_it_is_set(newer: None) -> None:
 
 
 def placer_of(cluster: Cluster, *decode: tuple[str, tuple[str, ...]]) -> Placer:
-    records = [worker_record(name, sampling_fields=fields) for name, fields in decode]
+    records = [worker_record(name, request_fields=fields) for name, fields in decode]
     cluster.placer.set_workers([], [Candidate(record, 0.0, None) for record in records], {}, {})
     return cluster.placer
 
@@ -81,10 +81,10 @@ def test_a_request_goes_only_to_a_decode_worker_that_announces_its_parameters(cl
     chosen = set()
     for wanted in ({"top_a"}, {"top_b", "top_a"}):
         for _ in range(8):
-            placed = cluster.place(PlacementRequest(3, 64, sampling_fields=frozenset(wanted)), prompt)
+            placed = cluster.place(PlacementRequest(3, 64, request_fields=frozenset(wanted)), prompt)
             assert isinstance(placed, Placement)
             chosen.add(placed.decode.worker_id)
     assert chosen == {"d1"}
     with pytest.raises(NoWorkerError, match="do not know top_c: 3"):
-        cluster.place(PlacementRequest(3, 64, sampling_fields=frozenset({"top_c"})), prompt)
+        cluster.place(PlacementRequest(3, 64, request_fields=frozenset({"top_c"})), prompt)
     assert cluster.place(PlacementRequest(3, 64), prompt)
