@@ -26,6 +26,11 @@ class GroupRange:
         return self.end - self.first
 
 
+def _step(kv: KvFormat) -> int:
+    """Tokens after which the blocks of all groups end."""
+    return math.lcm(*(group.block_size for group in kv.groups))
+
+
 def hit_end(block_size: int, num_tokens: int) -> int:
     """Where the longest hit ends that a prompt of so many tokens may use: its last token is always computed."""
     return max(0, num_tokens - 1) // block_size * block_size
@@ -38,11 +43,11 @@ def expected_ranges(kv: KvFormat, first_token: int, end: int, *, reusable: bool 
     if first_token >= end:
         return ()
     ranges = []
+    seen_from = hit_end(_step(kv), end) if reusable else end
     for index, group in enumerate(kv.groups):
         if group.kind is KvKind.RECURRENT:
             first = end - 1
         else:
-            seen_from = hit_end(group.block_size, end) if reusable else end
             first = max(first_token, min(end, group.first_block(seen_from) * group.block_size))
         if first < end:
             ranges.append(GroupRange(index, first, end))
@@ -59,7 +64,7 @@ def longest_hit(kv: KvFormat, present: Sequence[Sequence[bool]], limit: int) -> 
         present: by group, whether its block i is cached; of a recurrent group, whether the state after i + 1 blocks is.
         limit: tokens that may be used at most.
     """
-    step = math.lcm(*(group.block_size for group in kv.groups))
+    step = _step(kv)
     best = 0
     # By group: the first block of the run of cached ones that ends before a block.
     starts = [_run_starts(held) for held in present]

@@ -12,6 +12,7 @@ from diptych.common.kv_format import KvFormat, KvGroup, KvKind, kv_group, window
 from diptych.common.kv_groups import (
     PoolDemand,
     expected_ranges,
+    hit_end,
     holds,
     longest_hit,
     most_blocks_held,
@@ -48,6 +49,22 @@ def test_a_hand_off_moves_what_the_next_token_reads_and_no_block_more(kv: KvForm
         assert moved <= set(range(first, end))
         blocks = {token // group.block_size for token in needed}
         assert {token // group.block_size for token in moved} <= blocks | {end // group.block_size}
+
+
+@settings(max_examples=300, deadline=None)
+@given(formats(), st.integers(1, 60))
+def test_what_a_reusable_hand_off_leaves_is_the_longest_hit_that_its_prompt_may_use(kv: KvFormat, end: int) -> None:
+    """And of one block size it moves at most one block more of each group."""
+    plain = {part.group: part for part in expected_ranges(kv, 0, end)}
+    present = []
+    for part in expected_ranges(kv, 0, end, reusable=True):
+        size = kv.groups[part.group].block_size
+        present.append([part.first <= i * size for i in range(end // size)])
+        if len({group.block_size for group in kv.groups}) == 1:
+            first = plain[part.group].first if part.group in plain else end // size * size
+            assert first - part.first in (0, size)
+    edge = hit_end(math.lcm(*(group.block_size for group in kv.groups)), end)
+    assert longest_hit(kv, present, end - 1) == edge
 
 
 @settings(max_examples=300, deadline=None)
