@@ -349,6 +349,7 @@ class WorkerRuntime:
         attempts = {**engine.attempts, **self.role.states()}
         return worker_pb2.AuditResponse(
             blocks=wire.block_counts_to_proto(engine.blocks),
+            more_blocks=map(wire.block_counts_to_proto, engine.more_blocks),
             slabs=wire.slab_counts_to_proto(transfer.slabs),
             attempts=attempts,
             violations=[*engine.violations, *transfer.violations],

@@ -69,9 +69,7 @@ def handle_from_proto(message: prefill_pb2.SlabHandle) -> SlabHandle:
 
 
 def block_counts_to_proto(counts: BlockCounts) -> worker_pb2.BlockCounts:
-    return worker_pb2.BlockCounts(
-        total=counts.total, free=counts.free, running=counts.running, cached=counts.cached, reserved=counts.reserved
-    )
+    return worker_pb2.BlockCounts(**same_fields(BlockCounts, counts))
 
 
 def slab_counts_to_proto(counts: SlabCounts) -> worker_pb2.SlabCounts:

@@ -220,7 +220,7 @@ class SlabCounts(_message.Message):
     def __init__(self, total: _Optional[int] = ..., free: _Optional[int] = ..., packed: _Optional[int] = ..., in_flight: _Optional[int] = ..., settled: _Optional[int] = ..., quarantined: _Optional[int] = ...) -> None: ...
 
 class AuditResponse(_message.Message):
-    __slots__ = ("blocks", "slabs", "attempts", "violations", "kv_bytes_sent", "kv_bytes_received", "steps")
+    __slots__ = ("blocks", "slabs", "attempts", "violations", "kv_bytes_sent", "kv_bytes_received", "steps", "more_blocks")
     class AttemptsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -235,6 +235,7 @@ class AuditResponse(_message.Message):
     KV_BYTES_SENT_FIELD_NUMBER: _ClassVar[int]
     KV_BYTES_RECEIVED_FIELD_NUMBER: _ClassVar[int]
     STEPS_FIELD_NUMBER: _ClassVar[int]
+    MORE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     blocks: BlockCounts
     slabs: SlabCounts
     attempts: _containers.ScalarMap[str, int]
@@ -242,7 +243,8 @@ class AuditResponse(_message.Message):
     kv_bytes_sent: int
     kv_bytes_received: int
     steps: int
-    def __init__(self, blocks: _Optional[_Union[BlockCounts, _Mapping]] = ..., slabs: _Optional[_Union[SlabCounts, _Mapping]] = ..., attempts: _Optional[_Mapping[str, int]] = ..., violations: _Optional[_Iterable[str]] = ..., kv_bytes_sent: _Optional[int] = ..., kv_bytes_received: _Optional[int] = ..., steps: _Optional[int] = ...) -> None: ...
+    more_blocks: _containers.RepeatedCompositeFieldContainer[BlockCounts]
+    def __init__(self, blocks: _Optional[_Union[BlockCounts, _Mapping]] = ..., slabs: _Optional[_Union[SlabCounts, _Mapping]] = ..., attempts: _Optional[_Mapping[str, int]] = ..., violations: _Optional[_Iterable[str]] = ..., kv_bytes_sent: _Optional[int] = ..., kv_bytes_received: _Optional[int] = ..., steps: _Optional[int] = ..., more_blocks: _Optional[_Iterable[_Union[BlockCounts, _Mapping]]] = ...) -> None: ...
 
 class DumpBlocksRequest(_message.Message):
     __slots__ = ()

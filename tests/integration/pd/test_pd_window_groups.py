@@ -64,6 +64,11 @@ async def test_a_hand_off_moves_the_windows_and_the_tokens_are_one_engines(
         )
         assert answer.explanation.kv_bytes == moved
         assert answer.explanation.kv_ranges >= len(kv.groups)
+        audit = await cluster.decode.audit(full=True)
+        counts = (audit.blocks, *audit.more_blocks)
+        assert [one.total for one in counts] == list(cluster.decode.model.runner.capabilities.group_blocks)
+        assert all(one.free + one.cached == one.total for one in counts)
+        assert all(one.cached for one in counts), "each group keeps what a next turn needs"
         # The next turn finds on decode what this one left there, where every group has what is seen.
         longer = [*prompt, *expected, 5, 6, 7]
         turn = await router.run(cluster.submit_message(attempt="b", prompt=longer))

@@ -86,13 +86,13 @@ class Cluster:
     def idle(self, name: str) -> bool:
         """No attempt, no block held but by the prefix cache, every slab free."""
         answer = self.audit(name)
-        blocks, slabs = answer.blocks, answer.slabs
         return (
             sum(answer.attempts.values()) == 0
-            and blocks.running == 0
-            and blocks.reserved == 0
-            and blocks.free + blocks.cached == blocks.total
-            and slabs.free == slabs.total
+            and all(
+                (blocks.running, blocks.reserved, blocks.free + blocks.cached) == (0, 0, blocks.total)
+                for blocks in (answer.blocks, *answer.more_blocks)
+            )
+            and answer.slabs.free == answer.slabs.total
         )
 
     def workers(self) -> list[str]:

@@ -270,8 +270,7 @@ class Cluster:
             slabs = audit.slabs
             busy = (
                 sum(audit.attempts.values()),
-                audit.blocks.running,
-                audit.blocks.reserved,
+                *(blocks.running + blocks.reserved for blocks in (audit.blocks, *audit.more_blocks)),
                 slabs.packed + slabs.in_flight + slabs.settled + slabs.quarantined,
             )
             assert not list(audit.violations), audit

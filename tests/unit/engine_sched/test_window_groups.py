@@ -3,6 +3,7 @@ much is held; and that tokens are those of an engine that keeps everything."""
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 from dataclasses import replace
 
@@ -10,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diptych.common.block_identity import BlockHasher, IdentityHeader, header_of_request
+from diptych.common.block_identity import BlockHasher, IdentityHeader, block_keys, header_of_request
 from diptych.common.errors import ConfigError, InternalError, InvalidRequestError
 from diptych.common.kv_format import kv_group, windowed_format
 from diptych.common.kv_groups import PoolDemand, expected_ranges, hit_end, most_blocks_held
@@ -33,6 +34,9 @@ from diptych.engine.messages import (
     UnpackRange,
 )
 from diptych.engine.offline import OfflineEngine
+from diptych.router.placement.block_table import as_keys
+from diptych.router.placement.index import BlockIndex
+from diptych.worker.cache_events import CacheEventFeed
 
 BLOCK = 4
 FORMATS = {"full and windows": (0, 6, 6, 9), "windows first": (7, 0, 3), "one window": (10, 10), "two windows": (6, 9)}
@@ -402,3 +406,35 @@ def test_a_worker_with_windows_has_room_for_long_prompts_that_full_kv_would_not_
     kv = windowed_format([512, 512], 1, 64, block_size=16, dtype="bfloat16")
     assert PoolDemand(4, 512).group_blocks(kv, 100) == (100,)
     assert most_blocks_held(kv.groups[0], 100_000, 512) == 65
+
+
+@pytest.mark.parametrize("windows", WINDOWS)
+@pytest.mark.parametrize("num_blocks", [16, 40])
+def test_events_name_the_first_groups_blocks_and_a_router_expects_no_less_than_there_is(kit, windows, num_blocks):
+    """Behind hand-offs and local prompts, with evictions in every pool. Of windows alone a router expects less on decode: it
+    counts from the prompt's start."""
+    chance = random.Random(num_blocks)
+    small = {"windows": windows, "num_blocks": num_blocks, "max_num_seqs": 2, "max_num_batched_tokens": 16}
+    pair = kit.Pair(kit.make_engine(**small), kit.make_engine(**small), slab_tokens=8, reusable=True)
+    kv, feed, index = pair.decode.core.scheduler.kv, CacheEventFeed("i"), BlockIndex()
+    index.register("d0", "i", 0)
+    family = [chance.randrange(900) for _ in range(40)]
+    asked, less, more, hits = [], 0, 0, 0
+    for number in range(30):
+        prompt = [*family[: chance.randrange(1, 40)], *(chance.randrange(900) for _ in range(chance.randrange(1, 9)))]
+        asked.append(prompt)
+        pair.seen.clear()
+        outcome = pair.run([kit.make_request(f"r{number}", prompt, chance.randrange(1, 9))])[f"r{number}"]
+        assert isinstance(outcome.end, Finished)
+        index.apply_all("d0", filter(None, map(feed.convert, pair.seen)))
+        assert index.keys_of("d0", 0) == set(kv.pool.dump().tiers[0].keys)
+        for known in asked:
+            keys = block_keys(header_of_request(kit.IDENTITY, Prompt(tuple(known))), known)
+            expected, there = int(index.runs(as_keys(keys)).blocks[index.column("d0")]), kv.num_cached_blocks(keys)
+            hits += there
+            less += expected < there
+            more += expected > there
+    assert hits
+    assert (less > 0) == (0 not in windows)
+    assert more or len(set(windows)) == 1
+    at_rest(pair.decode)
