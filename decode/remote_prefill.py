@@ -136,8 +136,8 @@ class RemotePrefill:
         self._called = 0.0
         self._given = 0
         """Tokens times layers of the KV handed to the engine for unpacking."""
-        self._held: dict[tuple[int, int], SlabHandle] = {}
-        """Announced, not yet unpacked."""
+        self._held: dict[tuple[int, int, int], SlabHandle] = {}
+        """Announced, not yet unpacked: by rank, since each may have slabs of its own, by slab and generation."""
         self.complete = False
         self.facts = RemotePrefillFacts()
         self._span = RemotePrefillSpan(traceparent, ref.worker_id, request.attempt)
@@ -214,7 +214,7 @@ class RemotePrefill:
         while True:
             await asyncio.sleep(self._context.renew_every_s)
             for handle in self._held.values():
-                self._context.reader.renew(peer.kv, handle)
+                self._context.reader.renew(peer.feed(handle.part), handle)
 
     async def _follow(self, peer: Peer, group: asyncio.TaskGroup) -> None:
         called = self._called = self._context.clock.now()
@@ -230,7 +230,7 @@ class RemotePrefill:
                     case "computed":
                         self._span.announced()
                         for handle in self._handles(event.computed):
-                            self._held[handle.slab, handle.generation] = handle
+                            self._held[handle.part, handle.slab, handle.generation] = handle
                             group.create_task(self._fetch(peer, handle))
                     case "first_tokens":
                         self._first_token(event.first_tokens)
@@ -385,7 +385,7 @@ class RemotePrefill:
         return unpacked
 
     def _done_with(self, handle: SlabHandle, slab: ReceivedSlab, unpacked: bool) -> None:
-        self._held.pop((handle.slab, handle.generation), None)
+        self._held.pop((handle.part, handle.slab, handle.generation), None)
         if not unpacked:
             raise TransferError("the engine dropped a range: the attempt does not wait for KV any more")
         self._arrived.add(
@@ -399,7 +399,9 @@ class RemotePrefill:
         began, arrived = context.clock.now(), 0
         context.links.began(self._ref.worker_id, began)
         try:
-            slab = await context.reader.read(peer.kv, handle, deadline_s=min(limit_s, self._request.remaining_s))
+            slab = await context.reader.read(
+                peer.feed(handle.part), handle, deadline_s=min(limit_s, self._request.remaining_s)
+            )
             # Bytes that a GPU will copy have not been transferred yet.
             arrived = 0 if isinstance(slab.payload, DeviceRange) else handle.size_bytes
         finally:

@@ -38,7 +38,8 @@ class Peer:
 
     ref: WorkerRef
     pid: int
-    kv: PeerRef
+    feeds: tuple[PeerRef, ...]
+    """Where the KV of each rank is read; one: that of all ranks, by part."""
     prefill: Any
     """Its PrefillStub."""
     channel: grpc.aio.Channel
@@ -46,6 +47,10 @@ class Peer:
     """Its KV format, if conversion is needed; None: the same as here."""
     request_fields: frozenset[str] = frozenset()
     """Later than the first version, that it knows."""
+
+    def feed(self, part: int) -> PeerRef:
+        """Where the KV of this rank is read."""
+        return self.feeds[part if len(self.feeds) > 1 else 0]
 
 
 class PeerDirectory:
@@ -105,10 +110,11 @@ class PeerDirectory:
             closing.add_done_callback(self._closing.discard)
 
     async def _close_peer(self, peer: Peer) -> None:
-        try:
-            await self._forget(peer.kv)
-        except (DiptychError, TimeoutError) as error:
-            log.warning("the endpoint of a lost peer did not close", peer=peer.ref.worker_id, error=repr(error))
+        for feed in peer.feeds:
+            try:
+                await self._forget(feed)
+            except (DiptychError, TimeoutError) as error:
+                log.warning("the endpoint of a lost peer did not close", peer=peer.ref.worker_id, error=repr(error))
         await peer.channel.close()
 
     async def close(self) -> None:
@@ -129,7 +135,7 @@ class PeerDirectory:
                 info = await WorkerStub(channel).GetInfo(worker_pb2.GetInfoRequest(), timeout=self._timeout_s)
             except grpc.RpcError as error:
                 raise self._unreachable(ref, error) from None
-            kv, kv_format = self._check(ref, info)
+            feeds, kv_format = self._check(ref, info)
         except BaseException:
             await channel.close()
             raise
@@ -141,7 +147,7 @@ class PeerDirectory:
             incarnation=ref.incarnation,
             transport=info.transport_path,
         )
-        return Peer(ref, info.pid, kv, PrefillStub(channel), channel, kv_format, frozenset(info.request_fields))
+        return Peer(ref, info.pid, feeds, PrefillStub(channel), channel, kv_format, frozenset(info.request_fields))
 
     @staticmethod
     def _unreachable(ref: WorkerRef, error: grpc.RpcError) -> DiptychError:
@@ -149,7 +155,7 @@ class PeerDirectory:
             f"prefill worker {ref.worker_id} at {ref.address} cannot be reached: {describe(error)}"
         )
 
-    def _check(self, ref: WorkerRef, info: worker_pb2.GetInfoResponse) -> tuple[PeerRef, KvFormat | None]:
+    def _check(self, ref: WorkerRef, info: worker_pb2.GetInfoResponse) -> tuple[tuple[PeerRef, ...], KvFormat | None]:
         if (info.worker_id, info.incarnation) != (ref.worker_id, ref.incarnation):
             raise StaleReferenceError(
                 f"{ref.address} is {info.worker_id}/{info.incarnation}, not {ref.worker_id}/{ref.incarnation}"
@@ -162,9 +168,9 @@ class PeerDirectory:
             raise IncompatibleWorkersError(f"{ref.worker_id} does not match this worker: {'; '.join(different)}")
         address = wire.kv_address_from_proto(info.kv_address)
         if not differences(self._compat, theirs):
-            return PeerRef(info.worker_id, info.incarnation, address), None
+            return (PeerRef(info.worker_id, info.incarnation, address),), None
         if theirs.kv_parts:
             raise IncompatibleWorkersError(f"{ref.worker_id} has several ranks: its KV is not converted")
         convertible_group(theirs.kv)
         log.warning("KV of a prefill worker is converted", peer=ref.worker_id, why=differences(self._compat, theirs))
-        return PeerRef(info.worker_id, info.incarnation, address, layout_hash(theirs)), theirs.kv
+        return (PeerRef(info.worker_id, info.incarnation, address, layout_hash(theirs)),), theirs.kv

@@ -29,6 +29,7 @@ from diptych.kvtransfer.api import KvAddress, PeerRef, ReceivedSlab
 from diptych.kvtransfer.handle import SlabHandle, sign
 from diptych.kvtransfer.layout import HEADER_BYTES, check_slab, message_bytes, write_frame
 from diptych.rpc.v1 import prefill_pb2
+from diptych.worker import peers as workers
 from diptych.worker import wire
 from diptych.worker.refs import WorkerRef
 
@@ -58,12 +59,13 @@ class Range:
     slab: bytearray
 
 
-def sent(parts: tuple[KvFormat, ...]) -> list[Range]:
-    """Each group's tokens in ranges of two blocks, intact."""
+def sent(parts: tuple[KvFormat, ...], *, own_slabs: bool = False) -> list[Range]:
+    """Each group's tokens in ranges of two blocks, intact. `own_slabs`: each rank counts its slabs from 0."""
     ranges: list[Range] = []
     for rank, kv in enumerate(parts):
+        first = len(ranges) if own_slabs else 0
         for one in expected_ranges(kv, CACHED, LENGTH, reusable=True):
-            ranges += _ranges(rank, kv, one, len(ranges))
+            ranges += _ranges(rank, kv, one, len(ranges) - first)
     return ranges
 
 
@@ -183,21 +185,20 @@ def cases() -> Iterator[tuple[str, str, int]]:
 class Peer:
     """Announces, and serves what it announced; then ends the call."""
 
-    def __init__(self, ranges: list[Range]) -> None:
-        self._slabs = {one.handle.slab: one.slab for one in ranges}
+    def __init__(self, ranges: list[Range], num_feeds: int = 1) -> None:
         self._handles = [one.handle for one in ranges]
-        self.ref = PeerRef("p0", "life", KvAddress("inproc", "", 0))
+        self.feeds = tuple(PeerRef("p0", "life", KvAddress("inproc", "", port)) for port in range(num_feeds))
+        self._slabs = {(self.feeds[one.handle.part % num_feeds], one.handle.slab): one.slab for one in ranges}
+        self.renewed: set[tuple[PeerRef, int]] = set()
+        self.go = asyncio.Event()
+        """Reads wait for it."""
+        self.go.set()
         self.began = False
         """The engine was told that nothing is missing."""
 
     async def connect(self, ref: WorkerRef) -> Any:
-        return SimpleNamespace(
-            pid=1,
-            kv=self.ref,
-            prefill=SimpleNamespace(Prefill=self.call),
-            kv_format=None,
-            request_fields=frozenset({wire.REUSABLE}),
-        )
+        prefill: Any = SimpleNamespace(Prefill=self.call)
+        return workers.Peer(ref, 1, self.feeds, prefill, prefill, None, frozenset({wire.REUSABLE}))
 
     def drop(self, ref: WorkerRef) -> None: ...
 
@@ -222,7 +223,8 @@ class Peer:
 
     # the reader
     async def read(self, peer: PeerRef, handle: SlabHandle, *, deadline_s: float) -> ReceivedSlab:
-        slab = bytearray(self._slabs[handle.slab]).ljust(message_bytes(handle.size_bytes), b"\0")
+        await self.go.wait()
+        slab = bytearray(self._slabs[peer, handle.slab]).ljust(message_bytes(handle.size_bytes), b"\0")
         error = check_slab(memoryview(slab), handle)
         if error is not None:
             raise error
@@ -230,7 +232,10 @@ class Peer:
 
     def finish(self, slab: ReceivedSlab) -> None: ...
 
-    def renew(self, peer: PeerRef, handle: SlabHandle) -> None: ...
+    def renew(self, peer: PeerRef, handle: SlabHandle) -> None:
+        self.renewed.add((peer, handle.slab))
+        if self.renewed == set(self._slabs):
+            self.go.set()
 
     # the unpacker
     async def unpack(self, attempt: str, slab: ReceivedSlab, *, last: bool = False) -> bool:
@@ -248,12 +253,12 @@ class Call:
     def cancel(self) -> None: ...
 
 
-async def begins(parts: tuple[KvFormat, ...], ranges: list[Range]) -> bool:
+async def begins(parts: tuple[KvFormat, ...], ranges: list[Range], peer: Peer | None = None) -> bool:
     """Whether decode computes a token on what arrived."""
-    peer = Peer(ranges)
+    peer = peer or Peer(ranges)
     context = RemotePrefillContext(
         peers=peer, reader=peer, unpacker=peer, links=LinkRates(), clock=MonotonicClock(), kv=parts[0],
-        kv_parts=parts, rates=PrefillRates(), silence_s=600.0,
+        kv_parts=parts, rates=PrefillRates(), silence_s=600.0, renew_every_s=0.0,
     )  # type: ignore[arg-type]  # fmt: skip
     completed: list[bool] = []
 
@@ -283,6 +288,18 @@ async def begins(parts: tuple[KvFormat, ...], ranges: list[Range]) -> bool:
 async def test_undisturbed_kv_of_every_group_is_used(kind: str) -> None:
     assert await begins(FORMATS[kind], sent(FORMATS[kind]))
     assert await begins(FORMATS[kind], sent(FORMATS[kind])[::-1]), "in any order"
+
+
+@pytest.mark.parametrize("kind", ["two ranks", "two stages", "stages of two ranks"])
+async def test_each_rank_may_have_a_feed_of_its_own(kind: str) -> None:
+    """With slabs that bear the same numbers. All are renewed while they wait, each where it is read."""
+    parts = FORMATS[kind]
+    ranges = sent(parts, own_slabs=True)
+    assert len({one.handle.slab for one in ranges}) < len(ranges)
+    peer = Peer(ranges, len(parts))
+    peer.go.clear()
+    async with asyncio.timeout(60):
+        assert await begins(parts, ranges, peer)
 
 
 async def test_without_the_checks_they_would_not_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
