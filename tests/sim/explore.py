@@ -102,7 +102,7 @@ def main() -> int:
         callbacks += world.loop.num_callbacks
         if problems:
             failed.append(seed)
-            print(f"\n{world.told()}\n  " + "\n  ".join(problems), flush=True)
+            print(f"\n{world.reported()}\n  " + "\n  ".join(problems), flush=True)
             if len(failed) >= args.stop_after:
                 break
         if n % 100 == 0 or n == args.seeds:

@@ -57,6 +57,17 @@ def test_what_a_vanished_decode_worker_holds_is_free_after_two_leases() -> None:
     run_parts([[script, "--first", str(seed), "--seeds", "1"] for seed in VANISHED_BEHIND_A_QUOTA], 600)
 
 
+def test_a_schedule_that_breaks_a_law_is_told_with_its_seed() -> None:
+    code = (
+        "import sys, explore; from handoff_sim.mutations import applied; sys.argv[1:] = ['--first', '29', '--seeds', '1']\n"
+        "with applied('a_window_group_is_sent_whole'): sys.exit(not explore.main())"
+    )
+    [output] = run_parts([["-c", f"import sys; sys.path.insert(0, {str(HERE)!r}); {code}"]], 600)
+    assert "seed 29 (" in output
+    assert "is sent and seen by none" in output
+    assert "FAILED: seeds 29 to 29, 1 failed" in output
+
+
 @pytest.mark.slow
 def test_no_schedule_of_a_hundred_thousand_breaks_a_law() -> None:
     explore(100_000, 6 * 3600)

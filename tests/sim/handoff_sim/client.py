@@ -56,9 +56,9 @@ def draw_ask(rng: Random, number: int) -> Ask:
     short = rng.random() < 0.15
     return Ask(
         name=f"r{number}",
-        family=rng.randint(0, 1),
+        family=rng.choice(reference.FAMILIES),
         length=rng.choice(reference.LENGTHS),
-        seed=rng.randint(0, 2),
+        seed=rng.choice(reference.SEEDS),
         max_tokens=rng.randint(1, reference.MAX_TOKENS),
         policy=rng.choice(_POLICIES),
         remaining_s=rng.uniform(0.01, 0.4) if short else 30.0,
@@ -72,6 +72,9 @@ class Client:
     def __init__(self, world: World) -> None:
         self._world = world
         self.asks = [draw_ask(world.rng, i) for i in range(world.rng.randint(1, 4))]
+        if world.sizes.windows:  # the same prompt again, later: whether decode has what its windows need
+            for ask in self.asks[1:]:
+                ask.family, ask.length = self.asks[0].family, self.asks[0].length
 
     def submit(self, ask: Ask) -> None:
         ask.sent_at = self._world.loop.time()
@@ -118,7 +121,7 @@ class Client:
                 if event.tokens.offset != len(ask.token_ids):
                     self._world.report(f"{ask.name}: tokens at {event.tokens.offset}, expected {len(ask.token_ids)}")
                 ask.token_ids.extend(event.tokens.token_ids)
-                right = reference.tokens(ask.family, ask.length, ask.seed)
+                right = reference.tokens(ask.family, ask.length, ask.seed, self._world.sizes.windows)
                 if tuple(ask.token_ids) != right[: len(ask.token_ids)]:
                     self._world.report(f"{ask.name}: wrong tokens {ask.token_ids}, right are {right}")
             case "end":

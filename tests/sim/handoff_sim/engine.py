@@ -2,36 +2,61 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from random import Random
 
 from handoff_sim.links import Links, Node
 from handoff_sim.loop import VirtualLoop
 from handoff_sim.wire import Wires
 
+from diptych.common.block_identity import IdentityHeader
 from diptych.common.compat import Compat, identified
-from diptych.common.kv_format import full_format
+from diptych.common.kv_groups import PoolDemand
 from diptych.engine.config import EngineConfig
 from diptych.engine.core import EngineCore
 from diptych.engine.executor import LocalExecutor
 from diptych.engine.fake_runner import FakeRunner
-from diptych.engine.messages import Cancel, Command, EngineEvent, EngineStats, GrantSlabs, UnpackRange
+from diptych.engine.messages import (
+    Cancel,
+    Command,
+    EngineEvent,
+    EngineStats,
+    GrantSlabs,
+    RangePacked,
+    ScheduledSeq,
+    StepResult,
+    UnpackRange,
+)
 from diptych.kvtransfer.layout import layout_hash
 
 BLOCK = 4
 LAYERS = 4
 VOCAB = 997
 MAX_LEN = 64
-IDENTITY, COMPAT = identified(
-    Compat(
-        model="fake", model_revision="model", tokenizer_revision="tokenizer",
-        kv=full_format(LAYERS, 1, 2, block_size=BLOCK, dtype="int8"), compute_dtype="int8", attention_version="1",
-        sampler_version="1",
-    ),
-    bytes(32),
-)  # fmt: skip
-LAYOUT = layout_hash(COMPAT)
+WINDOWS = ((0, 6, 6, 9), (0, 5, 0, 5), (7, 7, 7, 7), (4, 10, 10, 4))
+"""Of each layer, in the schedules with window groups; 0: full."""
+
+
+@dataclass(frozen=True)
+class Facts:
+    identity: IdentityHeader
+    compat: Compat
+    layout: int
+
+
+@cache
+def facts_of(windows: tuple[int, ...]) -> Facts:
+    """Of the workers of a world. `windows`: of each layer; empty: all layers are full."""
+    identity, compat = identified(
+        Compat(
+            model="fake", model_revision="model", tokenizer_revision="tokenizer", kv=make_runner(1, windows).kv,
+            compute_dtype="int8", attention_version="1", sampler_version="1",
+        ),
+        bytes(32),
+    )  # fmt: skip
+    return Facts(identity, compat, layout_hash(compat))
 
 
 @dataclass(frozen=True)
@@ -46,10 +71,37 @@ class Sizes:
     cap: int = 1
     grant_quota: int = 2
     overlap: str = "on"
+    windows: tuple[int, ...] = ()
+    reusable: bool = True
+    """Prefill announces that it sends what makes a hit of a prompt."""
+
+    @property
+    def facts(self) -> Facts:
+        return facts_of(self.windows)
 
 
-def make_runner(num_blocks: int) -> FakeRunner:
-    return FakeRunner(
+class WatchedRunner(FakeRunner):
+    """Reports which blocks it reads: those of a step from the first that a token of it sees, and packed ones."""
+
+    on_read: Callable[[str, int, Sequence[int]], None] = staticmethod(lambda what, group, blocks: None)
+    """Called with what reads, the KV group, and the blocks; -1: one in front of the table."""
+
+    def execute(self, seqs: Sequence[ScheduledSeq], should_abort: Callable[[], bool] | None = None) -> StepResult:
+        for seq in seqs:
+            for index, group in enumerate(self.kv.groups):
+                begin = group.first_block(seq.start) - seq.first_blocks[index]
+                self.on_read(seq.attempt, index, [-1] if begin < 0 else seq.block_tables[index][begin:])
+        return super().execute(seqs, should_abort)
+
+    def pack(
+        self, block_ids: Sequence[int], num_tokens: int, out: memoryview, layers: range | None = None, group: int = 0
+    ) -> int:
+        self.on_read("packing", group, block_ids if len(block_ids) * BLOCK >= num_tokens else [-1])
+        return super().pack(block_ids, num_tokens, out, layers, group)
+
+
+def make_runner(num_blocks: int, windows: tuple[int, ...] = (), demand: PoolDemand | None = None) -> WatchedRunner:
+    return WatchedRunner(
         num_blocks,
         BLOCK,
         num_layers=LAYERS,
@@ -57,6 +109,8 @@ def make_runner(num_blocks: int) -> FakeRunner:
         vocab_size=VOCAB,
         max_model_len=MAX_LEN,
         eos_token_ids=(VOCAB - 1,),
+        windows=windows,
+        demand=demand,
     )
 
 
@@ -69,6 +123,7 @@ class Context:
     sizes: Sizes
     report: Callable[[str], None]
     check_unpack: Callable[[UnpackRange], None]
+    check_packed: Callable[[RangePacked], None]
 
 
 class CancelledLater:
@@ -87,12 +142,15 @@ class SimEngine:
 
     def __init__(self, context: Context, node: Node, on_events: Callable[[list[EngineEvent]], None]) -> None:
         self._ctx, self._node, self._on_events = context, node, on_events
+        sizes = context.sizes
         config = EngineConfig(
-            num_blocks=context.sizes.num_blocks, block_size=BLOCK, max_num_seqs=8, max_step_time_s=None, mixed_step_time_s=None,
-            max_num_batched_tokens=context.sizes.chunk, slab_quota_per_peer=context.sizes.grant_quota,
+            num_blocks=sizes.num_blocks, block_size=BLOCK, max_num_seqs=8, max_step_time_s=None, mixed_step_time_s=None,
+            max_num_batched_tokens=sizes.chunk, slab_quota_per_peer=sizes.grant_quota,
             check_invariants=True,
         )  # fmt: skip
-        self.core = EngineCore(LocalExecutor(make_runner(context.sizes.num_blocks)), config, IDENTITY, context.loop)
+        runner = make_runner(sizes.num_blocks, sizes.windows, PoolDemand(config.max_num_seqs, sizes.chunk))
+        runner.on_read = self._check_read
+        self.core = EngineCore(LocalExecutor(runner), config, sizes.facts.identity, context.loop)
         self.core.on_packing(self._take_grants, self._deliver_early)
         self._inbox: list[Command] = []
         self._scheduled = False
@@ -100,6 +158,12 @@ class SimEngine:
         self._unfinished: tuple[list[EngineEvent], bool] | None = None
         """A step that the worker was stopped in."""
         node.on_resume += [self._go_on, self._kick]
+
+    def _check_read(self, what: str, group: int, blocks: Sequence[int]) -> None:
+        """What is read has an owner: no block that was freed behind the window."""
+        pool = self.core.scheduler.kv.pools[group]
+        if any(block < 0 or not pool.refs(block) for block in blocks):
+            self._ctx.report(f"{self._node.worker_id}: {what} reads a block of KV group {group} that is free")
 
     def send(self, command: Command) -> None:
         if not self._node.dead:
@@ -173,6 +237,10 @@ class SimEngine:
             self._on_events(events)
 
     def left_over(self) -> list[str]:
-        counts = self.core.scheduler.kv.pool.counts
-        busy = {"requests": len(self.core.scheduler.requests), "running": counts.running, "reserved": counts.reserved}
+        counts = [pool.counts for pool in self.core.scheduler.kv.pools]
+        busy = {
+            "requests": len(self.core.scheduler.requests),
+            "running": sum(one.running for one in counts),
+            "reserved": sum(one.reserved for one in counts),
+        }
         return [f"{self._node.worker_id}: engine has {n} {what} left" for what, n in busy.items() if n]

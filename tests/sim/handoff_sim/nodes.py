@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from handoff_sim.channel import SimCall, SimChannel
-from handoff_sim.engine import BLOCK, COMPAT, LAYERS, LAYOUT, MAX_LEN, VOCAB, Context, SimEngine
+from handoff_sim.engine import BLOCK, LAYERS, MAX_LEN, VOCAB, Context, SimEngine
 from handoff_sim.links import Node
 from handoff_sim.wire import SimTransport
 
@@ -49,7 +49,7 @@ class SimTransfer:
                 peer_quota=min(sizes.quota, sizes.num_slabs), quarantine_cap=sizes.cap,
             ),
             worker_id=node.worker_id, incarnation=node.incarnation, quotas=SlabQuotas(sizes.num_slabs, sizes.num_slabs),
-            layout_hash=LAYOUT, num_layers=LAYERS,
+            layout_hash=sizes.facts.layout, num_layers=LAYERS,
             bytes_per_s=1e9, loop=context.loop, clock=context.loop.time, wake=self._kick,
         )  # fmt: skip
         self.publisher: Any = self.core._publisher._ledger
@@ -151,7 +151,9 @@ class PrefillNode:
     def info(self) -> worker_pb2.GetInfoResponse:
         return worker_pb2.GetInfoResponse(
             worker_id=self.ref.worker_id, incarnation=self.ref.incarnation, role=worker_pb2.WORKER_ROLE_PREFILL, pid=1,
-            compat=convert.compat_to_proto(COMPAT), kv_address=wire.kv_address_to_proto(self.transfer.core.address),
+            compat=convert.compat_to_proto(self.context.sizes.facts.compat),
+            kv_address=wire.kv_address_to_proto(self.transfer.core.address),
+            request_fields=wire.REQUEST_FIELDS if self.context.sizes.reusable else (),
         )  # fmt: skip
 
     # ---- SlabPublisher: the real door, watched ----
@@ -161,6 +163,7 @@ class PrefillNode:
 
     def publish(self, peer: str, packed: RangePacked) -> SlabHandle:
         self._given_back(packed.slab)
+        self.context.check_packed(packed)
         return self.transfer.core.publish(peer, packed)
 
     def return_grant(self, slab: int) -> None:
@@ -235,14 +238,16 @@ class DecodeNode:
         async def forget(peer: Any) -> None:
             await self.transfer.core.forget(peer)
 
-        self.peers = PeerDirectory(COMPAT, forget=forget, handshake_timeout_s=0.5, open_channel=open_channel)
+        self.peers = PeerDirectory(
+            context.sizes.facts.compat, forget=forget, handshake_timeout_s=0.5, open_channel=open_channel
+        )
         self.desk = SlabUnpacker(self.engine, self.transfer.core)  # type: ignore[arg-type]
         self.transfer.transport.lent = lambda: {
             slab.local_slab for slab, _ in self.desk._open.values() if slab is not None
         }
         tools = RemotePrefillContext(
             peers=self.peers, reader=self.transfer.core, unpacker=self.desk, links=LinkRates(), rates=PrefillRates(),
-            clock=context.loop, kv=COMPAT.kv, reads_in_flight=2,
+            clock=context.loop, kv=context.sizes.facts.compat.kv, reads_in_flight=2,
             read_base_s=context.sizes.read_base_s, silence_s=context.sizes.silence_s, renew_every_s=context.sizes.lease_s / 4,
         )  # type: ignore[arg-type]  # fmt: skip
         self.intake = AttemptManager(

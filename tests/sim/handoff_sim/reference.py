@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 from functools import cache
 
-from handoff_sim.engine import BLOCK, IDENTITY, LAYERS, MAX_LEN, make_runner
+from handoff_sim.engine import BLOCK, MAX_LEN, WINDOWS, facts_of, make_runner
 
+from diptych.common.kv_groups import PoolDemand
 from diptych.common.request import Prompt
 from diptych.common.sampling import SamplingParams
 from diptych.engine.config import EngineConfig
@@ -15,6 +17,7 @@ from diptych.engine.messages import EngineRequest, ScheduledSeq
 from diptych.engine.offline import OfflineEngine
 
 MAX_TOKENS = 6
+FAMILIES, SEEDS = range(2), range(3)
 LENGTHS = (1, 3, 4, 7, 8, 12, 15, 16, 17, 23, 31)
 
 
@@ -29,28 +32,47 @@ def sampling(seed: int, max_tokens: int) -> SamplingParams:
 
 
 @cache
-def tokens(family: int, length: int, seed: int) -> tuple[int, ...]:
+def tokens(family: int, length: int, seed: int, windows: tuple[int, ...] = ()) -> tuple[int, ...]:
     config = EngineConfig(
         num_blocks=16, block_size=BLOCK, max_num_batched_tokens=64, max_step_time_s=None, mixed_step_time_s=None
     )
-    engine = OfflineEngine(LocalExecutor(make_runner(16)), config, IDENTITY)
+    engine = OfflineEngine(LocalExecutor(make_runner(16, windows)), config, facts_of(windows).identity)
     request = EngineRequest("reference", Prompt(prompt(family, length)), sampling(seed, MAX_TOKENS))
     return tuple(engine.generate([request])[0].token_ids)
 
 
 @cache
-def _pool(ids: tuple[int, ...]) -> FakeRunner:
-    runner = make_runner(MAX_LEN // BLOCK)
-    table = list(range(MAX_LEN // BLOCK))
-    runner.execute([ScheduledSeq("kv", list(ids), 0, (table,), False, sampling(0, 1), 0)])
+def compute_all() -> None:
+    """Every answer that a schedule may ask for."""
+    for windows in ((), *WINDOWS):
+        for family, length, seed in itertools.product(FAMILIES, LENGTHS, SEEDS):
+            tokens(family, length, seed, windows)
+
+
+@cache
+def _pool(ids: tuple[int, ...], windows: tuple[int, ...]) -> FakeRunner:
+    """Its tables hold every block of every group."""
+    num_blocks = MAX_LEN // BLOCK
+    runner = make_runner(num_blocks, windows, PoolDemand(num_blocks, MAX_LEN))
+    tables = (list(range(num_blocks)),) * len(runner.pools)
+    firsts = (0,) * len(runner.pools)
+    runner.execute([ScheduledSeq("kv", list(ids), 0, tables, False, sampling(0, 1), 0, firsts)])
     return runner
 
 
 @cache
-def kv(ids: tuple[int, ...], first_token: int, num_tokens: int, layers: range) -> bytes:
-    """As packed: tokens [first_token, first_token + num_tokens) of these ids."""
-    runner = _pool(ids)
-    out = bytearray(num_tokens * runner.kv_bytes_per_token * len(layers) // LAYERS)
+def kv(
+    ids: tuple[int, ...],
+    first_token: int,
+    num_tokens: int,
+    layers: range | None = None,
+    windows: tuple[int, ...] = (),
+    group: int = 0,
+) -> bytes:
+    """As packed: tokens [first_token, first_token + num_tokens) of these ids, of these layers of a group; None: of all."""
+    runner = _pool(ids, windows)
+    one = runner.kv.groups[group]
+    out = bytearray(num_tokens * one.layer_bytes_per_token(runner.kv.shard) * len(layers or one.layers))
     first, end = first_token // BLOCK, -(-(first_token + num_tokens) // BLOCK)
-    runner.pack(list(range(first, end)), num_tokens, memoryview(out), layers)
+    runner.pack(list(range(first, end)), num_tokens, memoryview(out), layers, group)
     return bytes(out)
