@@ -14,7 +14,7 @@ from diptych.common.errors import ConfigError
 from diptych.common.kv_format import COMPUTE_DTYPES
 from diptych.engine.config import GRAMMAR_BACKENDS, POLICIES, PREEMPTION_MODES, EngineConfig
 from diptych.engine.overlap import MODES as OVERLAP_MODES
-from diptych.worker.role_spec import ROLES
+from diptych.worker.role_spec import DECODE, ROLES
 
 T = TypeVar("T")
 AUTO = "auto"
@@ -205,7 +205,7 @@ class WorkerConfig:
         for name in ("port", "metrics_port", "client_port"):
             if not 0 <= (getattr(self, name) or 0) <= 65_535:
                 raise ConfigError(name, getattr(self, name), "must be between 0 and 65535")
-        if self.client_port is not None and self.role != "decode":
+        if self.client_port is not None and DECODE not in ROLES[self.role].services:
             raise ConfigError("client_port", self.client_port, "only decode workers serve clients")
         if self.client_port is not None and not self.secret_file:
             raise ConfigError("secret_file", "", "must be set: it verifies the tickets of client_port")

@@ -34,6 +34,7 @@ from diptych.engine.runner import ModelRunner
 from diptych.engine.sched.output import DetokenizerFactory
 from diptych.worker.config import AUTO, WorkerConfig
 from diptych.worker.defaults import DeviceFacts, ModelFacts, settled, slab_quotas
+from diptych.worker.role_spec import DECODE, ROLES
 
 log = structlog.get_logger(__name__)
 
@@ -85,7 +86,7 @@ def choose_num_blocks(
             ("num_blocks", demand.pool_bytes(kv, config.num_blocks) if config.num_blocks else 0),
             ("num_host_blocks", config.num_host_blocks * kv.block_bytes),
             ("kv_memory_bytes", config.kv_memory_bytes),
-            ("num_slabs", config.num_slabs * config.slab_bytes if config.role == "prefill" else 0),
+            ("num_slabs", config.num_slabs * config.slab_bytes if ROLES[config.role].publishes else 0),
         ):
             if wanted > available_bytes:
                 there = f"takes {wanted / _GIB:,.1f} GiB, and {available_bytes / _GIB:,.1f} GiB are free"
@@ -185,7 +186,7 @@ def _load(config: WorkerConfig, folder: Path, hashing: CheckpointHash) -> Loaded
     identity, compat = identified(compat, identity_key(config))
     factory: DetokenizerFactory | None = None
     grammars: GrammarCompiler | None = None
-    if config.role == "decode":
+    if DECODE in ROLES[config.role].services:
         factory, grammars = _load_text(config, folder)
     log.info("model loaded", seconds=round(time.monotonic() - began, 2))
     log.info(

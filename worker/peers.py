@@ -28,6 +28,7 @@ from diptych.rpc.stubs import PrefillStub, WorkerStub
 from diptych.rpc.v1 import worker_pb2
 from diptych.worker import wire
 from diptych.worker.refs import WorkerRef
+from diptych.worker.role_spec import FULL_NAMES, PREFILL
 
 log = structlog.get_logger(__name__)
 
@@ -160,7 +161,7 @@ class PeerDirectory:
             raise StaleReferenceError(
                 f"{ref.address} is {info.worker_id}/{info.incarnation}, not {ref.worker_id}/{ref.incarnation}"
             )
-        if info.role != worker_pb2.WORKER_ROLE_PREFILL:
+        if info.role != worker_pb2.WORKER_ROLE_PREFILL and FULL_NAMES[PREFILL] not in info.services:
             raise StaleReferenceError(f"{ref.worker_id} is not a prefill worker now")  # not cached: it may become one
         theirs = convert.compat_from_proto(info.compat)
         different = differences(self._compat, theirs, converting=self._allow_conversion)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from diptych.rpc.v1 import worker_pb2
+
 PACKAGE = "diptych.rpc.v1"
 PREFILL, DECODE, SOURCE = "prefill", "decode", "source"
 FULL_NAMES: Mapping[str, str] = {name: f"{PACKAGE}.{name.capitalize()}" for name in (PREFILL, DECODE, SOURCE)}
@@ -26,4 +28,7 @@ class RoleSpec:
 ROLES: Mapping[str, RoleSpec] = {
     spec.name: spec
     for spec in (RoleSpec("prefill", (PREFILL, SOURCE), publishes=True), RoleSpec("decode", (DECODE, SOURCE)))
+}
+PROTO_ROLES: Mapping[str, worker_pb2.WorkerRole] = {
+    name: worker_pb2.WorkerRole.Value(f"WORKER_ROLE_{name.upper()}") for name in ROLES
 }

@@ -24,7 +24,7 @@ def hold_steps(runner: ModelRunner, gate: Path) -> None:
 
     def held() -> bool:
         try:
-            return begun >= int(gate.read_text(encoding="ascii"))
+            return begun >= int(gate.read_text(encoding="ascii") or 0)  # empty while another process writes it
         except FileNotFoundError:
             return False
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from diptych.common.addresses import host_port
 from diptych.common.errors import IncompatibleWorkersError, InvalidRequestError, TransferError
@@ -15,12 +15,7 @@ from diptych.kvtransfer.handle import SlabHandle
 from diptych.rpc.fields import same_fields
 from diptych.rpc.v1 import prefill_pb2, types_pb2, worker_pb2
 from diptych.worker.refs import WorkerRef
-
-_ROLES: Mapping[str, worker_pb2.WorkerRole] = {
-    "prefill": worker_pb2.WORKER_ROLE_PREFILL,
-    "decode": worker_pb2.WORKER_ROLE_DECODE,
-}
-
+from diptych.worker.role_spec import PROTO_ROLES
 
 REUSABLE = "reusable"
 REQUEST_FIELDS = (*LATER_FIELDS, REUSABLE)
@@ -28,12 +23,12 @@ REQUEST_FIELDS = (*LATER_FIELDS, REUSABLE)
 
 
 def role_to_proto(name: str) -> worker_pb2.WorkerRole:
-    return _ROLES[name]
+    return PROTO_ROLES[name]
 
 
 def role_from_proto(role: worker_pb2.WorkerRole) -> str:
     """Raises: InvalidRequestError for a role that does not exist."""
-    for name, value in _ROLES.items():
+    for name, value in PROTO_ROLES.items():
         if value == role:
             return name
     raise InvalidRequestError(f"role={int(role)} is not a role", param="role")

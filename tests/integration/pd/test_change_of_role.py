@@ -26,6 +26,7 @@ from diptych.rpc.stubs import SourceStub, WorkerStub
 from diptych.rpc.v1 import prefill_pb2, worker_pb2
 from diptych.worker import wire
 from diptych.worker.process import make_transfer
+from diptych.worker.role_spec import DECODE, PREFILL, PROTO_ROLES, ROLES, SOURCE, RoleSpec
 from diptych.worker.runtime import WorkerRuntime
 from diptych_tests import waiting
 
@@ -142,6 +143,24 @@ async def test_a_decode_worker_that_changes_ends_its_requests_with_a_typed_error
         await router.ended("a")
         assert isinstance(answer.error, WorkerLostError)
         assert answer.error.retryable
+        await cluster.nothing_left()
+
+
+async def test_a_further_role_is_a_line(pd: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of services that exist: here of both pools' at once. Its requests come, its peers take KV from it, and it changes."""
+    [want] = await expected(pd, PROMPT)
+    spec = RoleSpec("mixed", (PREFILL, DECODE, SOURCE), publishes=True)
+    monkeypatch.setitem(ROLES, "mixed", spec)  # type: ignore[arg-type]
+    monkeypatch.setitem(PROTO_ROLES, "mixed", 9)  # type: ignore[arg-type]
+    async with pd.cluster() as cluster:
+        mixed = cluster.prefill[0]
+        assert await mixed.set_role("mixed") == "prefill"
+        async with pd.FakeRouter(cluster.decode.address) as router, pd.FakeRouter(mixed.address) as to_mixed:
+            there = await router.run(cluster.submit_message(attempt="a", prompt=PROMPT))
+            assert (there.token_ids, there.explanation.prefill) == (want, mixed.worker_id)
+            here = await to_mixed.run(pd.submit_message(mixed, [], attempt="b", prompt=PROMPT))
+            assert here.token_ids == want
+        assert await mixed.set_role("decode") == "mixed"
         await cluster.nothing_left()
 
 

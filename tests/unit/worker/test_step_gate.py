@@ -58,3 +58,13 @@ def test_a_held_step_is_given_up_when_no_request_needs_it(runner, gate):
     gate.write_text("1")  # the one that was given up had begun
     with pytest.raises(StepAborted):
         runner.execute([], sign.exists)
+
+
+def test_a_step_waits_while_the_file_is_being_written(runner, gate):
+    gate.write_text("")
+    thread = threading.Thread(target=runner.execute, args=([],))
+    thread.start()
+    wait_until(gate.with_name("decode-0.held").exists, what="the step waits")
+    gate.unlink()
+    thread.join(60)
+    assert runner.executed_steps == 1
