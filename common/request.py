@@ -6,6 +6,9 @@ from collections.abc import Sequence
 
 import msgspec
 
+ADAPTER = "adapter"
+"""The field's name among those that workers announce."""
+
 
 class Prompt(msgspec.Struct, frozen=True):
     """Everything besides the model that determines the KV of a prompt.

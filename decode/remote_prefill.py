@@ -155,7 +155,7 @@ class RemotePrefill:
 
     async def _run(self) -> None:
         peer = await self._context.peers.connect(self._ref)
-        if unknown := later_fields_of(self._request.sampling) - peer.request_fields:
+        if unknown := later_fields_of(self._request) - peer.request_fields:
             raise IncompatibleWorkersError(
                 f"prefill worker {self._ref.worker_id} is of a version that does not know {', '.join(sorted(unknown))}"
             )

@@ -17,7 +17,7 @@ from diptych.common.errors import ConfigError, IncompatibleWorkersError, Interna
 from diptych.common.grammar import Grammar, GrammarKind
 from diptych.common.kv_format import KvFormat, KvGroup, KvKind, Shard
 from diptych.common.kv_parts import check_parts
-from diptych.common.request import Prompt
+from diptych.common.request import ADAPTER, Prompt
 from diptych.common.sampling import (
     DEFAULTS,
     LATER_FIELDS,
@@ -122,9 +122,10 @@ _READ: Mapping[str, tuple[str, Callable[[Any], object]]] = {
 """Proto field that is not a scalar -> parameter, and its conversion."""
 
 
-def later_fields_of(message: types_pb2.SamplingParams) -> frozenset[str]:
-    """The parameters of LATER_FIELDS that it sets."""
-    return frozenset(field.name for field, _ in message.ListFields() if field.name in LATER_FIELDS)
+def later_fields_of(request: prefill_pb2.PrefillRequest) -> frozenset[str]:
+    """What it sets that a worker of the first version would ignore: parameters of LATER_FIELDS, and an adapter."""
+    known = {field.name for field, _ in request.sampling.ListFields() if field.name in LATER_FIELDS}
+    return frozenset({*known, ADAPTER} if request.adapter else known)
 
 
 def unknown_fields(message: types_pb2.SamplingParams) -> str:

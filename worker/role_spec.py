@@ -30,5 +30,5 @@ ROLES: Mapping[str, RoleSpec] = {
     for spec in (RoleSpec("prefill", (PREFILL, SOURCE), publishes=True), RoleSpec("decode", (DECODE, SOURCE)))
 }
 PROTO_ROLES: Mapping[str, worker_pb2.WorkerRole] = {
-    name: worker_pb2.WorkerRole.Value(f"WORKER_ROLE_{name.upper()}") for name in ROLES
+    name: getattr(worker_pb2, f"WORKER_ROLE_{name.upper()}") for name in ROLES
 }

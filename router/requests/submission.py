@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
+from diptych.common.request import ADAPTER
 from diptych.common.sampling import later_fields
 from diptych.common.store.worker_record import WorkerRecord
 from diptych.router.placement.cost import MAX_SPARES
@@ -27,7 +28,7 @@ def placement_request(request: ValidatedRequest) -> PlacementRequest:
         allow_local_fallback=request.failure_policy != router_pb2.FAILURE_POLICY_FAIL,
         group=request.group,
         tenant=request.tenant,
-        request_fields=later_fields(request.sampling),
+        request_fields=later_fields(request.sampling) | ({ADAPTER} if request.prompt.adapter else set()),
     )
 
 

@@ -19,7 +19,7 @@ from diptych.router.placement.placer import Candidate, Placer, PromptBlocks
 from diptych.router.placement.types import Placement, PlacementRequest
 from diptych.router.requests.messages import ModelFeatures
 from diptych.rpc import convert
-from diptych.rpc.v1 import router_pb2, types_pb2
+from diptych.rpc.v1 import prefill_pb2, router_pb2, types_pb2
 from diptych_tests.records import worker_record
 
 LATER = "include_stop_str_in_output"
@@ -58,7 +58,9 @@ def test_a_later_parameter_is_sent_only_where_it_is_set(newer: None) -> None:
     assert [later_fields(params) for params in (plain, changed)] == [frozenset(), {LATER}]
     for params in (plain, changed):
         message = convert.sampling_to_proto(params)
-        assert convert.later_fields_of(message) == later_fields(params)
+        for adapter, more in (("", set()), ("french", {"adapter"})):
+            request = prefill_pb2.PrefillRequest(sampling=message, adapter=adapter)
+            assert convert.later_fields_of(request) == later_fields(params) | more
         assert convert.sampling_from_proto(message, vocab_size=10) == params
 
 
