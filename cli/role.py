@@ -15,7 +15,7 @@ from diptych.rpc.channels import channel_options, cluster_credentials, name_opti
 from diptych.rpc.errors import from_rpc_error
 from diptych.rpc.stubs import WorkerStub
 from diptych.rpc.v1 import worker_pb2
-from diptych.worker.role_spec import PROTO_ROLES
+from diptych.worker.role_spec import ROLES
 
 POLL_S = 0.5
 
@@ -36,15 +36,16 @@ def set_role(
         if tls is None
         else grpc.secure_channel(address, cluster_credentials(tls), options=[*options, *name_option(tls)])
     )
+    number: Any = ROLES[role].number
     request = worker_pb2.SetRoleRequest(
-        worker_id=worker["id"], incarnation=worker["incarnation"], role=PROTO_ROLES[role], force=force
+        worker_id=worker["id"], incarnation=worker["incarnation"], role=number, force=force
     )
     with channel:
         try:
             answer = WorkerStub(channel).SetRole(request, timeout=timeout_s)
         except grpc.RpcError as error:
             raise from_rpc_error(error) from None
-    return next(name for name, value in PROTO_ROLES.items() if value == answer.previous)
+    return next(name for name, spec in ROLES.items() if spec.number == answer.previous)
 
 
 def run_role(
@@ -63,8 +64,8 @@ def run_role(
 
     Raises: ConfigError for an unknown worker or role; DiptychError when the worker or the router refuses, or cannot be reached.
     """
-    if role not in PROTO_ROLES:
-        raise ConfigError("role", role, f"must be {' or '.join(PROTO_ROLES)}")
+    if role not in ROLES:
+        raise ConfigError("role", role, f"must be {' or '.join(ROLES)}")
     until = now() + timeout_s
     known = {one["id"]: one for one in router.get()["cluster"]["workers"]}
     if worker not in known:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from diptych.rpc.v1 import worker_pb2
-
 PACKAGE = "diptych.rpc.v1"
 PREFILL, DECODE, SOURCE = "prefill", "decode", "source"
 FULL_NAMES: Mapping[str, str] = {name: f"{PACKAGE}.{name.capitalize()}" for name in (PREFILL, DECODE, SOURCE)}
@@ -16,19 +14,18 @@ FULL_NAMES: Mapping[str, str] = {name: f"{PACKAGE}.{name.capitalize()}" for name
 @dataclass(frozen=True, slots=True)
 class RoleSpec:
     """Args:
+    number: in the proto's WorkerRole.
     services: names of the services, in the order in which they are opened.
     publishes: it packs KV into slabs all the time, where others do it now and then. The opposite for reading.
     """
 
     name: str
+    number: int
     services: tuple[str, ...]
     publishes: bool = False
 
 
 ROLES: Mapping[str, RoleSpec] = {
     spec.name: spec
-    for spec in (RoleSpec("prefill", (PREFILL, SOURCE), publishes=True), RoleSpec("decode", (DECODE, SOURCE)))
-}
-PROTO_ROLES: Mapping[str, worker_pb2.WorkerRole] = {
-    name: getattr(worker_pb2, f"WORKER_ROLE_{name.upper()}") for name in ROLES
+    for spec in (RoleSpec("prefill", 1, (PREFILL, SOURCE), publishes=True), RoleSpec("decode", 2, (DECODE, SOURCE)))
 }

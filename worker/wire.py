@@ -16,7 +16,7 @@ from diptych.kvtransfer.handle import SlabHandle
 from diptych.rpc.fields import same_fields
 from diptych.rpc.v1 import prefill_pb2, types_pb2, worker_pb2
 from diptych.worker.refs import WorkerRef
-from diptych.worker.role_spec import PROTO_ROLES
+from diptych.worker.role_spec import ROLES
 
 REUSABLE = "reusable"
 REQUEST_FIELDS = (*LATER_FIELDS, ADAPTER, REUSABLE)
@@ -24,13 +24,13 @@ REQUEST_FIELDS = (*LATER_FIELDS, ADAPTER, REUSABLE)
 
 
 def role_to_proto(name: str) -> worker_pb2.WorkerRole:
-    return PROTO_ROLES[name]
+    return ROLES[name].number  # type: ignore[return-value]
 
 
 def role_from_proto(role: worker_pb2.WorkerRole) -> str:
     """Raises: InvalidRequestError for a role that does not exist."""
-    for name, value in PROTO_ROLES.items():
-        if value == role:
+    for name, spec in ROLES.items():
+        if spec.number == role:
             return name
     raise InvalidRequestError(f"role={int(role)} is not a role", param="role")
 

@@ -26,7 +26,7 @@ from diptych.rpc.stubs import SourceStub, WorkerStub
 from diptych.rpc.v1 import prefill_pb2, worker_pb2
 from diptych.worker import wire
 from diptych.worker.process import make_transfer
-from diptych.worker.role_spec import DECODE, PREFILL, PROTO_ROLES, ROLES, SOURCE, RoleSpec
+from diptych.worker.role_spec import DECODE, PREFILL, ROLES, SOURCE, RoleSpec
 from diptych.worker.runtime import WorkerRuntime
 from diptych_tests import waiting
 
@@ -149,9 +149,9 @@ async def test_a_decode_worker_that_changes_ends_its_requests_with_a_typed_error
 async def test_a_further_role_is_a_line(pd: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of services that exist: here of both pools' at once. Its requests come, its peers take KV from it, and it changes."""
     [want] = await expected(pd, PROMPT)
-    spec = RoleSpec("mixed", (PREFILL, DECODE, SOURCE), publishes=True)
+    spec = RoleSpec("mixed", 9, (PREFILL, DECODE, SOURCE), publishes=True)
+    assert all(worker_pb2.WorkerRole.Value(f"WORKER_ROLE_{one.name.upper()}") == one.number for one in ROLES.values())
     monkeypatch.setitem(ROLES, "mixed", spec)  # type: ignore[arg-type]
-    monkeypatch.setitem(PROTO_ROLES, "mixed", 9)  # type: ignore[arg-type]
     async with pd.cluster() as cluster:
         mixed = cluster.prefill[0]
         assert await mixed.set_role("mixed") == "prefill"
