@@ -8,6 +8,8 @@ import msgspec
 
 ADAPTER = "adapter"
 """The field's name among those that workers announce."""
+CHOICE = "choice"
+"""The same: the number of the choice that an attempt continues."""
 
 
 class Prompt(msgspec.Struct, frozen=True):

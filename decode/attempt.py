@@ -85,7 +85,7 @@ class Attempt:
         self._forget = forget
         self._lifecycle = AttemptLifecycle(submission.attempt)
         self._began = context.clock.now()
-        self._outputs: dict[int, list[int]] = {0: list(submission.output_token_ids)}
+        self._outputs: dict[int, list[int]] = {submission.choice: list(submission.output_token_ids)}
         """Tokens already sent, or held by the client, by choice."""
         self._compile_grammar = compile_grammar
         self._compile_task: asyncio.Task[None] | None = None
@@ -147,6 +147,7 @@ class Attempt:
                 tenant=tenant_of(sub.prompt.cache_salt),
                 priority=sub.priority,
                 output_token_ids=sub.output_token_ids,
+                choice=sub.choice,
                 grammar=grammar,
             )
         )
@@ -185,7 +186,7 @@ class Attempt:
 
     def _refetch(self, num_cached: int) -> None:
         """It has blocks again, after FetchAgain. The tokens still cached here may have made local recovery faster."""
-        num_tokens = len(self._sub.prompt.token_ids) + len(self._outputs[0]) - 1
+        num_tokens = len(self._sub.prompt.token_ids) + len(self._outputs[self._sub.choice]) - 1
         ref = self._choose_recovery(num_tokens - num_cached) if num_tokens > num_cached else None
         if ref is None:
             self._engine.send(RunLocally(self._sub.attempt))
@@ -329,7 +330,7 @@ class Attempt:
         remaining_s = sub.remaining_s - self._elapsed()
         # Tokens left to sample; a one-token answer needs no KV.
         want_kv = sub.sampling.max_tokens > 1
-        outputs = self._outputs.get(0, [])
+        outputs = self._outputs.get(sub.choice, [])
         request = prefill_pb2.PrefillRequest(
             attempt=f"{sub.attempt}/{self._leg_number}",
             request_id=sub.request_id,

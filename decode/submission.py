@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from diptych.common.errors import InvalidRequestError, PromptTooLongError
 from diptych.common.request import Prompt
-from diptych.common.sampling import SamplingParams
+from diptych.common.sampling import MAX_CHOICES, SamplingParams
 from diptych.decode.admission import FailurePolicy, Placement
 from diptych.rpc import convert
 from diptych.rpc.v1 import decode_pb2, router_pb2, types_pb2
@@ -38,6 +38,8 @@ class Submission:
     """The router's trace context."""
     output_token_ids: tuple[int, ...] = ()
     """Tokens that the client already has."""
+    choice: int = 0
+    """Which choice they are of."""
 
 
 def parse_submit(message: decode_pb2.Submit, limits: Limits) -> Submission:
@@ -53,6 +55,12 @@ def parse_submit(message: decode_pb2.Submit, limits: Limits) -> Submission:
         )
     prompt = convert.prompt_from_proto(message, vocab_size=limits.vocab_size)
     outputs = convert.check_token_ids(message.output_token_ids, vocab_size=limits.vocab_size, param="output_token_ids")
+    sampling = convert.sampling_from_proto(message.sampling, vocab_size=limits.vocab_size)
+    if message.choice and not (outputs and sampling.num_choices == 1 and message.choice < MAX_CHOICES):
+        raise InvalidRequestError(
+            f"choice={message.choice} must be below {MAX_CHOICES}, and continue after tokens of one choice",
+            param="choice",
+        )
     policy = _POLICIES.get(message.failure_policy)
     if policy is None:
         raise InvalidRequestError(f"failure_policy {message.failure_policy} is unknown", param="failure_policy")
@@ -62,7 +70,7 @@ def parse_submit(message: decode_pb2.Submit, limits: Limits) -> Submission:
         attempt=message.attempt,
         request_id=message.request_id,
         prompt=prompt,
-        sampling=convert.sampling_from_proto(message.sampling, vocab_size=limits.vocab_size),
+        sampling=sampling,
         placement=Placement(
             decode=_ref(target),
             prefill=tuple(_ref(ref) for ref in message.placement.prefill),
@@ -74,6 +82,7 @@ def parse_submit(message: decode_pb2.Submit, limits: Limits) -> Submission:
         traceparent=message.traceparent,
         policy=policy,
         output_token_ids=outputs,
+        choice=message.choice,
     )
 
 

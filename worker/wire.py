@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from diptych.common.addresses import host_port
 from diptych.common.errors import IncompatibleWorkersError, InvalidRequestError, TransferError
-from diptych.common.request import ADAPTER
+from diptych.common.request import ADAPTER, CHOICE
 from diptych.common.sampling import LATER_FIELDS
 from diptych.common.tiers import TierState
 from diptych.engine.messages import BlockCounts
@@ -19,7 +19,8 @@ from diptych.worker.refs import WorkerRef
 from diptych.worker.role_spec import ROLES
 
 REUSABLE = "reusable"
-REQUEST_FIELDS = (*LATER_FIELDS, ADAPTER, REUSABLE)
+MESSAGE_FIELDS = (ADAPTER, REUSABLE, CHOICE)
+REQUEST_FIELDS = (*LATER_FIELDS, *MESSAGE_FIELDS)
 """Fields of requests, later than the first version, that this one knows: sampling parameters, and those of the messages."""
 
 

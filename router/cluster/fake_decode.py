@@ -1,7 +1,8 @@
 """A decode worker without an engine, over real gRPC on loopback, for tests of `Decode.Attach`.
 
 It answers every attempt with the tokens 0, 1, 2, ... as the words "t0 ", "t1 ", ..., one batch a token; after the tokens
-that the attempt has already. Tests make it hold, refuse, stop answering, or skip a token.
+that the attempt has already. Choice k has the tokens 10k, 10k + 1, ... Tests make it hold, refuse, stop answering, or
+skip a token.
 """
 
 from __future__ import annotations
@@ -32,9 +33,10 @@ class FakeDecode(decode_pb2_grpc.DecodeServicer, worker_pb2_grpc.WorkerServicer)
         first_token: of every answer.
         refuse: ends every new attempt with this error instead of accepting it.
         go: a gate; while it is cleared no token is sent.
-        hold_from: the gate closes by itself before this token.
+        hold_from: the gate closes by itself before this token, of any attempt, and earlier ones are sent.
         accept: a gate before Accepted.
         skip_offset: this token is left out of the stream.
+        lengths: by choice, of its answer, where it is shorter than max_tokens.
         dump: (epoch, sequence, keys) of DumpBlocks.
     """
 
@@ -46,6 +48,7 @@ class FakeDecode(decode_pb2_grpc.DecodeServicer, worker_pb2_grpc.WorkerServicer)
     refuse: DiptychError | None = None
     skip_offset: int = -1
     hold_from: int = -1
+    lengths: dict[int, int] = field(default_factory=dict)
     dump: tuple[int, int, tuple[bytes, ...]] = (0, 0, ())
     go: asyncio.Event = field(default_factory=asyncio.Event)
     accept: asyncio.Event = field(default_factory=asyncio.Event)
@@ -154,25 +157,35 @@ class FakeDecode(decode_pb2_grpc.DecodeServicer, worker_pb2_grpc.WorkerServicer)
         await self.accept.wait()
         out.put(decode_pb2.Event(attempt=attempt, accepted=decode_pb2.Accepted()))
         begin = len(submit.output_token_ids)
-        for offset in range(begin, count, self.tokens_at_once):
+        choices = range(submit.sampling.n) if submit.sampling.n > 1 else [submit.choice]
+        sizes = {choice: min(count, self.lengths.get(choice, count)) for choice in choices}
+        for offset in range(begin, max(sizes.values()), self.tokens_at_once):
             if offset == self.hold_from:
                 self.go.clear()
-            await self.go.wait()
-            if offset != self.skip_offset:
-                ids = list(range(offset, min(count, offset + self.tokens_at_once)))
-                text = "".join(f"t{i} " for i in ids)
-                ids = [self.first_token + i for i in ids]
-                tokens = router_pb2.TokenDelta(offset=offset, token_ids=ids, text=text)
-                cached = 0 if offset > begin else 16
+            if offset >= self.hold_from:
+                await self.go.wait()
+            for choice in choices if offset != self.skip_offset else ():
+                places = range(offset, min(sizes[choice], offset + self.tokens_at_once))
+                if not places:
+                    continue
+                text = "".join(f"{f'c{choice}' if choice else ''}t{i} " for i in places)
+                ids = [self.first_token + i + 10 * choice for i in places]
+                tokens = router_pb2.TokenDelta(offset=offset, token_ids=ids, text=text, choice=choice)
+                cached = 0 if offset > begin or choice != choices[0] else 16
                 out.put(decode_pb2.Event(attempt=attempt, tokens=tokens, cached_tokens=cached))
                 self.sent[attempt] = self.sent.get(attempt, 0) + len(ids)
                 if offset == begin and out.client:
                     self.tell(decode_pb2.TicketStatus(attempt=attempt, first_token=True, cached_tokens=cached))
             await asyncio.sleep(0)
+        for choice in choices if len(choices) > 1 else ():
+            ended = types_pb2.ChoiceFinished(
+                choice=choice, finish_reason=types_pb2.FINISH_REASON_LENGTH, completion_tokens=sizes[choice]
+            )
+            out.put(decode_pb2.Event(attempt=attempt, choice_finished=ended))
         finished = router_pb2.Finished(
             finish_reason=types_pb2.FINISH_REASON_LENGTH,
             usage=types_pb2.Usage(
-                prompt_tokens=len(submit.prompt_token_ids), completion_tokens=count, cached_tokens=16
+                prompt_tokens=len(submit.prompt_token_ids), completion_tokens=sum(sizes.values()), cached_tokens=16
             ),
             explanation=types_pb2.Explanation(
                 prefill="p0", decode=self.worker_id, transport="fake", kv_bytes=4096, notes=["decode's note"]

@@ -11,6 +11,7 @@ a worker, not load, and each loss moves a request once. See docs/decisions/migra
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -23,7 +24,6 @@ from diptych.common.errors import (
     StaleReferenceError,
     WorkerLostError,
 )
-from diptych.common.sampling import SamplingParams
 from diptych.router.requests.messages import ValidatedRequest
 
 _IN_ALL = 4
@@ -77,7 +77,7 @@ class Moves:
         Args:
             accepted: decode had accepted the attempt.
             num_tokens: tokens that the client has from this router.
-            continuable: see `continuation`; only looked at with tokens.
+                continuable: see AnswerSoFar; only looked at with tokens.
         """
         if isinstance(error, WorkerLostError):
             if not self.allowed or not (self.limit or not num_tokens):
@@ -108,18 +108,47 @@ class Moves:
         return Verdict.MOVE
 
 
-def may_continue(sampling: SamplingParams) -> bool:
-    """Whether an answer goes on from its tokens. Answers with several choices do not yet; those of best_of > n and beam
-    search need not: no token of them is sent before their end, so that they are lost before their first token."""
-    return sampling.num_choices == 1 and not sampling.beam_width
+class AnswerSoFar:
+    """The token ids of an answer, by choice, as far as they arrived from the request's attempts."""
 
+    def __init__(self, request: ValidatedRequest) -> None:
+        sampling = request.sampling
+        self._choices = range(sampling.num_choices)
+        self._may_continue = sampling.num_choices == sampling.n and not sampling.beam_width
+        self._outputs = {0: array("I", request.resume_after)} if self._may_continue else {}
+        self._ended: set[int] = set()
 
-def continuation(request: ValidatedRequest, output_token_ids: Sequence[int]) -> ValidatedRequest:
-    """The request of an attempt that continues after these tokens, which begin with its resume_after. Sampling state
-    (draws, penalties, grammar, stop strings) follows from the tokens; prompt logprobs precede them and were sent."""
-    if len(output_token_ids) == len(request.resume_after):
-        return request
-    sampling = request.sampling
-    if sampling.prompt_logprobs is not None:
-        sampling = replace(sampling, prompt_logprobs=None)
-    return replace(request, resume_after=tuple(output_token_ids), sampling=sampling, repeated=None)
+    def extend(self, choice: int, token_ids: Sequence[int]) -> None:
+        if self._may_continue:
+            outputs = self._outputs.get(choice)
+            if outputs is None:
+                outputs = self._outputs[choice] = array("I")
+            outputs.extend(token_ids)
+
+    def end(self, choice: int) -> None:
+        """One of several choices has ended."""
+        self._ended.add(choice)
+
+    @property
+    def num_ended_tokens(self) -> int:
+        """Tokens of the choices that have ended."""
+        return sum(len(self._outputs[choice]) for choice in self._ended)
+
+    @property
+    def continuable(self) -> bool:
+        """Whether other attempts can go on after these tokens: each choice from its own. Choices draw their first tokens
+        together, so either all have one or none. Answers of best_of > n and beam search need not go on: no token of
+        them is sent before their end, so that they are lost before their first token."""
+        left = [choice for choice in self._choices if choice not in self._ended]
+        return self._may_continue and bool(left) and all(self._outputs.get(choice) for choice in left)
+
+    def continuations(self, request: ValidatedRequest) -> dict[int, ValidatedRequest]:
+        """For each choice that goes on, the request that continues after its tokens: one choice, without the prompt
+        logprobs, which precede them and were sent. Everything else that sampling depends on follows from the tokens."""
+        sampling = request.sampling
+        alone = replace(sampling, n=1, best_of=0, prompt_logprobs=None)
+        return {
+            choice: replace(request, resume_after=tuple(self._outputs[choice]), sampling=alone, repeated=None)
+            for choice in self._choices
+            if choice not in self._ended
+        }

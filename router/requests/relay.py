@@ -7,8 +7,8 @@ that was stopped and goes on cannot reach the client."""
 from __future__ import annotations
 
 import asyncio
-from array import array
 from collections.abc import Sequence
+from dataclasses import replace
 
 import structlog
 
@@ -23,6 +23,7 @@ from diptych.common.errors import (
     WorkerLostError,
 )
 from diptych.common.ids import new_attempt_id
+from diptych.common.request import CHOICE
 from diptych.router.cluster.cluster import RETRY_AFTER_S, Cluster
 from diptych.router.cluster.decode_stream import Attempt
 from diptych.router.fairness.admission import AdmissionDecision
@@ -31,6 +32,7 @@ from diptych.router.observe.metrics import RouterMetrics
 from diptych.router.placement.placer import Incarnation, PromptBlocks
 from diptych.router.placement.recent import Decision
 from diptych.router.placement.types import Placement
+from diptych.router.requests.choice_attempts import ChoiceAttempts
 from diptych.router.requests.lifecycle import IllegalMoveError, Lifecycle, Move, State
 from diptych.router.requests.messages import (
     ChoiceFinishedEvent,
@@ -42,7 +44,7 @@ from diptych.router.requests.messages import (
     UsageInfo,
     ValidatedRequest,
 )
-from diptych.router.requests.migration import REFUSALS, MoveOutcome, Moves, Verdict, continuation, may_continue
+from diptych.router.requests.migration import REFUSALS, AnswerSoFar, MoveOutcome, Moves, Verdict
 from diptych.router.requests.outcomes import record_outcome
 from diptych.router.requests.submission import placement_request, submit_of
 from diptych.rpc.convert import finish_reason_from_proto, logprobs_from_proto
@@ -75,11 +77,10 @@ class Relay:
         self._lifecycle = Lifecycle(num_tokens=resumed, offsets={0: resumed})
         fails = request.failure_policy == router_pb2.FAILURE_POLICY_FAIL
         self._moves = Moves(migration_attempts, allowed=not fails)
-        self._outputs = array("I", request.resume_after)
-        """The answer's tokens, if another attempt could continue it."""
-        self._keeps_outputs = migration_attempts > 0 and not fails and may_continue(request.sampling)
+        self._answer = AnswerSoFar(request) if migration_attempts > 0 and not fails else None
+        """None: no other attempt may continue it."""
         self._started = False
-        self._attempt: Attempt | None = None
+        self._attempt: Attempt | ChoiceAttempts | None = None
         self._timer: asyncio.TimerHandle | None = None
         """Of the deadline, from the first wait."""
         self._attempt_base = resumed
@@ -168,8 +169,13 @@ class Relay:
             await wait_queue.enter(request.tenant, tokens, priority=request.priority, left_s=self._left_s())
 
     def _submit(self) -> None:
-        request, trace, life = continuation(self._request, self._outputs), self._trace, self._lifecycle
+        request, trace, life = self._request, self._trace, self._lifecycle
         query = placement_request(request)
+        parts: dict[int, ValidatedRequest] = {}
+        if self._answer is not None and life.num_tokens > len(request.resume_after):
+            parts = self._answer.continuations(request)
+            if request.sampling.num_choices > 1:
+                query = replace(query, request_fields=query.request_fields | {CHOICE})
         placement = trace.placement = self._cluster.place(query, self._prompt, self._exclusion())
         trace.mode = self._cluster.index_mode(placement)
         trace.submitted_s = self._clock.now() - request.arrived
@@ -179,15 +185,44 @@ class Relay:
             self._cluster.decisions.add(self._decision)
             self._cluster.retry_budget.on_request()
             self._admit(placement)
-        submit = submit_of(request, placement, new_attempt_id(), self._left_s(), self.traceparent)
+        left_s = self._left_s()
         life.on(Move.SUBMIT)
         self._attempt_base = life.num_tokens
-        self._attempt = self._cluster.open(placement, submit, request.tenant)
+        if request.sampling.num_choices > 1 and parts:
+            self._attempt = self._open_choices(parts, placement, left_s)
+        else:
+            self._attempt = self._open(parts.get(0, request), placement, left_s)
         self._outcome_recorded = False
         self._metrics.placements.labels("local" if placement.local_prefill else "remote").inc()
         if life.num_replacements:
             self._metrics.replacements.inc()
             self._metrics.fallbacks.labels("other_decode").inc()
+
+    def _open(self, request: ValidatedRequest, placement: Placement, left_s: float, choice: int = 0) -> Attempt:
+        """Raises: as Cluster.open."""
+        submit = submit_of(request, placement, new_attempt_id(), left_s, self.traceparent)
+        if choice:
+            submit.choice = choice
+        return self._cluster.open(placement, submit, request.tenant)
+
+    def _open_choices(self, parts: dict[int, ValidatedRequest], placement: Placement, left_s: float) -> ChoiceAttempts:
+        """Raises: as Cluster.open."""
+        reservations, attempts = self._cluster.reservations, dict[int, Attempt]()
+        assert self._answer is not None
+        try:
+            for choice, part in parts.items():
+                attempts[choice] = self._open(part, placement, left_s, choice)
+        except DiptychError:
+            for attempt in attempts.values():
+                attempt.cancel()
+                reservations.release(attempt.id)
+            raise
+        return ChoiceAttempts(
+            attempts,
+            self._answer.num_ended_tokens,
+            release=reservations.release,
+            first_tokens=reservations.prompt_computed,
+        )
 
     def _admit(self, placement: Placement) -> None:
         """Raises: OverloadedError when the request should not start."""
@@ -216,7 +251,7 @@ class Relay:
                 error,
                 accepted=life.state in (State.ACCEPTED, State.STREAMING),
                 num_tokens=life.num_tokens - len(self._request.resume_after),
-                continuable=self._keeps_outputs,
+                continuable=self._answer is not None and self._answer.continuable,
             )
         may = verdict is Verdict.MOVE or (verdict is Verdict.REPLACE and self._cluster.retry_budget.take())
         if placement is None or not may:
@@ -312,8 +347,8 @@ class Relay:
                 self._on_first_tokens(self._attempt, event, now)
             ids = tuple(delta.token_ids)
             self._lifecycle.on_tokens(delta.offset, len(ids), delta.choice)
-            if self._keeps_outputs:
-                self._outputs.extend(ids)
+            if self._answer is not None:
+                self._answer.extend(delta.choice, ids)
             self._cluster.wait_queue.written(self._request.tenant, len(ids))
             logprobs = tuple(logprobs_from_proto(entry) for entry in delta.logprobs)
             return TokenEvent(delta.offset, ids, delta.text, delta.choice, logprobs, event.cached_tokens)
@@ -323,6 +358,8 @@ class Relay:
             return PromptLogprobsEvent(entries.first_token, known)
         if kind == "choice_finished":
             ended = event.choice_finished
+            if self._answer is not None:
+                self._answer.end(ended.choice)
             return ChoiceFinishedEvent(
                 ended.choice,
                 finish_reason_from_proto(ended.finish_reason),
@@ -340,7 +377,7 @@ class Relay:
         self._drop_attempt()
         return finished
 
-    def _on_first_tokens(self, attempt: Attempt, event: decode_pb2.Event, now: float) -> None:
+    def _on_first_tokens(self, attempt: Attempt | ChoiceAttempts, event: decode_pb2.Event, now: float) -> None:
         """Of the attempt. Those of the request count once, in its times and its cached tokens."""
         self._cluster.reservations.prompt_computed(attempt.id)
         if self._is_continued:

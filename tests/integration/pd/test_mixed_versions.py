@@ -21,7 +21,7 @@ async def test_a_prefill_worker_that_does_not_announce_it_is_passed_over(
     if known:
         monkeypatch.setattr(wire, "REQUEST_FIELDS", (LATER,))
     async with pd.cluster() as cluster, pd.FakeRouter(cluster.decode.address) as router:
-        assert cluster.prefill[0].record().request_fields == ((LATER,) if known else ("adapter", wire.REUSABLE))
+        assert cluster.prefill[0].record().request_fields == ((LATER,) if known else wire.MESSAGE_FIELDS)
         message = cluster.submit_message(attempt="a", prompt=PROMPT)
         message.sampling.include_stop_str_in_output = True
         answer = await router.run(message)

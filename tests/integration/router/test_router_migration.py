@@ -5,7 +5,13 @@ import asyncio
 import pytest
 
 from diptych.common.errors import InternalError, OverloadedError, StaleReferenceError, WorkerLostError
-from diptych.router.requests.messages import FinishedEvent, StartedEvent, TokenEvent, UncheckedRequest
+from diptych.router.requests.messages import (
+    ChoiceFinishedEvent,
+    FinishedEvent,
+    StartedEvent,
+    TokenEvent,
+    UncheckedRequest,
+)
 from diptych.rpc.errors import to_failure
 from diptych.rpc.v1 import decode_pb2
 from diptych_tests.router_fleet import running
@@ -20,9 +26,17 @@ async def begun(fleet, worker, **changes):
     spec = {"token_ids": [1] * 20, "sampling": {"max_tokens": NUM_TOKENS}, "explain": True} | changes
     events = fleet.frontend.generate(await fleet.frontend.prepare(UncheckedRequest(**spec)))
     seen = [await anext(events)]
-    while sum(len(event.token_ids) for event in seen[1:]) < AT:
+    while num_tokens(seen) < AT:
         seen.append(await anext(events))
     return seen, events
+
+
+def num_tokens(events):
+    return sum(len(event.token_ids) for event in events if isinstance(event, TokenEvent))
+
+
+def num_ended(events):
+    return sum(isinstance(event, ChoiceFinishedEvent) for event in events)
 
 
 async def rest_of(events):
@@ -82,6 +96,45 @@ async def test_a_killed_worker(fleet):
     assert migrations(fleet) == {"WORKER_LOST,moved": 1.0}
     assert fleet.frontend.metrics.value("generation_tokens_total") == NUM_TOKENS
     assert fleet.frontend.metrics.totals()["request_success"] == {"length": 1.0}
+    assert fleet.no_reservations()
+
+
+@pytest.mark.parametrize("ended", [False, True])
+async def test_each_choice_goes_on_by_itself(fleet, ended):
+    """Over two deaths; `ended`: one of the choices ends before the second."""
+    lengths = {1: AT + 1} if ended else {}
+    await fleet.add("p0", "prefill")
+    first = await fleet.add("d0")
+    await fleet.until_ready()
+    first.hold_from = AT
+    sampling = {"max_tokens": NUM_TOKENS, "n": 3}
+    spec = UncheckedRequest(token_ids=[1] * 20, sampling=sampling, explain=True)
+    events = fleet.frontend.generate(await fleet.frontend.prepare(spec))
+    seen = [await anext(events)]
+    while num_tokens(seen) < 3 * AT:
+        seen.append(await anext(events))
+    await fleet.add("d9")  # it does not know choices, and is not asked
+    second = await fleet.add("d1", request_fields=("choice",))
+    await fleet.until_ready(decode=3)
+    second.hold_from, second.lengths = AT + 1, lengths
+    await first.kill()
+    while num_tokens(seen) < 3 * (AT + 1) or num_ended(seen) < ended:
+        seen.append(await anext(events))
+    third = await fleet.add("d2", request_fields=("choice",))
+    await fleet.until_ready(decode=3)
+    await second.kill()
+    seen += await rest_of(events)
+    for choice in range(3):
+        mine = [event for event in seen if isinstance(event, TokenEvent) and event.choice == choice]
+        size = lengths.get(choice, NUM_TOKENS)
+        assert [token for event in mine for token in event.token_ids] == [10 * choice + i for i in range(size)]
+    assert sorted(event.choice for event in seen if isinstance(event, ChoiceFinishedEvent)) == [0, 1, 2]
+    assert [len(submit.output_token_ids) for submit in second.submits] == [AT] * 3
+    assert [submit.choice for submit in second.submits] == [0, 1, 2]
+    assert [submit.choice for submit in third.submits] == ([0, 2] if ended else [0, 1, 2])
+    assert {submit.sampling.n for submit in second.submits} == {1}
+    assert seen[-1].usage.completion_tokens == num_tokens(seen)
+    assert sum(event.cached_tokens for event in seen if isinstance(event, TokenEvent)) == 16
     assert fleet.no_reservations()
 
 

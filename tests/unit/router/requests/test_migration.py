@@ -15,7 +15,7 @@ from diptych.common.errors import (
 from diptych.common.request import Prompt
 from diptych.common.sampling import SamplingParams
 from diptych.router.requests.messages import ValidatedRequest
-from diptych.router.requests.migration import MoveOutcome, Moves, Verdict, continuation, may_continue
+from diptych.router.requests.migration import AnswerSoFar, MoveOutcome, Moves, Verdict
 
 LOST = WorkerLostError("gone")
 REFUSALS = [
@@ -96,17 +96,41 @@ def test_an_answer_that_cannot_go_on_moves_only_before_its_first_token():
 
 
 @pytest.mark.parametrize(
-    ("sampling", "may"), [({}, True), ({"n": 2}, False), ({"best_of": 2}, False), ({"beam_width": 1}, False)]
+    ("sampling", "may"),
+    [({}, True), ({"n": 2}, True), ({"n": 2, "best_of": 2}, True), ({"best_of": 2}, False), ({"beam_width": 1}, False)],
 )
-def test_answers_of_one_choice_go_on(sampling, may):
-    assert may_continue(SamplingParams(max_tokens=8, **sampling)) is may
+def test_choices_that_are_sent_while_they_are_drawn_go_on(sampling, may):
+    answer = AnswerSoFar(request(sampling=sampling))
+    for choice in range(2):
+        answer.extend(choice, [5])
+    assert answer.continuable is may
 
 
 def test_a_continuation_has_the_tokens_and_asks_for_nothing_twice():
     first = request(sampling={"prompt_logprobs": 1, "logprobs": 2}, resume_after=(7,), repeated=SamplingParams(8))
-    assert continuation(first, [7]) is first
-    rest = continuation(first, [7, 8, 9])
-    assert rest.resume_after == (7, 8, 9)
+    answer = AnswerSoFar(first)
+    answer.extend(0, (8, 9))
+    ((choice, rest),) = answer.continuations(first).items()
+    assert (choice, rest.resume_after) == (0, (7, 8, 9))
     assert (rest.sampling.prompt_logprobs, rest.sampling.logprobs, rest.sampling.seed) == (None, 2, 3)
     assert rest.repeated is None
     assert first.resume_after == (7,)
+
+
+def test_choices_that_have_ended_do_not_go_on():
+    first = request(sampling={"n": 3, "best_of": 3})
+    answer = AnswerSoFar(first)
+    answer.extend(0, [5])
+    assert not answer.continuable, "a choice without tokens would be drawn alone"
+    for choice, ids in ((1, [6]), (2, [7, 8]), (0, [9])):
+        answer.extend(choice, ids)
+    answer.end(1)
+    parts = answer.continuations(first)
+    assert {choice: part.resume_after for choice, part in parts.items()} == {0: (5, 9), 2: (7, 8)}
+    assert {(part.sampling.n, part.sampling.best_of, part.sampling.num_choices) for part in parts.values()} == {
+        (1, 0, 1)
+    }
+    assert answer.num_ended_tokens == 1
+    answer.end(0)
+    answer.end(2)
+    assert not answer.continuable, "nothing is left to continue"
