@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from queue import Empty, SimpleQueue
 
 from diptych.common.clock import Clock
-from diptych.common.errors import DiptychError, InternalError, WorkerLostError
+from diptych.common.errors import DiptychError, WorkerLostError
 from diptych.engine.core import EngineCore
 from diptych.engine.messages import (
     Cancel,
@@ -140,7 +140,8 @@ class StepThread:
             self._loop()
         except Exception as error:
             _log.critical("the step thread died", exc_info=True)
-            end = InternalError(f"the engine died: {type(error).__name__}: {error}")
+            # Its requests can go on at another worker: nothing says that one of them was the cause.
+            end = WorkerLostError(f"the engine died: {type(error).__name__}: {error}")
         finally:
             self._alive = False
             self._stats = replace(self._stats, alive=False, busy_since=None, num_running=0, num_waiting=0)

@@ -203,6 +203,7 @@ async def test_a_bug_in_the_loop_ends_it_loudly_and_everything_is_answered(caplo
     await bench.until(lambda e: getattr(e, "attempt", "") == "remote")
     bench.client.send("no command")  # type: ignore[arg-type]
     failed = await bench.end_of("remote")
+    assert isinstance(failed.error, WorkerLostError)
     assert "the engine died" in str(failed.error)
     assert not bench.client.stats().alive
     assert "step thread died" in caplog.text
