@@ -7,10 +7,8 @@ only grpcio and protobuf.
 
 from __future__ import annotations
 
-import asyncio
 import logging
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import grpc
@@ -153,18 +151,24 @@ async def abort(context: grpc.aio.ServicerContext, error: DiptychError) -> NoRet
     raise AssertionError("context.abort returned")
 
 
-@asynccontextmanager
-async def errors_to_status(context: grpc.aio.ServicerContext) -> AsyncIterator[None]:
-    """Wrap a servicer method's body: typed errors end the call with their status, bugs with INTERNAL (logged)."""
-    try:
-        yield
-    except DiptychError as error:
-        await abort(context, error)
-    except (asyncio.CancelledError, GeneratorExit, grpc.aio.AbortError):
-        raise
-    except Exception:
-        _log.exception("unhandled error in a servicer")
-        await abort(context, InternalError("internal error; the server's log has the traceback"))
+class errors_to_status:
+    """Wrap a servicer method's body: typed errors end the call with their status, bugs with INTERNAL (logged). A class:
+    a generator costs each call more."""
+
+    __slots__ = ("_context",)
+
+    def __init__(self, context: grpc.aio.ServicerContext) -> None:
+        self._context = context
+
+    async def __aenter__(self) -> None:
+        pass
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, DiptychError):
+            await abort(self._context, error)
+        elif isinstance(error, Exception) and not isinstance(error, grpc.aio.AbortError):
+            _log.error("unhandled error in a servicer", exc_info=error)
+            await abort(self._context, InternalError("internal error; the server's log has the traceback"))
 
 
 def to_failure(error: DiptychError) -> types_pb2.Failure:

@@ -17,15 +17,14 @@ import os
 import queue
 import select
 import threading
-import time
 from collections.abc import Callable
 
 MOST_QUEUED = 10_000
 """Lines: some seconds of a busy router, a few MB."""
 FLUSH_S = 2.0
 """For a reader that takes its time when the process ends."""
-PAUSE_S = 0.01
-"""Between two writes."""
+PAUSE_S = 0.05
+"""Between two writes: each wakes a thread, which takes the interpreter from the others."""
 
 
 class ThreadedWriter(logging.Handler):
@@ -39,6 +38,8 @@ class ThreadedWriter(logging.Handler):
         self._fd, self._report, self._most = fd, dropped, most_queued
         self._queue: queue.SimpleQueue[str | threading.Event | None] = queue.SimpleQueue()
         """Lines; events to set once all before them is written; None: the thread ends."""
+        self._hurried = threading.Event()
+        """Ends the pause between two writes."""
         self._lock = threading.RLock()  # a signal's handler may log, too
         self._dropped = 0
         self._closed = self._stuck = False
@@ -80,6 +81,7 @@ class ThreadedWriter(logging.Handler):
     def _written(self, within_s: float) -> bool:
         written = threading.Event()
         self._queue.put(written)
+        self._hurried.set()
         return written.wait(within_s)
 
     def close(self) -> None:
@@ -89,6 +91,7 @@ class ThreadedWriter(logging.Handler):
             self._stuck = not self._written(0.0 if self._stuck else FLUSH_S)  # flush has just waited
             self._closed = True
             self._queue.put(None)
+            self._hurried.set()
         super().close()
 
     def _run(self) -> None:
@@ -103,7 +106,8 @@ class ThreadedWriter(logging.Handler):
                 if isinstance(item, threading.Event):
                     item.set()
             if not ended:
-                time.sleep(PAUSE_S)
+                self._hurried.wait(PAUSE_S)
+                self._hurried.clear()
 
 
 def _write(fd: int, text: str) -> None:

@@ -41,6 +41,9 @@ class Attempt:
         self._max_buffered_bytes = max_buffered_bytes
         self._events: deque[decode_pb2.Event] = deque()
         self._buffered_bytes = 0
+        self._last: router_pb2.TokenDelta | None = None
+        """The tokens of the last buffered event, if it has some; _last_end: the offset after them."""
+        self._last_end = 0
         self._error: DiptychError | None = None
         self._waiter: asyncio.Future[None] | None = None
         """Set by `wake`; None: the reader is not waiting."""
@@ -71,10 +74,12 @@ class Attempt:
         finally:
             self._waiter = None
         event = self._events.popleft()
-        kind = event.WhichOneof("event")
-        self._buffered_bytes -= _size(event, kind)
         self._due = bool(self._events)
-        if kind == "end":
+        if self._due:
+            self._buffered_bytes -= _size(event, event.WhichOneof("event"))
+        else:
+            self._buffered_bytes, self._last = 0, None
+        if event.HasField("end"):
             self._rest()
         else:
             self._work(self._stream.now())
@@ -115,15 +120,24 @@ class Attempt:
             if not self._waiter.done():
                 self._waiter.set_result(None)
 
-    def put(self, event: decode_pb2.Event) -> None:
-        kind = event.WhichOneof("event")
-        self._buffered_bytes += _size(event, kind)
-        if kind != "tokens" or not self._merged(event.tokens):
+    def put(self, event: decode_pb2.Event, kind: str) -> None:
+        """`kind`: of the event."""
+        if kind != "tokens":
+            self._last = None
             self._events.append(event)
+            self._buffered_bytes += _size(event, kind)
+        else:
+            tokens = event.tokens
+            count = len(tokens.token_ids)
+            self._buffered_bytes += _tokens_size(tokens, count)
+            if not self._merged(tokens, count):
+                self._events.append(event)
+                self._last, self._last_end = tokens, tokens.offset + count
         if kind == "end":
             self.over = True
         elif self._buffered_bytes > self._max_buffered_bytes:
             self._events.clear()
+            self._last = None
             self.cancel()
             self._error = OverloadedError("the answer was read too slowly and was cancelled")
         elif kind == "tokens" and self._begun:
@@ -133,13 +147,12 @@ class Attempt:
         self._begun |= kind == "tokens"
         self.wake(self._stream.now())
 
-    def _merged(self, more: router_pb2.TokenDelta) -> bool:
-        """Whether the tokens were merged into the previous event; the reader checks gaps and repeats."""
-        if not self._events or not self._events[-1].HasField("tokens"):
+    def _merged(self, more: router_pb2.TokenDelta, count: int) -> bool:
+        """Whether these `count` tokens were merged into the previous event; the reader checks gaps and repeats."""
+        mine = self._last
+        if mine is None or more.offset != self._last_end or more.choice != mine.choice:
             return False
-        mine = self._events[-1].tokens
-        if more.choice != mine.choice or more.offset != mine.offset + len(mine.token_ids):
-            return False
+        self._last_end += count
         mine.token_ids.extend(more.token_ids)
         if more.text:
             mine.text += more.text
@@ -160,12 +173,15 @@ class Attempt:
 
 def _size(event: decode_pb2.Event, kind: str | None) -> int:
     if kind == "tokens":
-        tokens = event.tokens
-        size = len(tokens.token_ids) * _TOKEN_BYTES + len(tokens.text)
-        if tokens.logprobs:
-            size += sum(entry.ByteSize() for entry in tokens.logprobs)
-        return size
+        return _tokens_size(event.tokens, len(event.tokens.token_ids))
     return event.prompt_logprobs.ByteSize() if kind == "prompt_logprobs" else 0
+
+
+def _tokens_size(tokens: router_pb2.TokenDelta, count: int) -> int:
+    size = count * _TOKEN_BYTES + len(tokens.text)
+    if tokens.logprobs:
+        size += sum(entry.ByteSize() for entry in tokens.logprobs)
+    return size
 
 
 class DecodeStream:
@@ -313,10 +329,11 @@ class DecodeStream:
         attempt = self._attempts.get(event.attempt)
         if attempt is None:
             return  # cancelled meanwhile
-        if event.WhichOneof("event") is None:
+        kind = event.WhichOneof("event")
+        if kind is None:
             log.warning("event of an unknown kind", worker=self._worker_id)
             return
-        attempt.put(event)
+        attempt.put(event, kind)
         if attempt.over:
             self._attempts.pop(event.attempt, None)
 

@@ -60,7 +60,7 @@ class Costs:
     least_remote: float = field(init=False)
 
     def __post_init__(self) -> None:
-        self.least_remote = float(self.remote.min()) if self.remote.size else np.inf
+        self.least_remote = float(np.minimum.reduce(self.remote, axis=None)) if self.remote.size else np.inf
 
     @property
     def any(self) -> bool:
