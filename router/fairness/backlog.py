@@ -61,7 +61,8 @@ class Backlog:
     def add(self, attempt: str, worker_id: str, tokens: int, tenant: str = "", *, doubtful: bool = False) -> None:
         """A doubtful attempt may be added again as certain."""
         worker = self._worker(worker_id)
-        self.remove(attempt, worker_id, tenant)
+        if attempt in worker.doubtful.get(tenant, ()) or attempt in worker.certain.get(tenant, ()):
+            self.remove(attempt, worker_id, tenant)
         self._tenants[tenant] += 1
         if doubtful:
             worker.doubtful.setdefault(tenant, {})[attempt] = tokens
