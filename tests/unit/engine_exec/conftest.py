@@ -205,6 +205,14 @@ class Driver:
             histories[i].extend(row)
 
 
+@pytest.fixture(params=["torch", "native"])
+def backend(request: pytest.FixtureRequest) -> str:
+    """Both back ends of the CPU; the compiled one where there is a compiler."""
+    if request.param == "native":
+        request.getfixturevalue("compiler")
+    return request.param
+
+
 @pytest.fixture(scope="session")
 def model_of(tmp_path_factory):
     """model_of(name of a variant) -> (folder, transformers model)."""

@@ -232,7 +232,6 @@ def test_a_host_tier_of_window_groups_is_refused_by_name(model_dir_of):
     assert error.value.field == "num_host_blocks"
 
 
-@pytest.mark.parametrize("backend", ["torch", "native"])
 def test_a_table_that_begins_behind_the_window_is_refused(model_dir_of, backend):
     runner = load(model_dir_of("MistralForCausalLM", sliding_window=9), backend)
     driver = GroupDriver(runner)

@@ -94,7 +94,6 @@ def family(tmp_path_factory):
     return make
 
 
-@pytest.mark.parametrize("backend", ["torch", "native"])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_colocated_and_handed_over_the_ids_are_transformers(family, tiny_model_dir, name, backend):
     folder, prompts, expected = family(name, tiny_model_dir)
