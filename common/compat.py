@@ -22,6 +22,7 @@ class Compat:
         compute_dtype: of weights and activations.
         attention_version, sampler_version: change whenever results may change.
         backend: the kernels that compute the layers.
+        batch_invariant: the worker promises tokens that do not depend on what else runs; a pair keeps it only if both do.
         kv_parts: the ranks' formats, whose whole is `kv` (common/kv_parts.py); empty: one rank.
     """
 
@@ -36,6 +37,7 @@ class Compat:
     method: str = "plain"
     backend: str = ""
     protocol_version: int = PROTOCOL_VERSION
+    batch_invariant: bool = False
     kv_parts: tuple[KvFormat, ...] = ()
 
 
@@ -50,13 +52,16 @@ KV_RULE = "kv_rule"
 
 
 def facts(compat: Compat) -> dict[str, str]:
-    """Every fact by name, including those of the KV format; bytes as hexadecimal digits."""
+    """Every fact by name, including those of the KV format; bytes as hexadecimal digits. A promise that is not made is left
+    out."""
     out = {}
     for field in fields(Compat):
         value = getattr(compat, field.name)
         if field.name == "kv_parts":
             if value:
                 out[field.name] = shape(value)
+        elif value is False:  # not said, as by a worker that does not know the fact
+            continue
         elif isinstance(value, KvFormat):
             out.update(value.facts())
         else:

@@ -73,6 +73,8 @@ class WorkerConfig:
         dtype: of weights and KV: float32, float16, bfloat16, or auto: on a GPU the checkpoint's, on a CPU float32.
         backend: kernels: native (C, compiled at the first start; CPU), torch, triton (GPU), or auto: by the device; on
             a CPU native if available, else torch with a warning.
+        batch_invariant: a request's tokens are the same to the bit alone and beside others, from any cache, in chunks of
+            any size, on prefill and decode; slower on a GPU. Workers of a pair must agree.
         num_blocks: KV blocks; 0: as many as fit into kv_memory_bytes.
         kv_memory_bytes: KV pool; 0: on a GPU by gpu_memory_utilization, else a share of the memory free at start.
         gpu_memory_utilization: share of the GPU's memory for this worker's weights, steps, staging ring and KV
@@ -158,6 +160,7 @@ class WorkerConfig:
     device: str = "cpu"
     dtype: str = AUTO
     backend: str = AUTO
+    batch_invariant: bool = False
     num_blocks: int = 0
     kv_memory_bytes: int = 0
     gpu_memory_utilization: float = 0.9

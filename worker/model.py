@@ -160,6 +160,7 @@ def _load(config: WorkerConfig, folder: Path, hashing: CheckpointHash) -> Loaded
         backend=None if config.backend == AUTO else config.backend,
         budget=budget,
         demand=demand,
+        batch_invariant=config.batch_invariant,
     )
     waited = time.monotonic()
     fingerprint = hashing.manifest().fingerprint
@@ -178,10 +179,11 @@ def _load(config: WorkerConfig, folder: Path, hashing: CheckpointHash) -> Loaded
         tokenizer_revision=tokenizer_content,
         kv=kv,
         compute_dtype=config.dtype,
-        attention_version=attention_version(config.device),
+        attention_version=attention_version(config.device, batch_invariant=config.batch_invariant),
         sampler_version=SAMPLER_VERSION,
         method=parsed.method,
         backend=runner.backend,
+        batch_invariant=config.batch_invariant,
     )
     identity, compat = identified(compat, identity_key(config))
     factory: DetokenizerFactory | None = None

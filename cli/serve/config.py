@@ -38,6 +38,8 @@ class ServeConfig:
         insecure: allow a `host` that other machines can reach without keys or TLS.
         device: cpu or cuda.
         dtype: of weights and KV: float32, float16, bfloat16, or auto: on a GPU the checkpoint's, on a CPU float32.
+        batch_invariant: a request's tokens are the same to the bit alone and beside others, from any cache, in chunks of
+            any size; slower on a GPU.
         num_blocks: KV blocks; 0: as many as fit into kv_memory_bytes.
         kv_memory_bytes: KV pool; 0: on a GPU by gpu_memory_utilization, else a share of the memory free at start.
         gpu_memory_utilization: share of the GPU's memory for weights, steps and KV together.
@@ -78,6 +80,7 @@ class ServeConfig:
     insecure: bool = False
     device: str = "cpu"
     dtype: str = AUTO
+    batch_invariant: bool = _WORKER.batch_invariant
     num_blocks: int = 0
     kv_memory_bytes: int = 0
     gpu_memory_utilization: float = _WORKER.gpu_memory_utilization

@@ -166,7 +166,9 @@ class ClusterPlan:
                 flags["client-port"] = 0
             if assignment is not None:
                 flags["gpu-memory-utilization"] = assignment.share
-            return [*diptych_command(), role, *self._common_flags(), *_flags(flags), *shlex.split(config.worker_args)]
+            invariant = ["--batch-invariant"] if config.batch_invariant else []
+            more = shlex.split(config.worker_args)
+            return [*diptych_command(), role, *self._common_flags(), *_flags(flags), *invariant, *more]
 
         return ChildSpec(name, role, command, self._log(name), _SERVING_GROUP, env)
 

@@ -39,6 +39,8 @@ class UpConfig:
         max_step_time_s: bound on a step's prefill; 0: only max_num_batched_tokens bounds it; not set: the worker's
             default.
         dtype: of weights and KV: float32, float16, bfloat16, or auto: on GPUs the checkpoint's, on a CPU float32.
+        batch_invariant: a request's tokens are the same to the bit alone and beside others, from any cache, in chunks of
+            any size, on any worker; slower on GPUs.
         device: cpu or cuda; on cuda each worker gets one GPU; with fewer GPUs than workers they share memory.
         prefill_gpus: GPUs of the prefill workers, as indices among those that CUDA shows: 0 or 0,1; empty: automatic.
         decode_gpus: GPUs of the decode workers, likewise; empty: automatic.
@@ -88,6 +90,7 @@ class UpConfig:
     max_num_batched_tokens: int = 0
     max_step_time_s: float | None = _WORKER.max_step_time_s
     dtype: str = _WORKER.dtype
+    batch_invariant: bool = _WORKER.batch_invariant
     device: str = "cpu"
     prefill_gpus: str = ""
     decode_gpus: str = ""

@@ -33,11 +33,16 @@ ATTENTION_VERSION = "torch-sdpa-1"
 """Of the torch path; changes whenever the numbers may change beyond rounding."""
 TRITON_ATTENTION_VERSION = "triton-1"
 """Of the Triton path."""
+INVARIANT_ATTENTION_VERSION = "triton-invariant-1"
+"""Of its batch-invariant kernels: changes with any order of a sum, of a linear layer, too."""
 
 
-def attention_version(device_type: str) -> str:
-    """What a worker on "cpu" or "cuda" computes attention with: both workers of a pair must agree."""
-    return TRITON_ATTENTION_VERSION if device_type == "cuda" else ATTENTION_VERSION
+def attention_version(device_type: str, *, batch_invariant: bool = False) -> str:
+    """What a worker on "cpu" or "cuda" computes attention with: both workers of a pair must agree. The CPU's kernels are
+    batch-invariant in any case."""
+    if device_type != "cuda":
+        return ATTENTION_VERSION
+    return INVARIANT_ATTENTION_VERSION if batch_invariant else TRITON_ATTENTION_VERSION
 
 
 CPU_RUN_BYTES = 4 << 20

@@ -60,15 +60,14 @@ def _device(name: str) -> torch.device:
 
 
 def _fused_backend(
-    weights: ModelWeights, pool: KvPool, max_model_len: int, graph_sizes: Sequence[int] | None
+    weights: ModelWeights, pool: KvPool, max_model_len: int, graph_sizes: Sequence[int] | None, batch_invariant: bool
 ) -> CudaBackend:
     # Here and not above: nothing on the CPU's path imports Triton.
     from diptych.engine.exec.cuda.backend import CudaBackend
 
     with torch.inference_mode():
-        if graph_sizes is None:
-            return CudaBackend(weights, pool, max_model_len=max_model_len)
-        return CudaBackend(weights, pool, max_model_len=max_model_len, graph_sizes=graph_sizes)
+        sizes = {} if graph_sizes is None else {"graph_sizes": graph_sizes}
+        return CudaBackend(weights, pool, max_model_len=max_model_len, batch_invariant=batch_invariant, **sizes)
 
 
 def _with_memory(step: Callable[[], _T]) -> _T:
@@ -158,7 +157,9 @@ class TorchModelRunner:
         self.on_layers: Callable[[int], None] = lambda num_layers: None
         self._fused: CudaBackend | None = None
         if names == (TRITON,):
-            self._fused = _fused_backend(weights, self.pool, max_model_len, graph_sizes)
+            self._fused = _fused_backend(
+                weights, self.pool, max_model_len, graph_sizes, plan.embedding_owner.batch_invariant
+            )
         else:
             self._decoder = Decoder(model, self.pool, max_model_len=max_model_len)
 
@@ -178,6 +179,7 @@ class TorchModelRunner:
         graph_sizes: Sequence[int] | None = None,
         budget: PoolBudget | None = None,
         demand: PoolDemand | None = None,
+        batch_invariant: bool = False,
     ) -> TorchModelRunner:
         """Load a local Hugging Face folder.
 
@@ -192,6 +194,7 @@ class TorchModelRunner:
                 which on a CPU is native where it can be had, with a warning where it cannot.
             graph_sizes: triton only: padded batch sizes of the decode graphs, ascending; None: the default ones.
             demand: layers with a window keep that window only, in KV groups whose pools are sized by it; None: every token.
+            batch_invariant: a sequence's tokens do not depend on the rest of its steps: see plan_for.
         Raises: ConfigError naming the field.
         """
         folder = Path(path)
@@ -215,7 +218,9 @@ class TorchModelRunner:
             raise ConfigError("max_model_len", length, f"must be between 1 and the model's {description.max_position}")
         kv = kv_format_of(description, block_size=block_size, dtype=dtype, window_groups=demand is not None)
         check_pool(kv, num_host_blocks)
-        plan = plan_for(description, kv, device_type=device, dtype=DTYPES[dtype], wanted=backend)
+        plan = plan_for(
+            description, kv, device_type=device, dtype=DTYPES[dtype], wanted=backend, batch_invariant=batch_invariant
+        )
         try:
             with Checkpoint(folder, dtype=DTYPES[dtype], device=_device(device)) as source:
                 model = load_weights(source, plan)

@@ -64,7 +64,7 @@ class KvFormat(_message.Message):
     def __init__(self, groups: _Optional[_Iterable[_Union[KvGroup, _Mapping]]] = ..., shard_rank: _Optional[int] = ..., shard_degree: _Optional[int] = ..., order: _Optional[str] = ...) -> None: ...
 
 class Compat(_message.Message):
-    __slots__ = ("model", "model_revision", "tokenizer_revision", "attention_version", "sampler_version", "protocol_version", "block_identity_golden", "kv", "compute_dtype", "method", "backend", "kv_parts")
+    __slots__ = ("model", "model_revision", "tokenizer_revision", "attention_version", "sampler_version", "protocol_version", "block_identity_golden", "kv", "compute_dtype", "method", "backend", "kv_parts", "batch_invariant")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     MODEL_REVISION_FIELD_NUMBER: _ClassVar[int]
     TOKENIZER_REVISION_FIELD_NUMBER: _ClassVar[int]
@@ -77,6 +77,7 @@ class Compat(_message.Message):
     METHOD_FIELD_NUMBER: _ClassVar[int]
     BACKEND_FIELD_NUMBER: _ClassVar[int]
     KV_PARTS_FIELD_NUMBER: _ClassVar[int]
+    BATCH_INVARIANT_FIELD_NUMBER: _ClassVar[int]
     model: str
     model_revision: str
     tokenizer_revision: str
@@ -89,7 +90,8 @@ class Compat(_message.Message):
     method: str
     backend: str
     kv_parts: _containers.RepeatedCompositeFieldContainer[KvFormat]
-    def __init__(self, model: _Optional[str] = ..., model_revision: _Optional[str] = ..., tokenizer_revision: _Optional[str] = ..., attention_version: _Optional[str] = ..., sampler_version: _Optional[str] = ..., protocol_version: _Optional[int] = ..., block_identity_golden: _Optional[bytes] = ..., kv: _Optional[_Union[KvFormat, _Mapping]] = ..., compute_dtype: _Optional[str] = ..., method: _Optional[str] = ..., backend: _Optional[str] = ..., kv_parts: _Optional[_Iterable[_Union[KvFormat, _Mapping]]] = ...) -> None: ...
+    batch_invariant: bool
+    def __init__(self, model: _Optional[str] = ..., model_revision: _Optional[str] = ..., tokenizer_revision: _Optional[str] = ..., attention_version: _Optional[str] = ..., sampler_version: _Optional[str] = ..., protocol_version: _Optional[int] = ..., block_identity_golden: _Optional[bytes] = ..., kv: _Optional[_Union[KvFormat, _Mapping]] = ..., compute_dtype: _Optional[str] = ..., method: _Optional[str] = ..., backend: _Optional[str] = ..., kv_parts: _Optional[_Iterable[_Union[KvFormat, _Mapping]]] = ..., batch_invariant: _Optional[bool] = ...) -> None: ...
 
 class KvAddress(_message.Message):
     __slots__ = ("transport", "host", "port", "blob")

@@ -99,9 +99,13 @@ class Runtime(Protocol):
 
 
 class Backend(Protocol):
-    """Executes declared blocks; may fuse blocks that follow each other."""
+    """Executes declared blocks; may fuse blocks that follow each other.
+
+    batch_invariant: a row's bits do not depend on the other rows of a step, its cache or its chunks.
+    """
 
     name: str
+    batch_invariant: bool
 
     def refusal(self, block: AnyBlock, kv: KvFormat) -> str | None:
         """Why it cannot run this block over a pool of this format; None: it can."""

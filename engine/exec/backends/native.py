@@ -24,6 +24,7 @@ class NativeBackend:
     """Implements backends.base.Backend."""
 
     name = NATIVE
+    batch_invariant = True
 
     def __init__(self, library: Library, description: ModelDescription) -> None:
         self._library, self._first = library, description.blocks[0]

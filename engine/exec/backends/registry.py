@@ -20,25 +20,25 @@ from diptych.kernels.native.build import NativeError
 _log = logging.getLogger(__name__)
 
 
-def _native(description: ModelDescription, dtype: torch.dtype) -> Backend | Refusal:
+def _native(description: ModelDescription, dtype: torch.dtype, batch_invariant: bool) -> Backend | Refusal:
     try:
         return NativeBackend(load_library(dtype), description)
     except NativeError as error:
         return Refusal(NATIVE, EVERY_BLOCK, str(error))
 
 
-def _triton(description: ModelDescription, dtype: torch.dtype) -> Backend | Refusal:
+def _triton(description: ModelDescription, dtype: torch.dtype, batch_invariant: bool) -> Backend | Refusal:
     # Here and not above: nothing on the CPU's path imports Triton.
     from diptych.engine.exec.backends.triton import TritonBackend
 
-    return TritonBackend()
+    return TritonBackend(batch_invariant=batch_invariant)
 
 
-def _torch(description: ModelDescription, dtype: torch.dtype) -> Backend | Refusal:
+def _torch(description: ModelDescription, dtype: torch.dtype, batch_invariant: bool) -> Backend | Refusal:
     return TorchBackend()
 
 
-_MAKERS: dict[str, Callable[[ModelDescription, torch.dtype], Backend | Refusal]] = {
+_MAKERS: dict[str, Callable[[ModelDescription, torch.dtype, bool], Backend | Refusal]] = {
     NATIVE: _native,
     TRITON: _triton,
     TORCH: _torch,
@@ -54,14 +54,22 @@ _CONSEQUENCES = {
 
 
 def plan_for(
-    description: ModelDescription, kv: KvFormat, *, device_type: str, dtype: torch.dtype, wanted: str | None = None
+    description: ModelDescription,
+    kv: KvFormat,
+    *,
+    device_type: str,
+    dtype: torch.dtype,
+    wanted: str | None = None,
+    batch_invariant: bool = False,
 ) -> Plan:
     """Which back end runs which block. What the fastest one refuses is logged as a warning, with its reasons.
 
     Args:
         kv: of the pool.
         wanted: "native", "torch" or "triton": this one or none; None: the device's own, and torch for what that refuses.
-    Raises: ConfigError when the one that is wanted cannot be used or refuses a block.
+        batch_invariant: only back ends that are.
+    Raises: ConfigError when the one that is wanted cannot be used or refuses a block, and for a block that no back end
+        computes batch-invariantly.
     """
     try:
         first = choose_backend(device_type, wanted)
@@ -70,7 +78,7 @@ def plan_for(
     backends: list[Backend] = []
     unusable: list[Refusal] = []
     for name in dict.fromkeys((first, TORCH)):
-        made = _MAKERS[name](description, dtype)
+        made = _MAKERS[name](description, dtype, batch_invariant)
         if isinstance(made, Refusal):
             unusable.append(made)
         else:
@@ -78,6 +86,17 @@ def plan_for(
     plan = make_plan(description, kv, backends, unusable)
     if wanted is not None and plan.refusals:
         raise ConfigError("backend", wanted, f"{_UNUSABLE[wanted]}: {plan.reasons()[0][1]}")
+    if batch_invariant:
+        _check_invariant(plan)
     for name, line in plan.reasons():
         _log.warning("%s, %s: %s", _UNUSABLE[name], _CONSEQUENCES[name], line)
     return plan
+
+
+def _check_invariant(plan: Plan) -> None:
+    owners = (*plan.block_owners, plan.embedding_owner, plan.head_owner)
+    varying = sorted({owner.name for owner in owners if not owner.batch_invariant})
+    if varying:
+        reasons = "".join(f"; {line}" for _, line in plan.reasons())
+        rule = f"the back end {varying[0]} is not: its results depend on the other rows of a step{reasons}"
+        raise ConfigError("batch_invariant", True, rule)

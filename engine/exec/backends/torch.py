@@ -45,6 +45,8 @@ class TorchBackend:
     """Implements backends.base.Backend."""
 
     name = TORCH
+    batch_invariant = False
+    """The order of a product's sums depends on the number of rows."""
 
     def refusal(self, block: AnyBlock, kv: KvFormat) -> str | None:
         """See Backend.refusal. It has every method."""

@@ -9,8 +9,9 @@ from diptych.engine.exec.kv_pool import KvPool
 from diptych.engine.exec.layers.attention import Attention
 from diptych.engine.exec.layers.block import DecoderBlock
 from diptych.engine.exec.layers.linear import PLAIN
-from diptych.engine.exec.linear import keep_linear
+from diptych.engine.exec.linear import DenseLinear, keep_linear
 from diptych.engine.exec.methods.base import LinearMethod, LinearWeights, LoadedLinear
+from diptych.engine.exec.methods.plain import PlainWeights
 from diptych.engine.exec.weights import ModelWeights
 from diptych.kernels.dispatch import TRITON
 
@@ -18,6 +19,8 @@ _MAX_HEAD_DIM = 256
 _METHODS = frozenset({PLAIN})
 """A method in it is applied in CUDA graphs: it may not sync, and depends on a step through StepTensors.rows only."""
 _TAKES = DENSE
+_INVARIANT_METHODS = frozenset({PLAIN})
+"""Those with kernels for --batch-invariant."""
 
 
 class TritonBackend:
@@ -25,18 +28,25 @@ class TritonBackend:
 
     name = TRITON
 
+    def __init__(self, *, batch_invariant: bool = False) -> None:
+        self.batch_invariant = batch_invariant
+
     def refusal(self, block: AnyBlock, kv: KvFormat) -> str | None:
         """See Backend.refusal."""
         reason = kv_refusal(kv) or field_refusal(block, _TAKES) or method_refusal(block, _METHODS)
+        if reason is None and self.batch_invariant:
+            reason = method_refusal(block, _INVARIANT_METHODS)
         return reason or (_misfit(block.attention) if isinstance(block, DecoderBlock) else None)
 
     def keep(self, method: LinearMethod, weights: LinearWeights) -> LoadedLinear:
         """See Backend.keep."""
+        if self.batch_invariant and isinstance(weights, PlainWeights):
+            return DenseLinear(weights.weight, weights.bias)
         return keep_linear(method, weights)
 
     def runtime(self, weights: ModelWeights, pool: KvPool, max_model_len: int) -> CudaRuntime:
         """See Backend.runtime. Kernel by kernel, for steps that another back end shares; alone: engine.exec.cuda.backend."""
-        return CudaRuntime(weights, pool, max_model_len)
+        return CudaRuntime(weights, pool, max_model_len, batch_invariant=self.batch_invariant)
 
 
 def _misfit(attention: Attention) -> str | None:

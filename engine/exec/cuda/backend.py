@@ -29,6 +29,7 @@ class CudaBackend:
 
     Args:
         graph_sizes: padded batch sizes of the decode graphs, ascending; empty: every step is launched kernel by kernel.
+        batch_invariant: a row's bits, and its draw, do not depend on the rest of the step.
     """
 
     def __init__(
@@ -38,9 +39,11 @@ class CudaBackend:
         *,
         max_model_len: int,
         graph_sizes: Sequence[int] = GRAPH_SIZES,
+        batch_invariant: bool = False,
     ) -> None:
         device = weights.embedding.device
-        self._pool, self._runtime = pool, CudaRuntime(weights, pool, max_model_len)
+        self._invariant = batch_invariant
+        self._pool, self._runtime = pool, CudaRuntime(weights, pool, max_model_len, batch_invariant=batch_invariant)
         self._upload, self._draw = self._runtime.upload, DeviceDraw(device, NUM_ROWS)
         self._movers = [BlockMover(group.bytes) for group in pool.groups]
         for group, mover in zip(pool.groups, self._movers, strict=True):
@@ -64,6 +67,9 @@ class CudaBackend:
 
     def _warm_up(self, vocab_size: int, max_model_len: int) -> None:
         """Compile every kernel that a step may launch, on block 0."""
+        if self._invariant:
+            with torch.inference_mode():
+                self._runtime.decoder.compile_linears()
         last = vocab_size - 1
         for params in (
             SamplingParams(max_tokens=1, temperature=0.0),
@@ -173,7 +179,33 @@ class CudaBackend:
         result: StepResult,
     ) -> None:
         """Fill `result`, as draw_step does; single draws with one sync."""
-        if prompt_rows or not sampled or not all(is_single(seqs[i]) for i in sampled):
+        if self._invariant:
+            self._draw_apart(seqs, sampled, prompt_rows, logits, eos_token_ids, result)
+        elif prompt_rows or not sampled or not all(is_single(seqs[i]) for i in sampled):
             draw_step(seqs, sampled, prompt_rows, logits, eos_token_ids, result)
         else:
             self._draw.draw(seqs, sampled, logits, eos_token_ids).fill(result)
+
+    def _draw_apart(
+        self,
+        seqs: Sequence[ScheduledSeq],
+        sampled: Sequence[int],
+        prompt_rows: list[tuple[int, int]],
+        logits: Tensor,
+        eos_token_ids: Sequence[int],
+        result: StepResult,
+    ) -> None:
+        """See draw. What other sequences ask for does not choose how one is drawn: single draws are the kernels', others by
+        engine.exec.sampling sequence by sequence, since torch sums rows in another order where there are more of them."""
+        if prompt_rows:
+            draw_step(seqs, (), prompt_rows, logits[len(sampled) :], eos_token_ids, result)
+        rows_of: dict[int, list[int]] = {}
+        for row, i in enumerate(sampled):
+            rows_of.setdefault(i, []).append(row)
+        singles = [i for i in rows_of if is_single(seqs[i])]
+        if singles:
+            rows = [rows_of[i][0] for i in singles]
+            some = logits[: len(rows)] if rows == list(range(len(rows))) else logits[rows]
+            self._draw.draw(seqs, singles, some, eos_token_ids).fill(result)
+        for i in set(rows_of) - set(singles):
+            draw_step(seqs, [i] * len(rows_of[i]), [], logits[rows_of[i]], eos_token_ids, result)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from diptych.common.errors import InternalError
 from diptych.engine.exec.backends.base import Hooks, Segment
 from diptych.engine.exec.cuda.batch import StepTensors
 from diptych.engine.exec.ends import cap, embed
 from diptych.engine.exec.kv_pool import KvPool
+from diptych.engine.exec.layers.attention import Attention
 from diptych.engine.exec.layers.block import DecoderBlock
 from diptych.engine.exec.linear import DenseLinear
 from diptych.engine.exec.methods.base import LoadedLinear, StepRows
@@ -19,6 +22,8 @@ from diptych.engine.exec.rope import table_of_each
 from diptych.engine.exec.weights import BlockWeights, ModelWeights
 from diptych.engine.runner import StepAborted
 from diptych.kernels.triton_decode import paged_decode
+from diptych.kernels.triton_invariant_attention import invariant_decode, invariant_prefill, invariant_rows
+from diptych.kernels.triton_invariant_matmul import chains_of, distinct_launches, invariant_matmul
 from diptych.kernels.triton_matmul import MAX_ROWS, MatmulShape, choose_shape, small_matmul
 from diptych.kernels.triton_norm import gate_mul, rms_norm
 from diptych.kernels.triton_prefill import paged_prefill, prefill_rows
@@ -26,23 +31,41 @@ from diptych.kernels.triton_rope import rope_write
 
 PROJECTIONS: tuple[str, ...] = ("qkv", "o", "gate_up", "down")
 """Of few rows: those that our own kernel may take instead of cuBLAS's."""
+_SUMMED = ("qkv", "o", "down")
+"""Projections whose readers, `rope_write` and `rms_norm`, add up several sums."""
+_MOST_ROWS = 16_384
+"""Of a step; for kernels that are compiled before readiness."""
 
 
 class CudaDecoder:
     """Holds weights and rope tables; KV lives in the pool."""
 
     def __init__(
-        self, weights: ModelWeights, pool: KvPool, block_tables: Sequence[Tensor], *, max_model_len: int
+        self,
+        weights: ModelWeights,
+        pool: KvPool,
+        block_tables: Sequence[Tensor],
+        *,
+        max_model_len: int,
+        batch_invariant: bool = False,
     ) -> None:
-        """block_tables: of each KV group."""
+        """
+        Args:
+            block_tables: of each KV group.
+            batch_invariant: a row's bits do not depend on the rest of the step: see docs/decisions/batch-invariant.md.
+        """
         self._weights, self._description = weights, weights.description
+        self._invariant = batch_invariant
         attentions = [block.attention for block in self._description.blocks]
         self._layers = [pool.layer(index) for index in range(len(attentions))]
         self._groups = [group for group, _ in pool.places]
         self._tables = [block_tables[group] for group in self._groups]
         like, first = weights.embedding, attentions[0]
         self.group = first.num_heads // first.num_kv_heads
-        self.tile_rows = prefill_rows(first.head_dim, like.element_size(), self.group)
+        if batch_invariant:
+            self.tile_rows = invariant_rows(like.element_size(), self.group)
+        else:
+            self.tile_rows = prefill_rows(first.head_dim, like.element_size(), self.group)
         # fp32 whatever the model's dtype: the kernel rotates in fp32.
         turns = table_of_each(
             [attention.rope for attention in attentions],
@@ -123,7 +146,10 @@ class CudaDecoder:
         )
 
     def _linear(self, name: str, layer: LoadedLinear, x: Tensor, rows: StepRows) -> Tensor:
-        """Returns: [rows, columns]; of qkv, o and down maybe [splits, rows, columns], see small_matmul."""
+        """Returns: [rows, columns]; of qkv, o and down maybe [splits, rows, columns], see small_matmul and
+        invariant_matmul."""
+        if self._invariant:
+            return self._invariant_linear(name, layer, x)
         shape = self._shape(name, layer, x)
         if shape is not None and isinstance(layer, DenseLinear):
             return small_matmul(x, layer.weight, shape=shape)
@@ -131,10 +157,33 @@ class CudaDecoder:
 
     def _gate_up(self, block: DecoderBlock, layer: LoadedLinear, x: Tensor, rows: StepRows) -> Tensor:
         activation = block.mlp.activation
+        if self._invariant:
+            if activation == "silu" and _dense(layer).bias is None:
+                return invariant_matmul(x, _dense(layer).weight, silu=True)
+            return gate_mul(self._invariant_linear("gate_up", layer, x), activation)
         shape = self._shape("gate_up", layer, x) if activation == "silu" else None
         if shape is not None and isinstance(layer, DenseLinear):
             return small_matmul(x, layer.weight, silu=True, shape=shape)
         return gate_mul(layer(x, rows), activation)
+
+    def _invariant_linear(self, name: str, layer: LoadedLinear, x: Tensor) -> Tensor:
+        dense = _dense(layer)
+        return invariant_matmul(x, dense.weight, dense.bias, chains=_chains(name, dense))
+
+    def compile_linears(self) -> None:
+        """Batch-invariant ones, which have other kernels for other numbers of rows: each that a step may need."""
+        layer, block = self._weights.blocks[0], self._description.blocks[0]
+        for name, linear in (
+            ("qkv", layer.qkv), ("o", layer.o), ("gate_up", layer.gate_up), ("down", layer.down),
+            ("lm_head", self._weights.lm_head),
+        ):  # fmt: skip
+            dense = _dense(linear)
+            weight, chains = dense.weight, _chains(name, dense)
+            silu = name == "gate_up" and block.mlp.activation == "silu" and dense.bias is None
+            columns, half = weight.shape[0] // (2 if silu else 1), weight.element_size() == 2
+            for rows in distinct_launches(columns, silu=silu, chains=chains, half=half, most_rows=_MOST_ROWS):
+                x = torch.zeros((rows, weight.shape[1]), dtype=weight.dtype, device=weight.device)
+                invariant_matmul(x, weight, dense.bias, silu=silu, chains=chains)
 
     def _shape(self, name: str, layer: LoadedLinear, x: Tensor) -> MatmulShape | None:
         """How our kernel is cut for this projection; None: cuBLAS takes it."""
@@ -150,6 +199,9 @@ class CudaDecoder:
         kv, tables, attention = self._layers[index], self._tables[index], self._description.blocks[index].attention
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         num_decode = step.decode_lens.shape[0]
+        if self._invariant:
+            self._attend_invariant(q, kv, tables, attention, step, out)
+            return out
         if num_decode:
             paged_decode(
                 q[:num_decode],
@@ -177,6 +229,41 @@ class CudaDecoder:
                 out=out,
             )
         return out
+
+    @staticmethod
+    def _attend_invariant(
+        q: Tensor, kv: Tensor, tables: Tensor, attention: Attention, step: StepTensors, out: Tensor
+    ) -> None:
+        num_decode = step.decode_lens.shape[0]
+        rule: dict[str, Any] = {
+            "scale": attention.scale, "softcap": attention.softcap, "window": attention.window
+        }  # fmt: skip
+        if num_decode:
+            invariant_decode(
+                q[:num_decode],
+                kv,
+                tables,
+                step.decode_rows,
+                step.decode_lens,
+                splits=step.splits,
+                out=out[:num_decode],
+                **rule,
+            )
+        if step.chunks is not None and step.tiles is not None:
+            invariant_prefill(q, kv, tables, step.chunks, step.tiles, out=out, **rule)
+
+
+def _dense(layer: LoadedLinear) -> DenseLinear:
+    if not isinstance(layer, DenseLinear):
+        raise InternalError(
+            f"a {type(layer).__name__} has no batch-invariant kernel: the back end should have refused it"
+        )
+    return layer
+
+
+def _chains(name: str, layer: DenseLinear) -> int:
+    """Chains of a projection's sums: by its weight alone."""
+    return chains_of(*layer.weight.shape) if name in _SUMMED and layer.bias is None else 1
 
 
 def _norm(x: Tensor, norm: RmsNorm, residual: Tensor | None = None) -> Tensor:

@@ -34,12 +34,16 @@ class SharedBatch(CudaBatch):
 class CudaRuntime:
     """Implements backends.base.Runtime, for back ends that take turns; cuda.backend has it for itself, with graphs."""
 
-    def __init__(self, weights: ModelWeights, pool: KvPool, max_model_len: int) -> None:
+    def __init__(
+        self, weights: ModelWeights, pool: KvPool, max_model_len: int, *, batch_invariant: bool = False
+    ) -> None:
         device = weights.embedding.device
         self._kv, self._block_size, self._max_model_len = pool.kv, pool.block_size, max_model_len
         self._num_kv_heads = weights.description.num_kv_heads
         self._tables = BlockTables(-(-max_model_len // pool.block_size), pool.num_blocks, device)
-        self.decoder = CudaDecoder(weights, pool, self._tables.tensors, max_model_len=max_model_len)
+        self.decoder = CudaDecoder(
+            weights, pool, self._tables.tensors, max_model_len=max_model_len, batch_invariant=batch_invariant
+        )
         self.upload = Upload(device)
         self.num_programs = 8
         if device.type == "cuda":
