@@ -94,14 +94,15 @@ def test_matmul_small(rows, size, columns, shape):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_a_rows_bits_depend_on_the_row_alone(dtype):
     """In any number of rows, at any place among them, and in any launch."""
-    x, weight, bias = a_linear(21, 300, 24, dtype)
+    x, weight, bias = a_linear(21, 272, 12, dtype)
     for fields in ({}, {"bias": bias}, {"silu": True}, {"chains": 2}):
-        alone = [invariant_matmul(x[i : i + 1], weight, shape=SMALL_SHAPES[0], **fields) for i in range(21)]
+        alone = {i: invariant_matmul(x[i : i + 1], weight, shape=SMALL_SHAPES[0], **fields) for i in (0, 4, 8, 20)}
         for shape in (*SMALL_SHAPES, None):
             for span in (slice(0, 21), slice(4, 9), slice(20, 21)):
                 some = invariant_matmul(x[span], weight, shape=shape, **fields)
-                expected = torch.cat(alone[span], dim=-2)
-                assert torch.equal(some, expected), f"{fields.keys()}, {shape}, rows {span}"
+                for i in set(alone) & set(range(span.start, span.stop)):
+                    row = some[..., i - span.start : i - span.start + 1, :]
+                    assert torch.equal(row, alone[i]), f"{fields.keys()}, {shape}, row {i} of {span}"
 
 
 @interpreted
@@ -245,7 +246,7 @@ def check_attention(heads, lens, *, block_size, dtype, split_tokens, tile, toler
 )
 def test_attention_small(heads, dtype, window, softcap):
     check_attention(
-        heads, [83, 70, 97], block_size=8, dtype=dtype, split_tokens=32, tile=16, window=window, softcap=softcap,
+        heads, [67, 70, 83], block_size=8, dtype=dtype, split_tokens=32, tile=16, window=window, softcap=softcap,
         tolerance=2e-3 if dtype == torch.float16 else 2e-5,
     )  # fmt: skip
 
