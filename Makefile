@@ -30,7 +30,7 @@ PIP := $(BIN)/python -m pip --quiet
 STEP := .ci/with_progress.sh
 PROTO_SOURCES := $(wildcard proto/diptych/rpc/v1/*.proto)
 
-.PHONY: help check sdk-reference test test-full test-hostile up down proto model golden sim sdk-wheel bench bench-router bench-beside bench-engine bench-kv bench-vllm test-gpu bench-gpu bench-gpu-pair bench-gpu-http wheels wheels-gpu secrets images charts test-clients test-containers clean
+.PHONY: help check sdk-reference test test-full test-hostile up down proto model golden sim sdk-wheel bench bench-router bench-beside bench-engine bench-kv bench-vllm test-gpu bench-gpu bench-gpu-batch-invariant bench-gpu-pair bench-gpu-http wheels wheels-gpu secrets images charts test-clients test-containers clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -111,6 +111,9 @@ test-gpu: ## the tests that need a GPU, and whole clusters on two of them, with 
 bench-gpu: ## kernels alone, and whole steps of a model of 8 billion random weights; results into bench/results/
 	@PYTHONPATH="src$${PYTHONPATH:+:$$PYTHONPATH}" TRITON_INTERPRET=0 $(GPU_PYTHON) -m diptych.bench.kernels.kernels --out bench/results/gpu-kernels.json
 	@PYTHONPATH="src$${PYTHONPATH:+:$$PYTHONPATH}" TRITON_INTERPRET=0 $(GPU_PYTHON) -m diptych.bench.gpu.step --out bench/results/gpu-step.json
+
+bench-gpu-batch-invariant: ## what --batch-invariant promises and costs, on one GPU: 5 minutes
+	@PYTHONPATH="src$${PYTHONPATH:+:$$PYTHONPATH}" TRITON_INTERPRET=0 $(GPU_PYTHON) -m diptych.bench.gpu.batch_invariant --seconds 400 --out bench/results/gpu-batch-invariant.json
 
 bench-gpu-pair: ## prefill and decode on two GPUs of this host: the link, the hand-off, Poisson load
 	@PYTHONPATH="src$${PYTHONPATH:+:$$PYTHONPATH}" TRITON_INTERPRET=0 $(GPU_PYTHON) -m diptych.bench.gpu.pair --out bench/results/gpu-pair.json

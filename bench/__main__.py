@@ -31,6 +31,9 @@ BENCHMARKS: dict[str, Benchmark] = {
     "matmul": Benchmark("kernels.matmul", "matrix products beside cuBLAS"),
     "gpu-step": Benchmark("gpu.step", "whole steps of an 8B model on one GPU", "bench-gpu"),
     "gpu-step-parts": Benchmark("gpu.step_parts", "what the parts of a step take"),
+    "gpu-batch-invariant": Benchmark(
+        "gpu.batch_invariant", "identity and cost of --batch-invariant on one GPU", "bench-gpu-batch-invariant"
+    ),
     "gpu-async": Benchmark("gpu.async_scheduling", "what launching the next step early gives"),
     "gpu-pair": Benchmark("gpu.pair", "prefill and decode on two GPUs of one host", "bench-gpu-pair"),
     "gpu-cross": Benchmark("gpu.cross", "two GPUs at one load, used three ways, over prompt lengths"),

@@ -103,14 +103,13 @@ def _invariant_matmul_kernel(
     num_rows,
     num_columns,
     size,
+    share,
     stride_x,
     stride_weight,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     GROUP: tl.constexpr,
-    SHARE: tl.constexpr,
-    CHAINS: tl.constexpr,
     SILU: tl.constexpr,
     BIAS: tl.constexpr,
     EVEN: tl.constexpr,
@@ -125,10 +124,8 @@ def _invariant_matmul_kernel(
     first_row = (group_first + tile % in_group % group_rows) * BLOCK_M
     first_column = tile % in_group // group_rows * BLOCK_N
     begin(PDL)
-    low = chain * SHARE
-    high = size
-    if CHAINS > 1:
-        high = tl.minimum(low + SHARE, size)
+    low = chain * share
+    high = tl.minimum(low + share, size)
     acc, up = _chain(
         x_ptr, weight_ptr, num_rows, num_columns, first_row, first_column, low, high, stride_x, stride_weight,
         BLOCK_M, BLOCK_N, BLOCK_K, SILU, EVEN, TMA,
@@ -250,7 +247,7 @@ def invariant_matmul(
     cut = shape or invariant_shape(num_rows, columns, silu=silu, chains=chains, half=half)
     tma = cut.tma and _fits_tma(x) and _fits_tma(weight)
     pdl = use_pdl(x.device, num_rows)
-    share = triton.cdiv(triton.cdiv(size, chains), _SHARE_GRAIN) * _SHARE_GRAIN if chains > 1 else 0
+    share = triton.cdiv(triton.cdiv(size, chains), _SHARE_GRAIN) * _SHARE_GRAIN
     if chains > 1:
         out = torch.empty((chains, num_rows, columns), dtype=torch.float32, device=x.device)
     else:
@@ -264,14 +261,13 @@ def invariant_matmul(
         num_rows,
         columns,
         size,
+        share,
         x.stride(0),
         weight.stride(0),
         BLOCK_M=cut.block_m,
         BLOCK_N=cut.block_n,
         BLOCK_K=cut.block_k,
         GROUP=_GROUP,
-        SHARE=share,
-        CHAINS=chains,
         SILU=silu,
         BIAS=bias is not None,
         EVEN=size % cut.block_k == 0 and columns % cut.block_n == 0,

@@ -9,16 +9,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from triton import knobs
-from triton.runtime import interpreter
 
 from diptych.bench.kernels.cases import LLAMA_8B, Heads, chunk_rows, paged_case
+from diptych.bench.kernels.ordered_dot import replaced
 from diptych.kernels.reference_fused import gate_mul_ref, paged_attention_dense_ref
 from diptych.kernels.triton_invariant_attention import (
     invariant_decode,
@@ -43,13 +42,7 @@ interpreted = pytest.mark.skipif(not knobs.runtime.interpret, reason="set TRITON
 
 @pytest.fixture
 def ordered_dot(monkeypatch):
-    def dot(self, a, b, d, input_precision, max_num_imprecise_acc):
-        total = d.data.copy()
-        for k in range(a.data.shape[1]):
-            total += a.data[:, k, None].astype(np.float32) * b.data[k].astype(np.float32)
-        return interpreter.TensorHandle(total, d.dtype.scalar)
-
-    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", dot)
+    monkeypatch.setattr(*replaced())
 
 
 # ---- linear layers ----

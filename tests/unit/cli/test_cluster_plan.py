@@ -80,3 +80,10 @@ def test_workers_verify_weights_as_up_is_configured(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="verify_weights"):
         UpConfig(verify_weights="never")
     assert ServeConfig(verify_weights="always").parts(model="", name="", secret_file="")[1].verify_weights == "always"
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+def test_every_worker_gets_batch_invariance(tmp_path: Path, wanted: bool) -> None:
+    for spec in make_plan(tmp_path, batch_invariant=wanted).worker_specs():
+        assert ("--batch-invariant" in spec.command()) == wanted
+    assert ServeConfig(batch_invariant=wanted).parts(model="", name="", secret_file="")[1].batch_invariant == wanted

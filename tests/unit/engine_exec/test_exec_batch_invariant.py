@@ -6,7 +6,6 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 
@@ -37,21 +36,15 @@ def small_orders(monkeypatch):
     """Chains and splits in a tiny model; matrix products in the interpreter as a chain of instructions computes them."""
     pytest.importorskip("triton", reason="Triton is not installed")
     from triton import knobs
-    from triton.runtime import interpreter
 
+    from diptych.bench.kernels.ordered_dot import replaced
     from diptych.kernels import triton_invariant_attention as attention
     from diptych.kernels import triton_invariant_matmul as matmul
 
     if not knobs.runtime.interpret:
         pytest.skip("set TRITON_INTERPRET=1")
 
-    def dot(self, a, b, d, input_precision, max_num_imprecise_acc):
-        total = d.data.copy()
-        for k in range(a.data.shape[1]):
-            total += a.data[:, k, None].astype(np.float32) * b.data[k].astype(np.float32)
-        return interpreter.TensorHandle(total, d.dtype.scalar)
-
-    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", dot)
+    monkeypatch.setattr(*replaced())
     monkeypatch.setattr(matmul, "CHAINS_FROM", 64)
     monkeypatch.setattr(matmul, "_SHARE_GRAIN", 32)
     for launcher in (attention.invariant_decode, attention.invariant_prefill):
@@ -115,7 +108,6 @@ def prompts_of(*lengths):
         ("LlamaForCausalLM", {}),
         ("Qwen2ForCausalLM", {"use_sliding_window": True, "sliding_window": 33, "max_window_layers": 1}),
         ("Gemma2ForCausalLM", {"head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 40}),
-        ("Qwen3ForCausalLM", {"head_dim": 32}),
     ],
 )
 def test_a_sequence_is_the_same_to_the_bit_in_any_company(model_dir_of, driver_of, architecture, overrides):
@@ -180,6 +172,42 @@ def test_what_others_ask_for_does_not_choose_how_a_row_is_drawn(model_dir_of, dr
         assert one.token_ids[0] == together.token_ids[i]
         for field in ("logprobs", "more_draws", "candidates", "prompt_logprobs"):
             assert getattr(one, field).get(0) == getattr(together, field).get(i), field
+
+
+# ---- on a GPU, with graphs ----
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device is usable here")
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize(
+    ("architecture", "overrides"),
+    [
+        ("LlamaForCausalLM", {"hidden_size": 2048, "intermediate_size": 2560}),
+        ("Qwen3ForCausalLM", {"hidden_size": 2048, "intermediate_size": 2560}),
+        ("Gemma2ForCausalLM", {"query_pre_attn_scalar": 32, "sliding_window": 300}),
+    ],
+)
+def test_a_sequence_is_the_same_to_the_bit_on_a_gpu(model_dir_of, driver_of, architecture, overrides, dtype):
+    """Prompts over several splits, with two chains in some weights; in graphs and kernel by kernel, in steps of 1 to 900 rows."""
+    sizes = {"num_hidden_layers": 2, "max_position_embeddings": 2048}
+    folder = model_dir_of(architecture, **{**sizes, **overrides})
+    fields = {"device": "cuda", "dtype": dtype, "batch_invariant": True, "num_blocks": 2000}
+    driver = driver_of(folder, graph_sizes=[1, 2, 8, 32], **fields)
+    prompt, *others = prompts_of(1100, 3, 513, 64, *range(20, 60))
+    first = alone(driver, prompt, 6)
+    for cuts in ((512,), (1, 700, 1099), (64, 65, 130, 387)):
+        assert alone(driver, prompt, 6, cuts).seen == first.seen, cuts
+    a, *rest = (Sequence(driver, tokens, 40) for tokens in (prompt, *others))
+    run(driver, [(s, s.step(0, len(s.prompt))) for s in rest])
+    for start in range(0, 1100, 275):
+        run(driver, [(a, a.step(start, start + 275)), *((s, s.decode()) for s in rest)])
+    while len(a.out) < 6:
+        run(driver, [*((s, s.decode()) for s in rest[: 5 * len(a.out)]), (a, a.decode())])
+    assert a.seen == first.seen
+    eager = driver_of(folder, graph_sizes=[], **fields)
+    assert alone(eager, prompt, 6).seen == first.seen
+    assert alone(eager, [*prompt, *first.out[:-1]], 1).kv() == first.kv()
 
 
 # ---- who refuses it ----

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from diptych.common.compat import Compat, as_strings, differences
+from diptych.common.compat import Compat, as_strings, differences, identified
 from diptych.common.errors import IncompatibleWorkersError, InternalError, InvalidRequestError
 from diptych.common.kv_format import Shard, full_format, windowed_format
 from diptych.common.request import Prompt
@@ -117,6 +117,19 @@ def test_senseless_compat_is_refused(field: str, spoil: Callable[[worker_pb2.Com
     spoil(message)
     with pytest.raises(IncompatibleWorkersError, match=field):
         convert.compat_from_proto(message)
+
+
+def test_a_promise_of_batch_invariance_must_be_made_by_both() -> None:
+    """Named where it differs, also in a store and beside a version that does not know it; kept on the wire; and no part of
+    what names blocks: the attention version is, where values differ."""
+    promised = dataclasses.replace(COMPAT, batch_invariant=True)
+    assert convert.compat_from_proto(convert.compat_to_proto(promised)) == promised
+    expected = "batch_invariant: mine True, theirs unset"
+    assert differences(promised, COMPAT, converting=True) == [expected]
+    assert differences(promised, promised) == []
+    without = {name for name in as_strings(promised) if name not in as_strings(COMPAT)}
+    assert without == {"batch_invariant"}
+    assert identified(promised, bytes(32))[0] == identified(COMPAT, bytes(32))[0]
 
 
 def test_differences_are_readable() -> None:
