@@ -55,7 +55,7 @@ def main() -> int:
     if len(sys.argv) < 2 or sys.argv[1] in ("-h", "--help"):
         print((__doc__ or "").strip() + "\n")
         for name, one in BENCHMARKS.items():
-            print(f"  {name:<18}{one.measures}" + (f" (make {one.target})" if one.target else ""))
+            print(f"  {name:<21}{one.measures}" + (f" (make {one.target})" if one.target else ""))
         return 0
     name = sys.argv[1]
     if name not in BENCHMARKS:
