@@ -122,9 +122,9 @@ def kernels(report: Report, row: Row) -> None:
         ("down", 4096, 14_336, False), ("lm_head", 128_256, 4096, False),
     ):  # fmt: skip
         row[name] = linear(report, name, columns, size, silu=silu)
-    for name, heads in (("attention", HEADS), ("attention, 3 heads of 64 a group", Heads(9, 3, 64))):
-        for window in (None, 700):
-            attention(report, f"{name}, window {window}", heads, window)
+    attention(report, "attention", HEADS, None)
+    attention(report, "attention with a window", HEADS, 700)
+    attention(report, "attention with 3 heads of 64 a group", Heads(9, 3, 64), None)
 
 
 def linear(report: Report, name: str, columns: int, size: int, *, silu: bool) -> Row:
@@ -159,7 +159,8 @@ def linear(report: Report, name: str, columns: int, size: int, *, silu: bool) ->
         some = x[:rows]
         times[f"{rows} cuBLAS"] = 1e6 * graph_time_s([partial(cublas, some, w) for w in weights])
         best = ours.invariant_shape(rows, columns, silu=silu, chains=chains)
-        for shape in dict.fromkeys((best, *_others(rows, silu))):
+        others = _others(rows, silu) if name in ("o", "gate_up", "down") else []
+        for shape in dict.fromkeys((best, *others)):
             try:
                 calls = [
                     partial(ours.invariant_matmul, some, w, silu=silu, chains=chains, shape=shape) for w in weights

@@ -18,6 +18,8 @@ from diptych.kernels.dispatch import NATIVE, TORCH, TRITON, choose_backend
 from diptych.kernels.native.build import NativeError
 
 _log = logging.getLogger(__name__)
+_INVARIANT_MAJOR = 9
+"""Of the compute capability whose matrix instructions and shared memory the batch-invariant kernels were written for."""
 
 
 def _native(description: ModelDescription, dtype: torch.dtype, batch_invariant: bool) -> Backend | Refusal:
@@ -28,6 +30,11 @@ def _native(description: ModelDescription, dtype: torch.dtype, batch_invariant: 
 
 
 def _triton(description: ModelDescription, dtype: torch.dtype, batch_invariant: bool) -> Backend | Refusal:
+    if batch_invariant and torch.cuda.is_available():
+        major, minor = torch.cuda.get_device_capability()
+        if major != _INVARIANT_MAJOR:
+            needs = f"its batch-invariant kernels are for compute capability {_INVARIANT_MAJOR}.x, this GPU has {major}.{minor}"
+            return Refusal(TRITON, EVERY_BLOCK, needs)
     # Here and not above: nothing on the CPU's path imports Triton.
     from diptych.engine.exec.backends.triton import TritonBackend
 

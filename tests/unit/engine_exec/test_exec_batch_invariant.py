@@ -230,6 +230,19 @@ def test_a_back_end_that_cannot_refuses_it_by_name():
     plan("torch")
 
 
+@pytest.mark.parametrize(("capability", "taken"), [((8, 0), False), ((9, 0), True), ((10, 0), False)])
+def test_a_gpu_that_the_kernels_were_not_written_for_refuses_it(monkeypatch, capability, taken):
+    pytest.importorskip("triton", reason="Triton is not installed")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    plan("triton")
+    if taken:
+        plan("triton", batch_invariant=True)
+    else:
+        with pytest.raises(ConfigError, match=rf"compute capability 9.x, this GPU has {capability[0]}.0"):
+            plan("triton", batch_invariant=True)
+
+
 def test_the_compiled_kernels_accept_it(tiny_dir, driver_of):
     """They are batch-invariant with and without the flag: see test_exec_native.py."""
     driver = driver_of(tiny_dir, backend="native", batch_invariant=True)
