@@ -372,7 +372,7 @@ def identity(report: Report, row: Row, name: str, weights: Weights, *, tiny: boo
     )
     run.compare("without steps ahead", generate(runner, [everyone], steps_ahead=False)[0])
     cached(run, runner, prompts, everyone)
-    preempted(run, weights, everyone, tiny=tiny)
+    preempted(run, weights, prompts, tiny=tiny)
     handed_over(report, run, weights, runner, prompts, tiny=tiny)
     del runner
     if not tiny:
@@ -409,11 +409,15 @@ def cached(run: Identity, runner: TorchModelRunner, prompts: Prompts, everyone: 
     run.alone = alone
 
 
-def preempted(run: Identity, weights: Weights, everyone: list[EngineRequest], *, tiny: bool) -> None:
-    """In a pool for a part of them: computed anew, now in a prompt's chunk, which decoding computed before."""
-    runner = weights.runner(8 if tiny else 700, batch_invariant=True, graph_sizes=[] if tiny else [1, 8, 32])
-    results, stats = generate(runner, [everyone], preemption_mode="recompute")
-    run.compare(f"preempted {stats.preemptions_total} times", results)
+def preempted(run: Identity, weights: Weights, prompts: Prompts, *, tiny: bool) -> None:
+    """In a pool for a part of them, behind others that grow: computed anew, now in a chunk, what decoding computed before."""
+    runner = weights.runner(10 if tiny else 700, batch_invariant=True, graph_sizes=[] if tiny else [1, 8, 32])
+    others = [
+        EngineRequest(f"o{i}", Prompt(tuple(tokens)), prompts.params(i, 24 if tiny else 300))
+        for i, tokens in enumerate(prompts.others)
+    ]
+    results, stats = generate(runner, [[*others, *prompts.requests()]], preemption_mode="recompute")
+    run.compare(f"preempted {stats.preemptions_total} times", results[len(others) :])
 
 
 def handed_over(
@@ -505,7 +509,7 @@ def timing(report: Report, row: Row, weights: Weights) -> None:
         for name, backend in backends.items():
             steps[name] = partial(backend.execute, seqs, backend.build(seqs), None)
         keep(report, row, f"decode {batch}" + (f" x {context}" if context != 1024 else ""), compare(steps))
-    for length in (2048, 8192):
+    for length in (512, 2048, 8192):
         [seq] = _seqs(_Blocks(num_blocks), 1, length, GREEDY)  # type: ignore[arg-type]
         seq.start, seq.token_ids = 0, [(i * 7919) % weights.model.vocab_size for i in range(length)]
         times: dict[str, list[float]] = {name: [] for name in backends}
