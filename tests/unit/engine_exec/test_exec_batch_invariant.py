@@ -183,7 +183,7 @@ def test_what_others_ask_for_does_not_choose_how_a_row_is_drawn(model_dir_of, dr
 @pytest.mark.parametrize(
     ("architecture", "overrides"),
     [
-        ("LlamaForCausalLM", {"hidden_size": 2048, "intermediate_size": 2560}),
+        ("LlamaForCausalLM", {"hidden_size": 2048, "intermediate_size": 2560, "num_attention_heads": 32}),
         ("Qwen3ForCausalLM", {"hidden_size": 2048, "intermediate_size": 2560}),
         ("Gemma2ForCausalLM", {"query_pre_attn_scalar": 32, "sliding_window": 300}),
     ],
