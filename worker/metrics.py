@@ -54,13 +54,14 @@ class WorkerMetrics(Metrics):
         self._loop: asyncio.AbstractEventLoop | None = None
         self.external_tokens = 0
         self.gpu: GpuMonitor | None = None
+        self.registry.register(_Snapshot(self))  # first: it counts the last steps before their histogram is read
         if role == "decode":
             self._register_reads()
         self.iteration_tokens = self.histogram(
             "iteration_tokens_total", "Tokens computed or sampled by an engine step", TOKEN_BUCKETS
         )
         self._seen: EngineStats | None = None
-        self.registry.register(_Snapshot(self))
+        self._steps_lock = threading.Lock()
 
     def set_role(self, role: str) -> None:
         """Counters go on; those of reads stay once they were there."""
@@ -80,17 +81,18 @@ class WorkerMetrics(Metrics):
         self.gauge("cache_config_info", "The KV cache's constants, as labels", list(told)).labels(**told).set(1)
 
     def step(self) -> None:
-        """The engine delivered events: observe its last steps. Steps without events are counted later."""
-        now, before = self._stats(), self._seen
-        if before is None:
-            return  # the warm-up's
-        steps = now.steps - before.steps
-        if steps > 0:
-            self._seen = now
-            tokens = now.computed_tokens_total - before.computed_tokens_total
-            tokens += now.generation_tokens_total - before.generation_tokens_total
-            for _ in range(min(steps, _MOST_STEPS)):
-                self.iteration_tokens.observe(tokens / steps)
+        """The engine delivered events: observe its last steps. Steps without events are counted with the next, or at a scrape."""
+        with self._steps_lock:
+            now, before = self._stats(), self._seen
+            if before is None:
+                return  # the warm-up's
+            steps = now.steps - before.steps
+            if steps > 0:
+                self._seen = now
+                tokens = now.computed_tokens_total - before.computed_tokens_total
+                tokens += now.generation_tokens_total - before.generation_tokens_total
+                for _ in range(min(steps, _MOST_STEPS)):
+                    self.iteration_tokens.observe(tokens / steps)
 
     def begin(self, transfer: Transfer, loop: asyncio.AbstractEventLoop) -> None:
         """Start counting: the warm-up is not a request."""
@@ -202,6 +204,7 @@ class _Snapshot(Collector):
         return list(self._metrics.engine_families())
 
     def collect(self) -> Iterator[Metric]:
+        self._metrics.step()
         yield from self._metrics.engine_families()
         if self._metrics.gpu is not None:
             yield from gpu_families(self._metrics.gpu)

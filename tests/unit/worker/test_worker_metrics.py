@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+from prometheus_client import generate_latest
 
 from diptych.common.errors import TransferError
 from diptych.engine.messages import EngineStats
@@ -104,6 +105,11 @@ def test_a_step_is_counted_by_its_tokens() -> None:
     metrics.step()
     assert value(metrics, "iteration_tokens_total_count") == 2
     assert value(metrics, "iteration_tokens_total_sum") == pytest.approx(64)
+    # One that delivered nothing, such as a request's that had just ended: counted by whoever reads both series.
+    now = EngineStats(steps=6, computed_tokens_total=100, generation_tokens_total=4)
+    text = generate_latest(metrics.registry).decode()
+    assert "iteration_tokens_total_count 3.0" in text
+    assert "engine_steps_total 3.0" in text
 
 
 def test_ages_of_blocks_are_histograms() -> None:
