@@ -75,8 +75,8 @@ def running(choice: ClusterChoice, *, colocated: bool) -> Iterator[RunningCluste
 def _start(plan: ClusterPlan, supervisor: Supervisor, colocated: bool) -> None:
     plan.make_secret()
     redis = supervisor.start(plan.redis_spec())
-    if not embedded_redis.wait_ready(redis.process, plan.redis_port, deadline_s=10.0, host=plan.loopback):
-        raise ConfigError("redis", plan.redis_port, "the embedded redis does not answer")
+    if not embedded_redis.wait_ready(redis.process, plan.folder.redis_socket, deadline_s=10.0):
+        raise ConfigError("redis", str(plan.folder.redis_socket), "the embedded redis does not answer")
     for spec in (*plan.worker_specs(), plan.router_spec()):
         if not (colocated and spec.role == "prefill"):
             supervisor.start(spec)

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from urllib.parse import quote
 
 from diptych.cli.up import embedded_redis
 from diptych.cli.up.config import UpConfig
@@ -44,7 +45,6 @@ class ClusterPlan:
     threads: int
     assignments: Mapping[str, GpuAssignment] = field(default_factory=dict)
     """Worker name -> its GPU; empty on a CPU."""
-    redis_port: int = 0
     addresses: dict[str, str] = field(default_factory=dict)
     """Child name -> address of its latest start."""
     metrics: dict[str, str] = field(default_factory=dict)
@@ -52,17 +52,17 @@ class ClusterPlan:
 
     def __post_init__(self) -> None:
         if not self.config.redis_url:
-            self.redis_port = free_port(self.loopback)
+            embedded_redis.check_socket(self.folder.redis_socket)
 
     @property
     def loopback(self) -> str:
-        """Listen address of Redis and the workers: loopback of the router's family, the only one that this host may
+        """Listen address of the workers: loopback of the router's family, the only one that this host may
         have."""
         return loopback_beside(self.config.host)
 
     @property
     def redis_url(self) -> str:
-        return self.config.redis_url or f"redis://{host_port(self.loopback, self.redis_port)}/0"
+        return self.config.redis_url or f"unix://{quote(str(self.folder.redis_socket))}"
 
     @property
     def secret_file(self) -> Path:
@@ -97,10 +97,10 @@ class ClusterPlan:
             load_secret(self.secret_file)
 
     def redis_spec(self) -> ChildSpec:
-        self.addresses["redis"] = host_port(self.loopback, self.redis_port)
+        self.addresses["redis"] = str(self.folder.redis_socket)
 
         def command() -> list[str]:
-            return embedded_redis.server_command(self.redis_port, self.folder.logs, host=self.loopback)
+            return embedded_redis.server_command(self.folder.redis_socket, self.folder.logs)
 
         return ChildSpec("redis", "redis", command, self._log("redis"), _REDIS_GROUP)
 
@@ -126,16 +126,14 @@ class ClusterPlan:
             more = shlex.split(config.router_args)
             return [*diptych_command(), "router", *self._common_flags(), *_flags(flags), *insecure, *more]
 
-        return ChildSpec("router", "router", command, self._log("router"), _SERVING_GROUP)
+        return ChildSpec("router", "router", command, self._log("router"), _SERVING_GROUP, self._private)
 
     def _worker(self, name: str, role: str) -> ChildSpec:
         config = self.config
         assignment = self.assignments.get(name)
-        env = (
-            {}
-            if assignment is None
-            else {"CUDA_VISIBLE_DEVICES": assignment.gpu.visible, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
-        )
+        env = self._private
+        if assignment is not None:
+            env |= {"CUDA_VISIBLE_DEVICES": assignment.gpu.visible, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
 
         def command() -> list[str]:
             host = self.loopback
@@ -181,11 +179,15 @@ class ClusterPlan:
 
         return transport_for_a_shared_gpu()
 
+    @property
+    def _private(self) -> dict[str, str]:
+        """Settings in the environment, where other users of the machine do not see them: the URL may hold a password."""
+        return {"DIPTYCH_REDIS_URL": self.redis_url}
+
     def _common_flags(self) -> list[str]:
         flags = {
             "model": self.model_folder,
             "served-model-name": self.model_name,
-            "redis-url": self.redis_url,
             "secret-file": self.secret_file,
             **_files(self.config, "cluster_ca", "cluster_cert", "cluster_key"),
         }

@@ -31,7 +31,6 @@ from diptych.cli.up.readiness import first_answer, is_ready
 from diptych.cli.up.run_folder import ChildState, ClusterState, RunFolder
 from diptych.cli.up.startup_message import has_chat_template, startup_message
 from diptych.cli.up.supervisor import Child, Supervisor, exit_reason
-from diptych.common.addresses import host_port
 from diptych.common.cores import usable_cores
 from diptych.common.errors import ConfigError
 
@@ -240,13 +239,11 @@ def _start(plan: ClusterPlan, supervisor: Supervisor, signals: _Signals, stages:
     if not config.redis_url:
         stages.stage("redis")
         redis = supervisor.start(plan.redis_spec())
-        if not embedded_redis.wait_ready(
-            redis.process, plan.redis_port, deadline_s=REDIS_DEADLINE_S, host=plan.loopback
-        ):
+        if not embedded_redis.wait_ready(redis.process, plan.folder.redis_socket, deadline_s=REDIS_DEADLINE_S):
             raise StartFailed(
                 _died(redis) if redis.process.poll() is not None else "the embedded redis does not answer"
             )
-        stages.done(f"redis on {host_port(plan.loopback, plan.redis_port)}")
+        stages.done(f"redis on {plan.folder.redis_socket}")
     for spec in (*plan.worker_specs(), plan.router_spec()):
         supervisor.start(spec)
     _write_state(plan, supervisor, ready=False)
@@ -321,6 +318,7 @@ def _write_state(plan: ClusterPlan, supervisor: Supervisor, *, ready: bool) -> N
         http_url=plan.http_url,
         grpc_address=plan.grpc_address,
         redis_url=plan.redis_url,
+        secret_file=str(plan.secret_file),
         model=plan.model_name,
         children=children,
         **plan.tls_files,

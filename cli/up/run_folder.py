@@ -3,6 +3,7 @@
 .run/up.pid        the supervisor, locked while it runs
 .run/cluster.json  addresses and pids, for `diptych down`, `diptych chat` and the tests
 .run/secret        the cluster's secret, made at each start
+.run/redis.sock    the embedded Redis
 .run/logs/         kept
 """
 
@@ -12,6 +13,7 @@ import contextlib
 import fcntl
 import json
 import os
+import stat
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -44,6 +46,7 @@ class ClusterState:
     children: list[ChildState] = field(default_factory=list)
     tls_cert: str = ""
     """The router's certificate; empty: no TLS."""
+    secret_file: str = ""
     cluster_ca: str = ""
     cluster_cert: str = ""
     cluster_key: str = ""
@@ -57,13 +60,30 @@ class RunFolder:
         self.pid_file = root / "up.pid"
         self.state_file = root / "cluster.json"
         self.secret = root / "secret"
+        self.redis_socket = root / "redis.sock"
         self._lock: int | None = None
         self._made = False
 
     def make(self) -> None:
-        """Create the folder. Idempotent."""
-        self._made |= not self.root.exists()
-        self.logs.mkdir(parents=True, exist_ok=True)
+        """Create the folder, for its owner alone. Idempotent. Raises: ConfigError when other users can write in it."""
+        if not self.root.exists():
+            self._made = True
+            self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._keep_others_from_writing()
+        self.logs.mkdir(exist_ok=True)
+
+    def _keep_others_from_writing(self) -> None:
+        """They could replace the secret, Redis's socket or the state. A folder that was there stays readable."""
+        mode = self.root.stat().st_mode
+        if not mode & (stat.S_IWGRP | stat.S_IWOTH):
+            return
+        try:
+            if mode & stat.S_ISVTX:  # shared on purpose, as /tmp
+                raise PermissionError
+            self.root.chmod(stat.S_IMODE(mode) & ~(stat.S_IWGRP | stat.S_IWOTH))
+        except PermissionError:
+            rule = "other users can write in it: name a folder of your own with DIPTYCH_RUN_DIR"
+            raise ConfigError("run_dir", str(self.root), rule) from None
 
     def unmake(self) -> None:
         """Remove a folder that was created here and is empty: a rejected start leaves nothing behind."""
@@ -129,6 +149,7 @@ class RunFolder:
 
     def write_state(self, state: ClusterState) -> None:
         partial = self.state_file.with_suffix(".new")
+        partial.touch(mode=0o600)  # a given redis_url may hold a password
         partial.write_text(json.dumps(asdict(state), indent=1))
         partial.replace(self.state_file)
 
@@ -141,5 +162,5 @@ class RunFolder:
         return ClusterState(**data, children=children)
 
     def _remove_leftovers(self) -> None:
-        for path in (self.state_file, self.state_file.with_suffix(".new"), self.secret):
+        for path in (self.state_file, self.state_file.with_suffix(".new"), self.secret, self.redis_socket):
             path.unlink(missing_ok=True)

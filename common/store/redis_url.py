@@ -96,7 +96,9 @@ def connect(url: str, *, timeout_s: float) -> Connected:
         try:
             client: Any = aioredis.Redis.from_url(url, **options)
         except ValueError as err:
-            raise ConfigError(_FIELD, url, str(err)) from None
+            # What follows the scheme may hold a password; so may the error of a URL with one that is not quoted.
+            rule = "cannot be read as a URL: quote the password" if "@" in url else str(err)
+            raise ConfigError(_FIELD, f"{url.partition('://')[0]}://***", rule) from None
         where = client.connection_pool.connection_kwargs
         return Connected(client, (), (str(where.get("host") or ""), where.get("port") or 6379))
     # One unresponsive Sentinel must leave time for the others within a call.

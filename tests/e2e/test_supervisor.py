@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import time
@@ -14,7 +15,7 @@ import psutil
 import pytest
 
 from diptych.cli.up import embedded_redis
-from diptych.cli.up.processes import ProcessIdentity, free_port
+from diptych.cli.up.processes import ProcessIdentity
 from diptych.cli.up.supervisor import ChildSpec, Supervisor
 from diptych_tests.waiting import wait_until
 
@@ -85,16 +86,16 @@ def test_children_die_with_a_killed_parent(tmp_path):
     wait_until(lambda: not child.alive(), what="the child is gone")
 
 
-def test_embedded_redis_serves_on_loopback_and_writes_nothing(tmp_path):
-    port = free_port("127.0.0.1")
-    process = embedded_redis.start_server(port, log=tmp_path / "redis.log", folder=tmp_path)
+def test_embedded_redis_serves_its_user_on_a_socket_and_writes_nothing(tmp_path):
+    path = tmp_path / "redis.sock"
+    process = embedded_redis.start_server(path, log=tmp_path / "redis.log", folder=tmp_path)
     try:
-        assert embedded_redis.wait_ready(process, port, deadline_s=300.0)
-        listening = {
-            c.laddr.ip for c in psutil.Process(process.pid).net_connections() if c.status == psutil.CONN_LISTEN
-        }
-        assert listening == {"127.0.0.1"}
-        with socket.create_connection(("127.0.0.1", port), timeout=300) as connection:
+        assert embedded_redis.wait_ready(process, path, deadline_s=300.0)
+        assert not psutil.Process(process.pid).net_connections("inet")
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        with socket.socket(socket.AF_UNIX) as connection:
+            connection.settimeout(300)
+            connection.connect(str(path))
             connection.sendall(b"SET a b\r\nCONFIG GET maxmemory\r\nCONFIG GET save\r\n")
             connection.sendall(b"QUIT\r\n")
             with connection.makefile("rb") as answers:
@@ -108,14 +109,12 @@ def test_embedded_redis_serves_on_loopback_and_writes_nothing(tmp_path):
 
 
 def test_redis_that_cannot_start_is_noticed_before_the_deadline(tmp_path):
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        process = embedded_redis.start_server(port, log=tmp_path / "redis.log", folder=tmp_path)
-        # Noticed by its end: with the deadline alone this would take a day.
-        assert not embedded_redis.wait_ready(process, port, deadline_s=86_400.0)
-        process.wait(timeout=300)
+    path = tmp_path / "redis.sock"
+    path.mkdir()
+    process = embedded_redis.start_server(path, log=tmp_path / "redis.log", folder=tmp_path)
+    # Noticed by its end: with the deadline alone this would take a day.
+    assert not embedded_redis.wait_ready(process, path, deadline_s=86_400.0)
+    process.wait(timeout=300)
 
 
 def test_taken_port_is_named_before_anything_starts(cluster_module, tmp_path):

@@ -13,6 +13,7 @@ from diptych.cli.up.config import UpConfig
 from diptych.cli.up.run_folder import RunFolder
 from diptych.cli.up.startup_message import has_chat_template, startup_message
 from diptych.common.errors import ConfigError
+from diptych.common.store.redis_url import connect
 
 
 def make_plan(tmp_path: Path, **settings: object) -> ClusterPlan:
@@ -34,6 +35,26 @@ def test_a_relative_secret_file_is_found_by_children_that_run_elsewhere(tmp_path
     assert plan.secret_file == tmp_path / "mine.txt"
     command = plan.router_spec().command()
     assert command[command.index("--secret-file") + 1] == str(tmp_path / "mine.txt")
+
+
+def test_other_users_of_the_machine_see_no_password_of_redis(tmp_path: Path) -> None:
+    url = "redis://me:hush@h:6379/0"
+    plan = make_plan(tmp_path, redis_url=url)
+    for spec in (*plan.worker_specs(), plan.router_spec()):
+        assert "hush" not in " ".join(spec.command())
+        assert spec.env["DIPTYCH_REDIS_URL"] == url
+
+
+def test_redis_is_in_the_run_folder(tmp_path: Path) -> None:
+    plan = make_plan(tmp_path)
+    socket = tmp_path / ".run" / "redis.sock"
+    command = plan.redis_spec().command()
+    assert command[command.index("--port") + 1] == "0"
+    assert command[command.index("--unixsocket") + 1] == str(socket)
+    assert connect(plan.redis_url, timeout_s=1.0).client.connection_pool.connection_kwargs["path"] == str(socket)
+    with pytest.raises(ConfigError, match="run_dir.*108 bytes of at most 107.*DIPTYCH_RUN_DIR"):
+        make_plan(tmp_path / ("x" * (107 - len(str(socket)))))
+    assert make_plan(tmp_path / ("x" * (106 - len(str(socket))))).redis_url
 
 
 def test_further_flags_reach_router_and_workers(tmp_path: Path):

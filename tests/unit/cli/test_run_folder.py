@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import stat
 from pathlib import Path
 
 import pytest
@@ -47,6 +48,28 @@ def test_a_refused_start_leaves_no_folder_that_was_not_there(tmp_path: Path):
     (folder.logs / "redis.log").write_text("kept")
     folder.release()
     assert [file.name for file in folder.logs.iterdir()] == ["redis.log"]
+
+
+def mode_of(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+def test_other_users_cannot_write_in_the_folder_nor_read_its_state(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "new")
+    folder.claim()
+    folder.write_state(make_state(redis_url="redis://:hush@h"))
+    assert (mode_of(folder.root), mode_of(folder.state_file)) == (0o700, 0o600)
+    there = tmp_path / "there"
+    there.mkdir()
+    there.chmod(0o775)
+    RunFolder(there).claim()
+    assert mode_of(there) == 0o755
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    shared.chmod(0o1777)
+    with pytest.raises(ConfigError, match="run_dir.*other users can write in it"):
+        RunFolder(shared).claim()
+    assert mode_of(shared) == 0o1777
 
 
 def test_a_command_without_a_cluster_names_the_address_it_tries(tmp_path: Path, monkeypatch, capsys):

@@ -1,7 +1,7 @@
 import pytest
 
 from diptych.common.errors import ConfigError
-from diptych.common.store.redis_url import SentinelUrl, parse_sentinel_url
+from diptych.common.store.redis_url import SentinelUrl, connect, parse_sentinel_url
 
 
 def test_other_urls_are_left_to_the_client():
@@ -29,5 +29,13 @@ def test_sentinel_urls(url, parts):
 def test_bad_sentinel_urls_name_the_setting_and_not_the_password(tail):
     with pytest.raises(ConfigError) as caught:
         parse_sentinel_url(f"redis+sentinel://user:secret@{tail}")
+    assert caught.value.field == "redis_url"
+    assert "secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize("url", ["redis://user:secret@h:1x/0", "redis://user:a/secret@h:1/0", "http://:secret@h"])
+def test_a_url_that_cannot_be_read_is_not_shown(url):
+    with pytest.raises(ConfigError) as caught:
+        connect(url, timeout_s=1.0)
     assert caught.value.field == "redis_url"
     assert "secret" not in str(caught.value)
