@@ -46,6 +46,7 @@ BENCHMARKS: dict[str, Benchmark] = {
     "router-quality": Benchmark("router.quality", "how well policies place, in simulation", "bench-router"),
     "router-beside": Benchmark("router.beside_long_prompts", "a short request beside long prompts", "bench-beside"),
     "router-peers": Benchmark("peers.routers", "our router beside sglang-router and vllm-router", "bench-peers"),
+    "worker-calls": Benchmark("router.worker_calls", "what the token of calls to workers costs"),
     "large-bodies": Benchmark("router.large_bodies", "stalls of the router's loop by large bodies"),
     "harness-vs-aiperf": Benchmark("loadtest.harness_vs_aiperf", "our load harness beside aiperf, one mock server"),
 }

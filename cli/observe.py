@@ -11,6 +11,7 @@ from diptych.cli.router_access import (
     CLUSTER_CERT,
     CLUSTER_KEY,
     CLUSTER_TLS_NAME,
+    SECRET_FILE,
     TLS_CA,
     TLS_SERVER_NAME,
 )
@@ -32,15 +33,17 @@ def register(app: typer.Typer) -> None:
         cluster_cert: CLUSTER_CERT = "",
         cluster_key: CLUSTER_KEY = "",
         cluster_tls_name: CLUSTER_TLS_NAME = "",
+        secret_file: SECRET_FILE = "",
     ) -> None:
         """Find out what slows a cluster down; each finding has a next step. Exit code 1 when a finding is bad."""
         from diptych.cli.doctor.command import run_doctor
-        from diptych.cli.router_access import cluster_tls
+        from diptych.cli.router_access import worker_access
         from diptych.cli.status_client import StatusClient
 
-        tls = cluster_tls(cluster_ca, cluster_cert, cluster_key, cluster_tls_name, here=not url)
+        files = (cluster_ca, cluster_cert, cluster_key, cluster_tls_name)
+        access = worker_access(*files, secret_file=secret_file, here=not url)
         client = StatusClient(url, tls_ca=tls_ca, server_name=tls_server_name)
-        raise typer.Exit(run_doctor(client, sample_s=sample_s, json_out=json, cluster_tls=tls))
+        raise typer.Exit(run_doctor(client, sample_s=sample_s, json_out=json, access=access))
 
     @app.command()
     def top(
@@ -74,15 +77,17 @@ def register(app: typer.Typer) -> None:
         cluster_cert: CLUSTER_CERT = "",
         cluster_key: CLUSTER_KEY = "",
         cluster_tls_name: CLUSTER_TLS_NAME = "",
+        secret_file: SECRET_FILE = "",
     ) -> None:
         """Make a running worker a prefill or a decode worker: it drains, and serves as the other one. A restart undoes it."""
         from diptych.cli.role import run_role
-        from diptych.cli.router_access import cluster_tls
+        from diptych.cli.router_access import worker_access
         from diptych.cli.status_client import StatusClient
 
-        tls = cluster_tls(cluster_ca, cluster_cert, cluster_key, cluster_tls_name, here=not url)
+        files = (cluster_ca, cluster_cert, cluster_key, cluster_tls_name)
+        access = worker_access(*files, secret_file=secret_file, here=not url)
         client = StatusClient(url, tls_ca=tls_ca, server_name=tls_server_name)
-        raise typer.Exit(run_role(client, worker, role, timeout_s=timeout_s, force=force, cluster_tls=tls))
+        raise typer.Exit(run_role(client, worker, role, timeout_s=timeout_s, force=force, access=access))
 
     @app.command()
     def restart(

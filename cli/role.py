@@ -9,9 +9,8 @@ from typing import Any, Protocol
 
 import grpc
 
+from diptych.cli.worker_access import WorkerAccess
 from diptych.common.errors import ConfigError, NoWorkerError
-from diptych.common.tls import ClusterTls
-from diptych.rpc.channels import channel_options, cluster_credentials, name_option
 from diptych.rpc.errors import from_rpc_error
 from diptych.rpc.stubs import WorkerStub
 from diptych.rpc.v1 import worker_pb2
@@ -27,20 +26,14 @@ class Status(Protocol):
 
 
 def set_role(
-    address: str, worker: dict[str, Any], role: str, *, force: bool, tls: ClusterTls | None, timeout_s: float
+    address: str, worker: dict[str, Any], role: str, *, force: bool, access: WorkerAccess, timeout_s: float
 ) -> str:
     """Ask the worker for the role, and wait until it has it. Returns: the role before. Raises: DiptychError."""
-    options = channel_options()
-    channel = (
-        grpc.insecure_channel(address, options=options)
-        if tls is None
-        else grpc.secure_channel(address, cluster_credentials(tls), options=[*options, *name_option(tls)])
-    )
     number: Any = ROLES[role].number
     request = worker_pb2.SetRoleRequest(
         worker_id=worker["id"], incarnation=worker["incarnation"], role=number, force=force
     )
-    with channel:
+    with access.open(address) as channel:
         try:
             answer = WorkerStub(channel).SetRole(request, timeout=timeout_s)
         except grpc.RpcError as error:
@@ -55,7 +48,7 @@ def run_role(
     *,
     timeout_s: float,
     force: bool = False,
-    cluster_tls: ClusterTls | None = None,
+    access: WorkerAccess = WorkerAccess(),  # noqa: B008 - frozen
     ask: Callable[..., str] = set_role,
     now: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
@@ -72,7 +65,7 @@ def run_role(
         raise ConfigError(
             "worker", worker, f"the router has no such worker; it has: {', '.join(sorted(known)) or 'none'}"
         )
-    before = ask(known[worker]["address"], known[worker], role, force=force, tls=cluster_tls, timeout_s=timeout_s)
+    before = ask(known[worker]["address"], known[worker], role, force=force, access=access, timeout_s=timeout_s)
     if before == role:
         print(f"{worker} is a {role} worker already")
         return 0

@@ -16,7 +16,7 @@ from diptych.common.errors import ConfigError
 
 if TYPE_CHECKING:
     from diptych.cli.up.run_folder import ClusterState
-    from diptych.common.tls import ClusterTls
+    from diptych.cli.worker_access import WorkerAccess
 
 TLS_CA = Annotated[
     Path | None,
@@ -54,6 +54,14 @@ CLUSTER_TLS_NAME = Annotated[
         envvar="DIPTYCH_CLUSTER_TLS_NAME",
         metavar="TEXT",
         help="Name that the workers' certificates must hold, if it is not their address's host.",
+    ),
+]
+SECRET_FILE = Annotated[
+    str,
+    typer.Option(
+        envvar="DIPTYCH_SECRET_FILE",
+        metavar="PATH",
+        help="The cluster secret, which workers without mTLS ask for. Default: that of the cluster of this folder.",
     ),
 ]
 
@@ -118,17 +126,21 @@ def router_access(address: str = "", tls_ca: Path | None = None, server_name: st
     return RouterAccess(state.grpc_address, tls_ca, server_name)
 
 
-def cluster_tls(ca: str, cert: str, key: str, name: str = "", *, here: bool) -> ClusterTls | None:
-    """The certificate presented to workers: the given files, else those of the cluster of this folder.
+def worker_access(ca: str, cert: str, key: str, name: str, *, secret_file: str, here: bool) -> WorkerAccess:
+    """Certificate and secret for calls to workers: the given files, else those of the cluster of this folder.
 
     Args:
-        here: the workers belong to that cluster; others do not trust its certificate.
-    Raises: ConfigError when only some files are given, or one is invalid.
+        here: the workers belong to that cluster; others accept neither.
+    Raises: ConfigError when only some files of the certificate are given, or one is invalid.
     """
+    from diptych.cli.worker_access import WorkerAccess
+    from diptych.common.secret import load_secret
     from diptych.common.tls import load_cluster_tls
 
-    if here and not (ca or cert or key):
-        state = state_here()
-        if state is not None:
-            return load_cluster_tls(state.cluster_ca, state.cluster_cert, state.cluster_key)
-    return load_cluster_tls(ca, cert, key, name)
+    state = state_here() if here else None
+    if state is not None and not (ca or cert or key):
+        ca, cert, key = state.cluster_ca, state.cluster_cert, state.cluster_key
+    if state is not None and not secret_file:
+        secret_file = state.secret_file
+    tls = load_cluster_tls(ca, cert, key, name)
+    return WorkerAccess(tls, load_secret(Path(secret_file)) if secret_file and tls is None else b"")

@@ -38,9 +38,21 @@ def load_secret(path: Path) -> bytes:
         raise ConfigError("secret_file", str(path), "no such file; `make up` creates one") from None
     except ValueError:
         raise ConfigError("secret_file", str(path), "must hold 64 hexadecimal digits") from None
+    except OSError as error:
+        raise ConfigError("secret_file", str(path), f"cannot be read: {error.strerror}") from None
     if len(secret) != SECRET_BYTES:
         raise ConfigError("secret_file", str(path), f"must hold {2 * SECRET_BYTES} hexadecimal digits")
     return secret
+
+
+def call_key(secret: bytes) -> bytes:
+    """Key of the tokens of calls to workers."""
+    return derive_key(secret, "calls to workers")
+
+
+def call_token(key: bytes, address: str) -> str:
+    """The token of calls to one worker, see rpc/call_token.py. `address`: host:port as its lease says."""
+    return blake3(address.encode(), key=key).hexdigest()
 
 
 def further_salt(salt: bytes, text: str) -> bytes:

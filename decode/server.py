@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +41,7 @@ class DecodeService:
             forget=runtime.transfer.forget,
             handshake_timeout_s=config.handshake_timeout_s,
             allow_conversion=config.allow_kv_conversion,
-            open_channel=partial(open_channel, tls=runtime.cluster_tls),
+            open_channel=lambda address: open_channel(address, runtime.cluster_tls, runtime.call_token(address)),
         )
         self._unpacker = SlabUnpacker(runtime.engine, reader)
         context = RemotePrefillContext(

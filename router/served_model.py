@@ -19,7 +19,7 @@ import structlog
 from diptych.common.checkpoint.hashing import expected_fingerprint
 from diptych.common.clock import Clock
 from diptych.common.errors import ConfigError
-from diptych.common.secret import derive_key, tenant_salt
+from diptych.common.secret import call_key, derive_key, tenant_salt
 from diptych.common.store.interface import Store
 from diptych.common.store.worker_record import WorkerRecord
 from diptych.common.text.revision import tokenizer_revision
@@ -175,6 +175,7 @@ def make_model(
         library=around.library,
         admission=Admission(config.admission, config.max_ttft_s, config.max_tpot_s),
         tls=load_cluster_tls(config.cluster_ca, config.cluster_cert, config.cluster_key, config.cluster_tls_name),
+        call_key=call_key(around.secret),
         rollout=config.rollout,
         router_id=router_id,
         is_mine=is_mine,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import grpc
 
@@ -10,6 +11,7 @@ from diptych.common.addresses import host_port
 from diptych.common.errors import ConfigError
 from diptych.common.observe.tracing import TRACEPARENT
 from diptych.common.tls import ClusterTls
+from diptych.rpc.call_token import with_token
 
 MAX_MESSAGE_BYTES = 8 * 1024 * 1024
 KEEPALIVE_TIME_MS = 10_000
@@ -51,12 +53,29 @@ def server_options() -> list[tuple[str, int]]:
     ]
 
 
-def open_channel(address: str, tls: ClusterTls | None = None) -> grpc.aio.Channel:
-    """A channel to host:port of a process of the cluster. `tls`: mTLS: the peer must present a certificate of the
-    cluster's authority that names its host (or `tls.name`); None: no TLS, for loopback and private networks."""
-    if tls is None:
-        return grpc.aio.insecure_channel(address, options=channel_options())
-    return grpc.aio.secure_channel(address, cluster_credentials(tls), options=[*channel_options(), *name_option(tls)])
+def open_channel(address: str, tls: ClusterTls | None = None, token: str = "") -> grpc.aio.Channel:
+    """A channel to a process of the cluster.
+
+    Args:
+        address: host:port.
+        tls: mTLS: the peer must present a certificate of the cluster's authority that names its host (or `tls.name`);
+            None: no TLS, for loopback and private networks.
+        token: for the worker at this address, see call_token.py; not sent with mTLS.
+    """
+    return _open(grpc.aio, address, tls, token)
+
+
+def open_sync_channel(address: str, tls: ClusterTls | None = None, token: str = "") -> grpc.Channel:
+    """As open_channel, for code without an event loop."""
+    return _open(grpc, address, tls, token)
+
+
+def _open(kind: Any, address: str, tls: ClusterTls | None, token: str) -> Any:
+    if tls is not None:
+        options = [*channel_options(), *name_option(tls)]
+        return kind.secure_channel(address, cluster_credentials(tls), options=options)
+    channel = kind.insecure_channel(address, options=channel_options())
+    return with_token(channel, token) if token else channel
 
 
 def cluster_credentials(tls: ClusterTls) -> grpc.ChannelCredentials:

@@ -15,6 +15,7 @@ import asyncio
 import os
 from collections.abc import Awaitable, Callable
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 import structlog
 
@@ -35,6 +36,7 @@ from diptych.common.observe.logging import bind_process
 from diptych.common.observe.tracing import tracing
 from diptych.common.request import Prompt
 from diptych.common.sampling import SamplingParams
+from diptych.common.secret import call_key, call_token, load_secret
 from diptych.common.store.interface import Store, StoreError
 from diptych.common.store.registration import WorkerRegistration
 from diptych.common.store.worker_record import WorkerLoad, WorkerRecord
@@ -49,6 +51,7 @@ from diptych.engine.runner import ModelRunner
 from diptych.engine.sched.swap_cost import Rates, describe
 from diptych.kvtransfer.api import Transfer
 from diptych.rpc import convert
+from diptych.rpc.call_token import TokenInterceptor
 from diptych.rpc.channels import bind, cluster_server_credentials, new_server
 from diptych.rpc.handlers import ExchangeableHandlers
 from diptych.rpc.health import Health
@@ -130,10 +133,16 @@ class WorkerRuntime:
         self._draining = False
         self._live = True
         self._monitor: asyncio.Task[None] | None = None
-        self._server = new_server()
         self.cluster_tls = load_cluster_tls(
             config.cluster_ca, config.cluster_cert, config.cluster_key, config.cluster_tls_name
         )
+        if not config.secret_file:
+            raise ConfigError(
+                "secret_file", "", "is needed: block identities and calls are checked by the cluster secret"
+            )
+        self._call_key = call_key(load_secret(Path(config.secret_file)))
+        self._callers = TokenInterceptor()
+        self._server = new_server(() if self.cluster_tls is not None else (self._callers,))
         self.address = ""
         self.ended = asyncio.Event()
         """Set when the worker cannot continue: its engine failed, or a younger incarnation took its name."""
@@ -183,6 +192,10 @@ class WorkerRuntime:
     @property
     def ref(self) -> WorkerRef:
         return WorkerRef(self.worker_id, self.incarnation, self.address)
+
+    def call_token(self, address: str) -> str:
+        """The token of calls to the worker of this cluster at `address`."""
+        return call_token(self._call_key, address)
 
     @property
     def limits(self) -> Limits:
@@ -252,6 +265,7 @@ class WorkerRuntime:
         if is_wildcard(host):
             raise ConfigError("advertise_host", host, "peers cannot reach a wildcard address: name one of this host")
         self.address = host_port(host, port)
+        self._callers.expect(self.call_token(self.address), self.address)
         await self._server.start()
         await self.role.open()
         if self.config.metrics_port is not None:

@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import atexit
 import datetime
+import functools
 import itertools
 import json
 import os
@@ -21,6 +23,7 @@ import random
 import signal
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -30,6 +33,7 @@ import torch
 
 from diptych.bench.gpu.rule import CostRule
 from diptych.common.sampling import SamplingParams
+from diptych.common.secret import call_key, call_token, create_secret
 from diptych.router.cluster.decode_stream import DecodeStream
 from diptych.rpc.channels import open_channel
 from diptych.rpc.convert import sampling_to_proto
@@ -37,6 +41,15 @@ from diptych.rpc.v1 import decode_pb2, types_pb2
 
 VOCABULARY = 128_256
 MIB = 1 << 20
+
+
+@functools.cache
+def _secret() -> tuple[str, bytes]:
+    """The file of a secret for this run, and its content."""
+    folder = tempfile.TemporaryDirectory(prefix="diptych-bench-")
+    atexit.register(folder.cleanup)
+    path = Path(folder.name) / "secret"
+    return str(path), create_secret(path)
 
 
 class Worker:
@@ -53,7 +66,7 @@ class Worker:
     async def start(cls, gpu: int, role: str, options: dict[str, Any]) -> Worker:
         process = await asyncio.create_subprocess_exec(
             sys.executable,
-            *("-m", "diptych.bench.gpu.worker", role, json.dumps(options)),
+            *("-m", "diptych.bench.gpu.worker", role, json.dumps({**options, "secret_file": _secret()[0]})),
             stdout=asyncio.subprocess.PIPE,
             env={**os.environ, "CUDA_VISIBLE_DEVICES": str(gpu)},
         )
@@ -88,7 +101,8 @@ class Client:
         self._prefill, self._decode, self._rule = prefill, decode, rule
         self.local = 0
         """Prompts that the rule assigned to decode."""
-        self._stream = DecodeStream(open_channel(decode["address"]), decode["worker_id"])
+        channel = open_channel(decode["address"], token=call_token(call_key(_secret()[1]), decode["address"]))
+        self._stream = DecodeStream(channel, decode["worker_id"])
         self._stream.start()
         self._number = 0
 

@@ -15,7 +15,7 @@ from diptych.cli.doctor.verdict import Level, Verdict
 
 if TYPE_CHECKING:
     from diptych.cli.status_client import StatusClient
-    from diptych.common.tls import ClusterTls
+    from diptych.cli.worker_access import WorkerAccess
 
 CHECKS: tuple[Callable[[Facts], Iterator[Verdict]], ...] = (
     doctor_hosts.cluster,
@@ -88,11 +88,11 @@ def show(verdicts: list[Verdict]) -> None:
     Console().print(_table(verdicts))
 
 
-def run_doctor(client: StatusClient, *, sample_s: float, json_out: bool, cluster_tls: ClusterTls | None = None) -> int:
+def run_doctor(client: StatusClient, *, sample_s: float, json_out: bool, access: WorkerAccess) -> int:
     """Returns: the exit code; 1 when a verdict is BAD. Raises: DiptychError when the router cannot be reached."""
     from diptych.cli.doctor.gather import gather
 
-    verdicts = examine(gather(client, sample_s, cluster_tls=cluster_tls))
+    verdicts = examine(gather(client, sample_s, access=access))
     if json_out:
         print(as_json(verdicts))
     else:

@@ -12,8 +12,7 @@ import grpc
 
 from diptych.cli.doctor.facts import Facts, Gpu, Host, Worker
 from diptych.cli.status_client import StatusClient
-from diptych.common.tls import ClusterTls
-from diptych.rpc.channels import channel_options, cluster_credentials, name_option
+from diptych.cli.worker_access import WorkerAccess
 from diptych.rpc.fields import same_fields
 from diptych.rpc.stubs import WorkerStub
 from diptych.rpc.v1 import worker_pb2
@@ -25,16 +24,16 @@ def gather(
     client: StatusClient,
     sample_s: float,
     *,
-    cluster_tls: ClusterTls | None = None,
+    access: WorkerAccess,
     sleep: Callable[[float], None] = time.sleep,
 ) -> Facts:
-    """Query router and workers, wait `sample_s`, query the workers again. `cluster_tls`: for workers with mTLS. Raises:
-    DiptychError when the router cannot be reached."""
+    """Query router and workers, wait `sample_s`, query the workers again. Raises: DiptychError when the router cannot be
+    reached."""
     known = (client.get().get("cluster") or {}).get("workers", [])
     began = time.monotonic()
-    before = _query_all(known, cluster_tls)
+    before = _query_all(known, access)
     sleep(max(0.0, sample_s))
-    after = _query_all(known, cluster_tls)
+    after = _query_all(known, access)
     interval_s = max(time.monotonic() - began, 1e-3)
     # Status comes last, so that its stages include requests that ended during the sample.
     return Facts(client.get(), [_joined(one, other) for one, other in zip(before, after, strict=True)], interval_s)
@@ -44,11 +43,11 @@ def _joined(before: Worker, after: Worker) -> Worker:
     return after if after.error or before.error else replace(after, before=before.after, gpu_before=before.gpu)
 
 
-def _query_all(known: list[dict[str, Any]], tls: ClusterTls | None) -> list[Worker]:
+def _query_all(known: list[dict[str, Any]], access: WorkerAccess) -> list[Worker]:
     if not known:
         return []
     with ThreadPoolExecutor(max_workers=min(16, len(known)), thread_name_prefix="doctor") as pool:
-        return list(pool.map(lambda one: _query(one, tls), known))
+        return list(pool.map(lambda one: _query(one, access), known))
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,16 +57,10 @@ class _Answers:
     host: Host
 
 
-def _channel(address: str, tls: ClusterTls | None) -> grpc.Channel:
-    if tls is None:
-        return grpc.insecure_channel(address, options=channel_options())
-    return grpc.secure_channel(address, cluster_credentials(tls), options=[*channel_options(), *name_option(tls)])
-
-
-def _query(known: dict[str, Any], tls: ClusterTls | None) -> Worker:
+def _query(known: dict[str, Any], access: WorkerAccess) -> Worker:
     worker = Worker(known["id"], known["role"], known["address"])
     try:
-        with _channel(worker.address, tls) as channel:
+        with access.open(worker.address) as channel:
             answers = _answers(WorkerStub(channel))
     except grpc.RpcError as error:
         return replace(worker, error=f"{error.code().name}: {error.details()}")

@@ -77,8 +77,8 @@ def cluster(facts: Facts) -> Iterator[Verdict]:
                 "cluster",
                 Level.UNKNOWN,
                 f"{worker.id} at {worker.address} cannot be reached: {worker.error}",
-                "run the doctor where workers can be reached (inside the cluster's private network); with mTLS, "
-                "pass --cluster-ca, --cluster-cert and --cluster-key",
+                "run the doctor where workers can be reached (inside the cluster's private network), with the cluster's "
+                "--secret-file; with mTLS, pass --cluster-ca, --cluster-cert and --cluster-key instead",
             )
         for violation in worker.violations:
             yield bad("cluster", f"{worker.id}: {violation}", "an invariant is violated: keep its log, restart it")

@@ -128,6 +128,8 @@ class RunFolder:
             fd = os.open(self.pid_file, os.O_RDONLY)
         except FileNotFoundError:
             return None
+        except PermissionError:
+            raise self._of_another_user() from None
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -158,8 +160,14 @@ class RunFolder:
             data: dict[str, Any] = json.loads(self.state_file.read_text())
         except FileNotFoundError:
             return None
+        except PermissionError:
+            raise self._of_another_user() from None
         children = [ChildState(**child) for child in data.pop("children")]
         return ClusterState(**data, children=children)
+
+    def _of_another_user(self) -> ConfigError:
+        rule = "belongs to another user's cluster: name the folder of your own with DIPTYCH_RUN_DIR, or an address"
+        return ConfigError("run_dir", str(self.root), rule)
 
     def _remove_leftovers(self) -> None:
         for path in (self.state_file, self.state_file.with_suffix(".new"), self.secret, self.redis_socket):

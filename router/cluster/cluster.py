@@ -71,6 +71,7 @@ class Cluster:
         settle_s: see StartupGrace.
         router_id: see PendingShare; "": a new one.
         is_mine: selects the workers of this model.
+        call_key: see WorkerLink.
     """
 
     def __init__(
@@ -91,11 +92,13 @@ class Cluster:
         is_mine: Callable[[WorkerRecord], bool] = lambda _: True,
         open_link: Callable[[WorkerRecord], WorkerLink] | None = None,
         tls: ClusterTls | None = None,
+        call_key: bytes = b"",
         turn_window_s: float = 0.0,
         hot_prefix_copies: bool = False,
         library: Library | None = None,
     ) -> None:
         self._tls = tls
+        self._call_key = call_key
         self._store = store
         self._check = check
         self._clock = clock
@@ -147,6 +150,7 @@ class Cluster:
             on_change=self._on_change,
             on_ticket_status=lambda news: self.on_ticket_status(news),
             tls=self._tls,
+            call_key=self._call_key,
         )
 
     def _on_change(self) -> None:

@@ -13,6 +13,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from diptych.common.block_identity import KEY_BYTES
 from diptych.common.errors import InternalError
+from diptych.common.secret import call_token
 from diptych.common.store.worker_record import WorkerRecord
 from diptych.common.tiers import TIER_NAMES, TierDump
 from diptych.common.tls import ClusterTls
@@ -45,6 +46,7 @@ class WorkerLink:
         probe_s: pause between probes; each may take as long as `dead_s`.
         on_ticket_status: called with a decode worker's TicketStatus messages.
         pace: of tokens, see DecodeStream.
+        call_key: see common.secret.call_key; empty: calls carry no token.
         on_change: called when the worker becomes usable or stops being so.
     """
 
@@ -57,6 +59,7 @@ class WorkerLink:
         dead_s: float,
         on_change: Callable[[], None],
         tls: ClusterTls | None = None,
+        call_key: bytes = b"",
         on_ticket_status: Callable[[decode_pb2.TicketStatus], None] | None = None,
         pace: TokenPace | None = None,
     ) -> None:
@@ -66,7 +69,8 @@ class WorkerLink:
         self._probe_s = probe_s
         self._dead_s = dead_s
         self._on_change = on_change
-        self._channel = open_channel(record.address, tls)
+        token = call_token(call_key, record.address) if call_key else ""
+        self._channel = open_channel(record.address, tls, token)
         self.decode = (
             DecodeStream(
                 self._channel, record.worker_id, pace=pace, on_change=on_change, on_ticket_status=on_ticket_status

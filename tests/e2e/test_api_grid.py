@@ -7,7 +7,6 @@ import itertools
 import json
 from typing import Any
 
-import grpc
 import httpx
 import jsonschema_rs
 import pytest
@@ -135,7 +134,7 @@ def counters(cluster) -> dict[str, float]:
         audit = cluster.audit(name, full=False)
         found["sent"] += audit.kv_bytes_sent
         found["received"] += audit.kv_bytes_received
-        with grpc.insecure_channel(cluster.child(name).address) as channel:
+        with cluster.worker_channel(name) as channel:
             stats = worker_pb2_grpc.WorkerStub(channel).GetStats(worker_pb2.GetStatsRequest(), timeout=300.0)
         found[f"computed by {role}"] += stats.engine["computed_tokens_total"]
     for line in httpx.get(f"{cluster.http_url}/metrics", timeout=TIMEOUT_S).text.splitlines():

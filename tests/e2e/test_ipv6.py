@@ -24,12 +24,12 @@ def cluster6(cluster_module, tmp_path_factory: pytest.TempPathFactory):
         yield running
 
 
-def test_what_is_printed_can_be_used(cluster6) -> None:
+def test_what_is_printed_can_be_used(cluster6, cluster_module) -> None:
     assert cluster6.http_url.startswith("http://[::1]:")
     assert cluster6.grpc_address.startswith("[::1]:")
-    output = cluster6.log()
-    for words in (cluster6.http_url, cluster6.grpc_address, "KV bytes over ucx"):
-        assert words in output
+    words = (cluster6.http_url, cluster6.grpc_address, "KV bytes over ucx")
+    # The greeting is printed after the state that the fixture waits for.
+    cluster_module.wait_until(lambda: all(word in cluster6.log() for word in words), what="the greeting is printed")
     with OpenAI(base_url=f"{cluster6.http_url}/v1", api_key="none", max_retries=0, timeout=300.0) as client:
         answer = client.chat.completions.create(
             model=cluster6.model,

@@ -8,9 +8,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import grpc
 import httpx
+import psutil
 import pytest
 import trustme
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from diptych.client import AuthenticationError, Client, Tls
 from diptych.router.api.auth_keys import add_key
@@ -96,10 +99,23 @@ def test_keys_tls_and_mtls(cluster_module, tmp_path) -> None:
         other, _, _ = issue(tmp_path, "other")
         refused = {
             "this API key is not valid": diptych(*chat, said="Hello\n", key="dp-0000"),
-            "asks for a key": diptych("top", "--count", "1", key="dp-0000"),
+            "requires a key": diptych("top", "--count", "1", key="dp-0000"),
             "cannot be reached": diptych("what-if", "--prompt", "a", *to_grpc[:3], str(other), here=False),
             "certificate verify failed": diptych("top", "--count", "1", *to_http[:3], str(other), here=False),
         }
         for why, done in refused.items():
             said = done.stdout + done.stderr
             assert (done.returncode, why in said) == (1, True), (why, said)
+        # A stranger: no page without the key, no call to a worker without a certificate, and the key is shown nowhere.
+        with httpx.Client(base_url=cluster.http_url, verify=ssl.create_default_context(cafile=str(ca))) as http:
+            for page in ("/metrics", "/status.json", "/v1/models", "/v1/explain/mine"):
+                assert http.get(page, timeout=WAIT_S).status_code == 401, page
+        for child in cluster.state.children:
+            if child.role in ("prefill", "decode"):
+                stub = health_pb2_grpc.HealthStub(grpc.insecure_channel(child.address))
+                with pytest.raises(grpc.RpcError) as failed:
+                    stub.Check(health_pb2.HealthCheckRequest(), timeout=WAIT_S)
+                assert failed.value.code() is grpc.StatusCode.UNAVAILABLE
+            assert api_key not in " ".join(psutil.Process(child.pid).cmdline())
+            assert api_key not in Path(child.log).read_text(errors="replace")
+        assert api_key not in cluster.log()

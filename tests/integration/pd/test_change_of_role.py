@@ -20,7 +20,6 @@ from diptych.common.observe import logging
 from diptych.common.observe.tracing import tracing
 from diptych.common.store.memory import MemoryStore
 from diptych.kvtransfer.api import PeerRef
-from diptych.rpc.channels import open_channel
 from diptych.rpc.errors import from_rpc_error
 from diptych.rpc.stubs import SourceStub, WorkerStub
 from diptych.rpc.v1 import prefill_pb2, worker_pb2
@@ -169,7 +168,7 @@ async def test_the_rpc_names_the_worker_and_the_role(pd: ModuleType) -> None:
         worker = cluster.prefill[0]
 
         async def ask(**fields: Any) -> worker_pb2.SetRoleResponse:
-            async with open_channel(worker.address) as channel:
+            async with pd.worker_channel(worker.address) as channel:
                 try:
                     return await WorkerStub(channel).SetRole(worker_pb2.SetRoleRequest(**fields), timeout=pd.DEADLINE_S)
                 except grpc.RpcError as error:
@@ -305,7 +304,7 @@ async def test_a_decode_worker_publishes_cached_blocks_to_a_prefill_worker(pd: M
         )
         peer = PeerRef(source.worker_id, source.incarnation, source.transfer.address)
         got, started, finished = bytearray(), None, None
-        async with open_channel(source.address) as channel:
+        async with pd.worker_channel(source.address) as channel:
             async for event in SourceStub(channel).Fetch(request, timeout=pd.DEADLINE_S):
                 match event.WhichOneof("event"):
                     case "started":
@@ -335,7 +334,7 @@ async def test_a_fetch_of_nothing_cached_ends_and_a_bad_one_is_refused(pd: Modul
             request = prefill_pb2.FetchRequest(
                 source=wire.ref_to_proto(source.ref), reader=wire.ref_to_proto(source.ref), **given
             )
-            async with open_channel(source.address) as channel:
+            async with pd.worker_channel(source.address) as channel:
                 try:
                     events = SourceStub(channel).Fetch(request, timeout=pd.DEADLINE_S)
                     return [event.WhichOneof("event") async for event in events]

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from pathlib import Path
 from types import ModuleType
 
 import grpc
 import pytest
 
 from diptych.common.errors import ConfigError, StaleReferenceError, TicketRefusedError
-from diptych.common.secret import create_secret, derive_key
+from diptych.common.secret import derive_key, load_secret
 from diptych.common.ticket import PURPOSE, seal
 from diptych.rpc.channels import open_channel
 from diptych.rpc.errors import from_failure
@@ -54,8 +53,8 @@ class Guest:
 class Ear:
     """A router's stream on which nothing is submitted."""
 
-    def __init__(self, address: str) -> None:
-        self._channel = open_channel(address)
+    def __init__(self, channel: grpc.aio.Channel) -> None:
+        self._channel = channel
         self._call = DecodeStub(self._channel).Attach()
         self.door: decode_pb2.DirectEndpoint | None = None
         self.news: list[decode_pb2.TicketStatus] = []
@@ -82,14 +81,13 @@ def error_of(events: list[decode_pb2.Event]) -> Exception:
 
 
 @pytest.fixture
-async def place(pd: ModuleType, tmp_path: Path) -> AsyncIterator[tuple[object, Ear, Guest, bytes]]:
-    secret = tmp_path / "secret"
-    key = derive_key(create_secret(secret), PURPOSE)
-    config = {"client_port": 0, "secret_file": str(secret)}
+async def place(pd: ModuleType) -> AsyncIterator[tuple[object, Ear, Guest, bytes]]:
+    key = derive_key(load_secret(pd.SECRET_FILE), PURPOSE)
+    config = {"client_port": 0}
     gate = pd.Gate(OPEN)
     async with pd.cluster(decode=lambda: pd.fake_model(before_execute=gate), decode_config=config) as cluster:
         cluster.gate = gate
-        ear = Ear(cluster.decode.address)
+        ear = Ear(pd.worker_channel(cluster.decode.address))
         await ear.until(lambda: ear.door is not None)
         assert ear.door is not None
         decode = cluster.decode.role.services["decode"]
@@ -180,7 +178,7 @@ async def test_the_direct_endpoint_serves_nothing_else(pd, place):
 @pytest.mark.parametrize(
     ("changes", "field"),
     [
-        ({"client_port": 0}, "secret_file"),
+        ({"client_port": 0, "secret_file": ""}, "secret_file"),
         ({"client_port": 70_000, "secret_file": "x"}, "client_port"),
         ({"client_port": 0, "secret_file": "x", "client_tls_cert": "c"}, "client_tls_key"),
         ({"client_port": 0, "secret_file": "x", "role": "prefill"}, "client_port"),

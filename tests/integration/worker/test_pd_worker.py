@@ -85,7 +85,7 @@ async def test_lease_events_and_dump_agree(pd: ModuleType) -> None:
         assert (record.role, record.state, record.address) == ("decode", "ready", worker.address)
         assert record.compat["block_identity_golden"] == model.compat.block_identity_golden.hex()
         assert record.event_epoch == events[0].epoch
-        async with open_channel(worker.address) as channel:
+        async with pd.worker_channel(worker.address) as channel:
             parts = [
                 part async for part in WorkerStub(channel).DumpBlocks(worker_pb2.DumpBlocksRequest(), timeout=300.0)
             ]

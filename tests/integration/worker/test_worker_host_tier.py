@@ -17,7 +17,6 @@ from diptych.common.tiers import TIER_NAMES
 from diptych.router.cluster.worker_link import WorkerLink
 from diptych.router.placement.block_table import as_keys
 from diptych.router.placement.index import BlockIndex, IndexMode
-from diptych.rpc.channels import open_channel
 from diptych.rpc.stubs import WorkerStub
 from diptych.rpc.v1 import worker_pb2
 from diptych.worker.process import make_transfer
@@ -105,7 +104,14 @@ async def test_host_credit_from_events_and_after_a_hole_from_a_snapshot(pd: Modu
             return record.event_sequences[1] == last
 
         await waiting.until(lease_says_so)
-        link = WorkerLink(record, receiving_s=MonotonicClock().now, probe_s=1.0, dead_s=1.0, on_change=lambda: None)
+        link = WorkerLink(
+            record,
+            receiving_s=MonotonicClock().now,
+            probe_s=1.0,
+            dead_s=1.0,
+            on_change=lambda: None,
+            call_key=pd.CALL_KEY,
+        )
         try:
             dump = await link.dump_blocks()
         finally:
@@ -146,15 +152,15 @@ async def test_an_emptied_cache_begins_both_tiers_anew(pd: ModuleType) -> None:
         assert index.keys_of("decode-0", 0) == set(dump.tiers[0].keys)
 
 
-async def get_stats(worker: WorkerRuntime) -> worker_pb2.GetStatsResponse:
-    async with open_channel(worker.address) as channel:
+async def get_stats(pd: ModuleType, worker: WorkerRuntime) -> worker_pb2.GetStatsResponse:
+    async with pd.worker_channel(worker.address) as channel:
         return await WorkerStub(channel).GetStats(worker_pb2.GetStatsRequest(), timeout=300.0)
 
 
 async def test_a_worker_reports_its_rates_and_from_where_a_swap_is_cheaper(pd: ModuleType) -> None:
     store = MemoryStore(MonotonicClock())
     async with a_worker(pd, store) as worker:
-        cost = (await get_stats(worker)).preemption
+        cost = (await get_stats(pd, worker)).preemption
         block_bytes = worker.model.compat.kv.block_bytes
         assert [(tier.name, tier.num_bytes, tier.eviction) for tier in cost.tiers] == [
             ("device", 8 * block_bytes, "lru"), ("host", 8 * block_bytes, "lru"),
@@ -169,6 +175,6 @@ async def test_a_worker_reports_its_rates_and_from_where_a_swap_is_cheaper(pd: M
         records = await store.list_workers()
         assert records[0].tiers[1].bytes_per_s == worker.engine.stats().copy_bytes_per_s
     async with pd.cluster(num_prefill=0) as alone:
-        cost = (await get_stats(alone.decode)).preemption
+        cost = (await get_stats(pd, alone.decode)).preemption
         assert ([tier.name for tier in cost.tiers], cost.copy_bytes_per_s) == (["device"], 0.0)
         assert not cost.HasField("swap_from_tokens")

@@ -17,7 +17,9 @@ import httpx
 
 from diptych.cli.up.processes import ProcessIdentity, free_port, spawn
 from diptych.cli.up.run_folder import ChildState, ClusterState, RunFolder
+from diptych.cli.worker_access import WorkerAccess
 from diptych.common.compiled import LANES_VARIABLE
+from diptych.common.secret import load_secret
 from diptych.rpc.v1 import worker_pb2, worker_pb2_grpc
 from diptych_tests import waiting
 
@@ -66,20 +68,23 @@ class Cluster:
         ProcessIdentity(child.pid, child.start_time).send(signum)
         return child
 
+    def worker_channel(self, name: str) -> grpc.Channel:
+        return WorkerAccess(secret=load_secret(Path(self.state.secret_file))).open(self.child(name).address)
+
     def audit(self, name: str, *, full: bool = True) -> worker_pb2.AuditResponse:
         """Worker.Audit of one worker; asserts that every law holds."""
-        with grpc.insecure_channel(self.child(name).address) as channel:
+        with self.worker_channel(name) as channel:
             answer = worker_pb2_grpc.WorkerStub(channel).Audit(worker_pb2.AuditRequest(full=full), timeout=RPC_S)
         assert not answer.violations, f"{name}: {list(answer.violations)}"
         return answer
 
     def info(self, name: str) -> worker_pb2.GetInfoResponse:
-        with grpc.insecure_channel(self.child(name).address) as channel:
+        with self.worker_channel(name) as channel:
             return worker_pb2_grpc.WorkerStub(channel).GetInfo(worker_pb2.GetInfoRequest(), timeout=RPC_S)
 
     def stats(self, name: str) -> dict[str, float]:
         """Worker.GetStats of one worker, its engine's numbers: answered in the midst of a step, too."""
-        with grpc.insecure_channel(self.child(name).address) as channel:
+        with self.worker_channel(name) as channel:
             answer = worker_pb2_grpc.WorkerStub(channel).GetStats(worker_pb2.GetStatsRequest(), timeout=RPC_S)
         return dict(answer.engine)
 

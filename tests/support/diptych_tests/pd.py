@@ -7,6 +7,7 @@ import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import grpc
 
@@ -15,6 +16,7 @@ from diptych.common.clock import Clock, MonotonicClock
 from diptych.common.compat import Compat, identified
 from diptych.common.errors import DiptychError
 from diptych.common.sampling import SamplingParams
+from diptych.common.secret import call_key, call_token, load_secret
 from diptych.engine.fake_runner import FakeRunner
 from diptych.engine.messages import ScheduledSeq
 from diptych.rpc.channels import open_channel
@@ -30,6 +32,8 @@ from diptych.worker.runtime import WorkerRuntime
 from diptych_tests import waiting
 
 PROMPT = [(7 * i + 3) % 1000 for i in range(150)]
+SECRET_FILE = Path(__file__).with_name("cluster_secret")
+CALL_KEY = call_key(load_secret(SECRET_FILE))
 BLOCK = 16
 VOCAB = 1000
 DEADLINE_S = 60.0
@@ -73,8 +77,14 @@ def worker_config(role: str, worker_id: str, **changes: object) -> WorkerConfig:
         "kv_overlap": "on",  # the fake model's KV is too small to be worth a message
         "check_invariants": True,
         "insecure": True,
+        "secret_file": str(SECRET_FILE),
     }
     return WorkerConfig(**{**settings, **changes})  # type: ignore[arg-type]
+
+
+def worker_channel(address: str) -> grpc.aio.Channel:
+    """A channel with the token that a worker of `worker_config` expects."""
+    return open_channel(address, token=call_token(CALL_KEY, address))
 
 
 class Gate:
@@ -137,7 +147,7 @@ class FakeRouter:
     """One Attach stream."""
 
     def __init__(self, address: str) -> None:
-        self._channel = open_channel(address)
+        self._channel = worker_channel(address)
         self._commands: asyncio.Queue[decode_pb2.Command | None] = asyncio.Queue()
         self._answers: dict[str, tuple[Answer, asyncio.Event, asyncio.Event]] = {}
         self._call: grpc.aio.StreamStreamCall | None = None
@@ -322,7 +332,7 @@ async def undisturbed(known: dict[str, list[int]]) -> list[int]:
 
 
 async def get_info(worker: WorkerRuntime) -> worker_pb2.GetInfoResponse:
-    async with open_channel(worker.address) as channel:
+    async with worker_channel(worker.address) as channel:
         return await WorkerStub(channel).GetInfo(worker_pb2.GetInfoRequest(), timeout=DEADLINE_S)
 
 

@@ -72,6 +72,17 @@ def test_other_users_cannot_write_in_the_folder_nor_read_its_state(tmp_path: Pat
     assert mode_of(shared) == 0o1777
 
 
+@pytest.mark.parametrize("read", [RunFolder.read_state, RunFolder.owner])
+def test_the_folder_of_another_user_is_named(tmp_path: Path, monkeypatch, read) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "read_text", refuse)
+    monkeypatch.setattr(os, "open", refuse)
+    with pytest.raises(ConfigError, match="run_dir.*another user's cluster.*DIPTYCH_RUN_DIR"):
+        read(RunFolder(tmp_path))
+
+
 def test_a_command_without_a_cluster_names_the_address_it_tries(tmp_path: Path, monkeypatch, capsys):
     monkeypatch.setenv("DIPTYCH_RUN_DIR", str(tmp_path / "none"))
     assert router_access().address == "127.0.0.1:50050"
