@@ -19,6 +19,7 @@ from enum import Enum
 from diptych.common.errors import (
     DiptychError,
     IncompatibleWorkersError,
+    InvalidRequestError,
     NoWorkerError,
     OverloadedError,
     StaleReferenceError,
@@ -27,7 +28,14 @@ from diptych.common.errors import (
 from diptych.router.requests.messages import ValidatedRequest
 
 _IN_ALL = 4
-REFUSALS = (StaleReferenceError, NoWorkerError, OverloadedError, IncompatibleWorkersError)
+_REFUSALS = (StaleReferenceError, NoWorkerError, OverloadedError, IncompatibleWorkersError)
+
+
+def is_refusal(error: DiptychError, num_tokens: int) -> bool:
+    """Whether a worker that ended an attempt with this error before it accepted it leaves the request to others. Where tokens
+    exist, another worker has run the request, so it is not invalid: this worker's pool is smaller, or it is too slow to
+    compile the grammar in time."""
+    return isinstance(error, _REFUSALS) or (num_tokens > 0 and isinstance(error, InvalidRequestError))
 
 
 class Verdict(Enum):
@@ -87,11 +95,11 @@ class Moves:
             if num_tokens and not continuable:
                 return MoveOutcome.NOT_CONTINUABLE
             return self._move(num_tokens)
-        if not self.allowed or not isinstance(error, REFUSALS):
+        if not self.allowed:
             return Verdict.FAIL
         if self.total:
-            return Verdict.FAIL if accepted else self._move(num_tokens)
-        return Verdict.FAIL if num_tokens else self._replace()
+            return self._move(num_tokens) if not accepted and is_refusal(error, num_tokens) else Verdict.FAIL
+        return self._replace() if not num_tokens and is_refusal(error, 0) else Verdict.FAIL
 
     def _replace(self) -> Verdict:
         if self.num_replaced:

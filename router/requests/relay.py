@@ -44,7 +44,7 @@ from diptych.router.requests.messages import (
     UsageInfo,
     ValidatedRequest,
 )
-from diptych.router.requests.migration import REFUSALS, AnswerSoFar, MoveOutcome, Moves, Verdict
+from diptych.router.requests.migration import AnswerSoFar, MoveOutcome, Moves, Verdict, is_refusal
 from diptych.router.requests.outcomes import record_outcome
 from diptych.router.requests.submission import placement_request, submit_of
 from diptych.rpc.convert import finish_reason_from_proto, logprobs_from_proto
@@ -172,7 +172,7 @@ class Relay:
         request, trace, life = self._request, self._trace, self._lifecycle
         query = placement_request(request)
         parts: dict[int, ValidatedRequest] = {}
-        if self._answer is not None and life.num_tokens > len(request.resume_after):
+        if self._answer is not None and self._num_sent:
             parts = self._answer.continuations(request)
             if request.sampling.num_choices > 1:
                 query = replace(query, request_fields=query.request_fields | {CHOICE})
@@ -250,7 +250,7 @@ class Relay:
             verdict = self._moves.judge(
                 error,
                 accepted=life.state in (State.ACCEPTED, State.STREAMING),
-                num_tokens=life.num_tokens - len(self._request.resume_after),
+                num_tokens=self._num_sent,
                 continuable=self._answer is not None and self._answer.continuable,
             )
         may = verdict is Verdict.MOVE or (verdict is Verdict.REPLACE and self._cluster.retry_budget.take())
@@ -271,6 +271,11 @@ class Relay:
         self._trace.placement = None
         log.warning("placing again", request_id=self._request.request_id, error=error.message, tokens=life.num_tokens)
         await self._wait_for_another(error)
+
+    @property
+    def _num_sent(self) -> int:
+        """Tokens that the client has from this router."""
+        return self._lifecycle.num_tokens - len(self._request.resume_after)
 
     def _exclusion(self) -> frozenset[Incarnation]:
         """Incarnations that must not be chosen. One that was lost may be, if it is usable again and no other is."""
@@ -300,7 +305,7 @@ class Relay:
         """End the request. Returns: the error to raise: of an answer that could not move, the loss of its worker.
         `outcome`: of its last loss, if it is known."""
         loss = self._loss
-        if loss is not None and isinstance(error, (WorkerLostError, *REFUSALS)):
+        if loss is not None and (isinstance(error, WorkerLostError) or is_refusal(error, self._num_sent)):
             outcome = outcome or MoveOutcome.NO_WORKER
             why = "" if error is loss else f"; no other worker took its request: {error.message}"
             error = WorkerLostError(loss.message + why, retry_after_s=error.retry_after_s or RETRY_AFTER_S)

@@ -4,7 +4,13 @@ import asyncio
 
 import pytest
 
-from diptych.common.errors import InternalError, OverloadedError, StaleReferenceError, WorkerLostError
+from diptych.common.errors import (
+    InternalError,
+    InvalidRequestError,
+    OverloadedError,
+    StaleReferenceError,
+    WorkerLostError,
+)
 from diptych.router.requests.messages import (
     ChoiceFinishedEvent,
     FinishedEvent,
@@ -215,7 +221,9 @@ async def test_a_drained_worker_gives_its_answers_up(fleet):
     assert len(second.submits) == 1
 
 
-@pytest.mark.parametrize("refusal", [OverloadedError("full"), StaleReferenceError("another life")])
+@pytest.mark.parametrize(
+    "refusal", [OverloadedError("full"), StaleReferenceError("another life"), InvalidRequestError("no room")]
+)
 async def test_a_worker_that_refuses_the_move_is_passed_by(fleet, refusal):
     first, (second, third), seen, events = await first_and_rest(fleet, number=3)
     second.refuse = refusal

@@ -62,13 +62,19 @@ def test_a_refused_request_is_placed_again_once(error):
     assert judge(Moves(3), error, num_tokens=1) is Verdict.FAIL
 
 
-@pytest.mark.parametrize("error", REFUSALS, ids=lambda error: error.reason)
+@pytest.mark.parametrize("error", [*REFUSALS, InvalidRequestError("no room here")], ids=lambda error: error.reason)
 def test_a_refusal_on_the_way_is_a_part_of_the_move(error):
     moves = Moves(2)
     assert judge(moves, LOST, num_tokens=5) is Verdict.MOVE
     assert judge(moves, error, accepted=False, num_tokens=5) is Verdict.MOVE
     assert judge(moves, error, accepted=False, num_tokens=5) is MoveOutcome.ATTEMPTS
     assert judge(moves, error, accepted=True, num_tokens=5) is Verdict.FAIL
+
+
+def test_a_request_that_no_worker_has_run_may_be_invalid():
+    moves = Moves(2)
+    assert judge(moves, LOST, accepted=False) is Verdict.MOVE
+    assert judge(moves, InvalidRequestError("bad grammar"), accepted=False) is Verdict.FAIL
 
 
 def test_moves_without_a_new_token_are_few_and_all_are_bounded():
