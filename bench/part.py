@@ -7,7 +7,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import psutil
@@ -18,16 +18,22 @@ START_S = 120.0
 TERMINATE_S = 5.0
 
 
+def running_part(module: str, *arguments: str) -> contextlib.AbstractContextManager[tuple[psutil.Process, list[str]]]:
+    """Start `python -P -m MODULE ARGUMENTS...`; see running_command."""
+    return running_command([sys.executable, "-P", "-m", module, *arguments], module)
+
+
 @contextlib.contextmanager
-def running_part(module: str, *arguments: str) -> Iterator[tuple[psutil.Process, list[str]]]:
-    """Start `python -P -m MODULE ARGUMENTS...`; yield its process and the printed addresses.
+def running_command(
+    command: list[str], module: str, env: Mapping[str, str] | None = None
+) -> Iterator[tuple[psutil.Process, list[str]]]:
+    """Start the command of a part; yield its process and the printed addresses.
 
     Its output goes to a file: an unread pipe would block it after 64 KiB of log. Raises: ConfigError with the end of
     its output when it prints no addresses within START_S.
     """
     with tempfile.NamedTemporaryFile() as output:
-        command = [sys.executable, "-P", "-m", module, *arguments]
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=env)
         try:
             yield psutil.Process(process.pid), _addresses(process, Path(output.name), module)
         finally:

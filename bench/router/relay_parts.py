@@ -1,7 +1,7 @@
 """The two processes of `diptych bench router`: a decode worker without an engine, and the production router in front of
 it.
 
-    python -P -m diptych.bench.router.relay_parts decode
+    python -P -m diptych.bench.router.relay_parts decode [STEP_S]
     python -P -m diptych.bench.router.relay_parts router MODEL_FOLDER DECODE_ADDRESS [SECRET_FILE]
 
 Each prints `serves ADDRESS...` and runs until it is terminated.
@@ -36,8 +36,8 @@ BLOCK_SIZE = 16
 READY_DEADLINE_S = 30.0
 
 
-async def run_decode() -> None:
-    worker = await FakeDecode().start()
+async def run_decode(step_s: float = 0.0) -> None:
+    worker = await FakeDecode(step_s=step_s).start()
     print("serves", worker.address, flush=True)
     await asyncio.Event().wait()
 
@@ -94,5 +94,7 @@ def _record(worker_id: str, role: str, address: str, header: IdentityHeader) -> 
 if __name__ == "__main__":
     part = sys.argv[1]
     setup_logging(role=part)
-    secret = Path(sys.argv[4]) if len(sys.argv) > 4 else None
-    uvloop.run(run_decode() if part == "decode" else run_router(Path(sys.argv[2]), sys.argv[3], secret))
+    if part == "decode":
+        uvloop.run(run_decode(*map(float, sys.argv[2:])))
+    else:
+        uvloop.run(run_router(Path(sys.argv[2]), sys.argv[3], Path(sys.argv[4]) if len(sys.argv) > 4 else None))

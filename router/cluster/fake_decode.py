@@ -8,6 +8,7 @@ skip a token.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 
@@ -30,6 +31,7 @@ class FakeDecode(decode_pb2_grpc.DecodeServicer, worker_pb2_grpc.WorkerServicer)
         ticket_key: clients may redeem tickets signed with it, on a separate port; None: routers only.
         ticket_epoch: epoch of the accepted tickets.
         tokens_at_once: tokens per event.
+        step_s: the tokens of all answers come together, at multiples of it, as from an engine's steps; 0: at once.
         first_token: of every answer.
         refuse: ends every new attempt with this error instead of accepting it.
         go: a gate; while it is cleared no token is sent.
@@ -44,6 +46,7 @@ class FakeDecode(decode_pb2_grpc.DecodeServicer, worker_pb2_grpc.WorkerServicer)
     ticket_key: bytes | None = None
     ticket_epoch: int = 1
     tokens_at_once: int = 1
+    step_s: float = 0.0
     incarnation: str = "i1"
     refuse: DiptychError | None = None
     skip_offset: int = -1
@@ -176,7 +179,7 @@ class FakeDecode(decode_pb2_grpc.DecodeServicer, worker_pb2_grpc.WorkerServicer)
                 self.sent[attempt] = self.sent.get(attempt, 0) + len(ids)
                 if offset == begin and out.client:
                     self.tell(decode_pb2.TicketStatus(attempt=attempt, first_token=True, cached_tokens=cached))
-            await asyncio.sleep(0)
+            await asyncio.sleep(self.step_s - time.monotonic() % self.step_s if self.step_s else 0)
         for choice in choices if len(choices) > 1 else ():
             ended = types_pb2.ChoiceFinished(
                 choice=choice, finish_reason=types_pb2.FINISH_REASON_LENGTH, completion_tokens=sizes[choice]
