@@ -53,10 +53,13 @@ class ThreadedWriter(logging.Handler):
         except Exception:
             self.handleError(record)
             return
-        self.write(line)
+        self.write(line, urgent=record.levelno >= logging.WARNING)
 
-    def write(self, line: str) -> None:
-        """Args: line: without its end."""
+    def write(self, line: str, *, urgent: bool = False) -> None:
+        """Args:
+        line: without its end.
+        urgent: it ends a pause, since the process may be about to be killed.
+        """
         with self._lock:
             if self._closed:
                 if not self._stuck:
@@ -65,6 +68,8 @@ class ThreadedWriter(logging.Handler):
                 if self._dropped:
                     self._report_dropped()
                 self._queue.put(f"{line}\n")
+                if urgent:
+                    self._hurried.set()
             else:
                 self._dropped += 1
 

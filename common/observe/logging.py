@@ -16,7 +16,7 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Callable
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -34,9 +34,10 @@ _process: dict[str, Any] = {}
 class _LineLogger:
     """What a structlog logger writes its rendered lines to: every method takes one line."""
 
-    def __init__(self, name: str, write: Callable[[str], None]) -> None:
+    def __init__(self, name: str, writer: ThreadedWriter) -> None:
         self.name = name
-        self.debug = self.info = self.warning = self.error = self.critical = write
+        self.debug = self.info = writer.write
+        self.warning = self.error = self.critical = partial(writer.write, urgent=True)
 
 
 def bind_process(**changes: Any) -> None:
@@ -90,7 +91,7 @@ def setup_logging(**process: Any) -> None:
     structlog.configure(
         processors=[*shared, rendered],
         wrapper_class=structlog.make_filtering_bound_logger(level),
-        logger_factory=lambda *name: _LineLogger(names(*name).name, handler.write),
+        logger_factory=lambda *name: _LineLogger(names(*name).name, handler),
         cache_logger_on_first_use=True,
     )
     handler.setFormatter(

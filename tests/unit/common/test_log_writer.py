@@ -77,6 +77,18 @@ def test_15_what_is_logged_is_written_when_the_log_is_flushed_and_after_its_end(
     assert os.read(ours, 100) == b"an object that ends late\n"
 
 
+def test_a_warning_does_not_wait_for_the_end_of_a_pause(pipe: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(log_writer, "PAUSE_S", 10 * WAIT_S)
+    ours, theirs = pipe
+    writer = ThreadedWriter(theirs, report)
+    writer.write("one")
+    assert os.read(ours, 100) == b"one\n"
+    writer.write("two")
+    writer.write("the last", urgent=True)
+    assert "".join(read_all(ours, lambda text: text.endswith("last\n"))) == "twothe last"
+    writer.close()
+
+
 def test_15_a_descriptor_that_does_not_block_loses_nothing(pipe: tuple[int, int]) -> None:
     ours, theirs = pipe
     os.set_blocking(theirs, False)
