@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 
 from diptych.common.errors import DiptychError, InvalidRequestError
 from diptych.router.preprocess.bounded_executor import LONG_BYTES, BoundedExecutor
@@ -64,14 +64,19 @@ async def read_body(request: Request, *, limit: int = MAX_BODY_BYTES, timeout_s:
     size = 0
     try:
         async with asyncio.timeout(timeout_s):
-            async for part in request.stream():
+            more = True
+            while more:
+                message = await request.receive()
+                if message["type"] == "http.disconnect":
+                    raise ClientDisconnect()
+                part, more = message.get("body", b""), message.get("more_body", False)
                 size += len(part)
                 if size > limit:
                     raise BodyTooLargeError(f"the body has more than {limit} bytes")
                 parts.append(part)
     except TimeoutError:
         raise BodyTimeoutError(f"the body did not arrive within {timeout_s:g} s") from None
-    return b"".join(parts)
+    return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
 class Bodies:

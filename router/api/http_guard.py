@@ -41,10 +41,12 @@ class GuardMiddleware:
             await self._app(scope, receive, send)
             return
         try:
-            size = sum(len(name) + len(value) + 4 for name, value in scope["headers"])
+            size, names = 0, set()
+            for name, value in scope["headers"]:
+                size += len(name) + len(value) + 4
+                names.add(name)
             if size > MAX_HEADER_BYTES:
                 raise HeadersTooLargeError(f"the headers have {size} bytes; at most {MAX_HEADER_BYTES} are taken")
-            names = {name for name, _ in scope["headers"]}
             if b"content-length" in names and b"transfer-encoding" in names:
                 # A proxy may have used the other header: what follows could be another client's request (request
                 # smuggling).

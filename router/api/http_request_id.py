@@ -3,7 +3,6 @@ log."""
 
 from __future__ import annotations
 
-from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from diptych.common.ids import new_request_id
@@ -31,9 +30,12 @@ class RequestIdMiddleware:
 
             async def send_with_id(message: Message) -> None:
                 if message["type"] == "http.response.start":
-                    headers = MutableHeaders(scope=message)
-                    headers.setdefault("x-request-id", access.request_id or new_request_id())
-                    access.request_id, access.status = headers["x-request-id"], message["status"]
+                    headers = message.get("headers", [])
+                    own = next((value for name, value in headers if name == b"x-request-id"), None)
+                    if own is None:
+                        own = (access.request_id or new_request_id()).encode()
+                        message["headers"] = [*headers, (b"x-request-id", own)]
+                    access.request_id, access.status = own.decode("latin-1"), message["status"]
                 await send(message)
 
             await self._app(scope, receive, send_with_id)

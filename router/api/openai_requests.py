@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
+import msgspec
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
 from diptych.common.errors import InvalidRequestError
@@ -71,6 +72,7 @@ FORMAT_FIELDS = (
 )  # fmt: skip
 _COMPLETION_TOKENS = 16
 """The API's default of max_tokens for completions; chat answers have no default limit."""
+_MAX_KEY_BYTES = 512
 _MAX_TEMPLATE_KWARGS = 16
 _MAX_TEMPLATE_VALUE_CHARS = 256
 
@@ -261,12 +263,23 @@ def spec_fields(request: Sampled, sampling: Mapping[str, object]) -> dict[str, A
     if isinstance(values.get("stop"), str):
         values["stop"] = [values["stop"]]
     fields = {name: getattr(request, name) for name in _UNCHANGED if name in given}
+    values = {name: value for name, value in values.items() if value is not None}
     return fields | {
-        "sampling": {name: value for name, value in values.items() if value is not None},
+        "sampling": values,
+        "sampling_key": _key_of(values),
         "model": request.model,
         "request_id": request.request_id or "",
         "failure_policy": request.failure_policy or "",
     }
+
+
+def _key_of(sampling: Mapping[str, object]) -> bytes:
+    """See UncheckedRequest.sampling_key."""
+    try:
+        key = b"json" + msgspec.json.encode(sampling)
+    except (msgspec.MsgspecError, OverflowError, TypeError, UnicodeEncodeError):
+        return b""  # the values' check will say why
+    return key if len(key) <= _MAX_KEY_BYTES else b""
 
 
 def _spec(request: _Common, sampling: Mapping[str, object], **more: Any) -> UncheckedRequest:
@@ -344,5 +357,6 @@ def note_unknown(
     model: type[BaseModel], body: dict[str, Any], not_built: Mapping[str, object], unknown: UnknownFields
 ) -> tuple[str, ...]:
     """Warnings for the caller about unknown fields. Raises: InvalidRequestError where they are rejected."""
-    known = {*model.model_fields, *not_built, *HARMLESS}
-    return unknown.note((name for name in body if name not in known), model.model_fields)
+    known = model.model_fields
+    names = [name for name in body if name not in known and name not in not_built and name not in HARMLESS]
+    return unknown.note(names, known) if names else ()

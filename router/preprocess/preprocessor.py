@@ -372,9 +372,10 @@ class RequestPreprocessor:
 
     def _sampling(self, spec: UncheckedRequest, room: int, bad_words: object) -> SamplingParams:
         """`room`: upper limit of a default max_tokens."""
-        if not spec.sampling_key or spec.grammar is not None or "bad_words" in spec.sampling:
+        unique = spec.grammar is not None or "bad_words" in spec.sampling or spec.use_beam_search is not None
+        if unique or not spec.sampling_key:
             return self._check_sampling(spec, room, bad_words)
-        key = (spec.sampling_key, 0 if "max_tokens" in spec.sampling else room)
+        key = (spec.sampling_key, 0 if "max_tokens" in spec.sampling else _default_max_tokens(spec, room))
         known = self._known.get(key)
         if known is None:
             if len(self._known) >= _MAX_KNOWN:
@@ -387,7 +388,11 @@ class RequestPreprocessor:
             spec,
             vocab_size=self._tokenizer.vocab_size,
             seed=self._rng.getrandbits(63),
-            max_tokens=room if spec.default_max_tokens is None else min(room, spec.default_max_tokens),
+            max_tokens=_default_max_tokens(spec, room),
             defaults=self._defaults,
             bad_words=bad_words,
         )
+
+
+def _default_max_tokens(spec: UncheckedRequest, room: int) -> int:
+    return room if spec.default_max_tokens is None else min(room, spec.default_max_tokens)

@@ -375,3 +375,24 @@ async def test_an_echo_is_of_the_tokens_that_are_kept(intake):
     assert (request.echo, request.echo_offsets) == ("a bb", (0, 1))
     request = await intake.prepare(replace(whole, prompt=None, token_ids=[1, 2]))
     assert (request.echo, request.echo_offsets) == ("x xx", ())
+
+
+@pytest.mark.parametrize("body", [{}, {"max_tokens": 3}, {"use_beam_search": True, "n": 2}])
+async def test_values_that_were_checked_before_are_those_of_this_request(intake, body):
+    """The same body of two APIs has another default, a seed is drawn for each request, and a beam is no option."""
+
+    body = dict(body)
+
+    async def sampled(call, **source):
+        call = call(source | body, features=ModelFeatures(), unknown=UnknownFields())
+        return (await intake.prepare(call.spec)).sampling
+
+    for _ in range(2):
+        completion = await sampled(completion_call, prompt=[5, 6])
+        chat = await sampled(chat_call, messages=[{"role": "user", "content": "a b"}])
+        assert (completion.max_tokens, chat.max_tokens) == (body.get("max_tokens", 16), body.get("max_tokens", 18))
+        assert completion.seed != chat.seed
+        assert completion.beam_width == chat.beam_width == (2 if "use_beam_search" in body else 0)
+        assert replace(chat, seed=0, max_tokens=0) == replace(completion, seed=0, max_tokens=0)
+    body.pop("use_beam_search", None)
+    assert (await sampled(completion_call, prompt=[5, 6])).beam_width == 0
