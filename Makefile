@@ -20,6 +20,9 @@ IMAGE_ARGS ?=
 GPU_PYTHON ?= $(BIN)/python
 # How many processes share the tests; all that need the one cluster run in the first.
 TEST_PROCESSES ?= 2
+# Of `make chaos-kill`: how many workers are killed, and the seed of their order.
+KILLS ?= 200
+SEED ?= 1
 # More flags of `diptych up`, for example: make up ARGS="--http-port 8080"
 ARGS ?=
 
@@ -30,7 +33,7 @@ PIP := $(BIN)/python -m pip --quiet
 STEP := .ci/with_progress.sh
 PROTO_SOURCES := $(wildcard proto/diptych/rpc/v1/*.proto)
 
-.PHONY: help check sdk-reference test test-full test-hostile up down proto model golden sim sdk-wheel bench bench-router bench-beside bench-engine bench-kv bench-vllm test-gpu bench-gpu bench-gpu-batch-invariant bench-gpu-pair bench-gpu-http wheels wheels-gpu secrets images charts test-clients test-containers clean
+.PHONY: help check sdk-reference test test-full test-hostile up down proto model golden chaos-kill sim sdk-wheel bench bench-router bench-beside bench-engine bench-kv bench-vllm test-gpu bench-gpu bench-gpu-batch-invariant bench-gpu-pair bench-gpu-http wheels wheels-gpu secrets images charts test-clients test-containers clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -78,6 +81,9 @@ golden: $(VENV)/.dev model ## compute the reference token ids again, with transf
 	@$(BIN)/python tests/golden/generate.py
 
 SEEDS ?= 100000
+chaos-kill: $(VENV)/.dev model ## kill -9 of KILLS random workers under sixteen streams: every answer as without it
+	@DIPTYCH_TEST_KILLS=$(KILLS) DIPTYCH_TEST_SEED=$(SEED) $(BIN)/pytest -s tests/chaos/test_kills_under_load.py
+
 sim: $(VENV)/.dev ## random schedules of the hand-off, SEEDS of them; prints every seed that breaks a law
 	@$(BIN)/python -P tests/sim/explore.py --seeds $(SEEDS) $(ARGS)
 
