@@ -64,6 +64,8 @@ class GenerationResponse(Response):
         self._send_timeout_s = send_timeout_s
         self._form: ResponseFormatter | None = None
         self._streaming = False
+        self._complete = False
+        """The end of the response is being sent."""
         self._last_write = 0.0
         self._writing_since: float | None = None
 
@@ -75,16 +77,20 @@ class GenerationResponse(Response):
         timer: asyncio.TimerHandle
         pings: set[asyncio.Task[None]] = set()
 
-        def leave(_: object) -> None:
+        def leave() -> None:
             nonlocal left
             if not left:
                 left = True
                 task.cancel()
 
+        def on_gone(_: object) -> None:
+            if not self._complete:  # the server says so after the last byte, too
+                leave()
+
         def look() -> None:
             nonlocal timer
             if self._stuck():
-                leave(None)
+                leave()
                 return
             timer = loop.call_later(self._ping_s / 3, look)
             if self._is_silent():
@@ -95,18 +101,18 @@ class GenerationResponse(Response):
         def pinged(ping: asyncio.Task[None]) -> None:
             pings.discard(ping)
             if not ping.cancelled() and ping.exception() is not None:
-                leave(None)
+                leave()
 
         timer = loop.call_later(self._ping_s / 3, look)
         gone = asyncio.create_task(_until_disconnect(receive))
-        gone.add_done_callback(leave)
+        gone.add_done_callback(on_gone)
         try:
             await self._work(scope, receive, send)
         except asyncio.CancelledError:
             if not left or task.uncancel():
                 raise
         finally:
-            gone.remove_done_callback(leave)
+            gone.remove_done_callback(on_gone)
             timer.cancel()
             gone.cancel()
             for ping in pings:
@@ -122,16 +128,13 @@ class GenerationResponse(Response):
             tokens, features = self._router_api.tokens(prepared.model), self._router_api.features(prepared.model)
             context = ResponseContext(prepared, int(self._now()), features, tokens, more)
             self._form = form = call.make_form(context)
-            async with (
-                all_accepted(self._router_api, (prepared, *more)) if more else accepted(self._router_api, prepared) as (
-                    _,
-                    events,
-                )
-            ):
+            begun = all_accepted(self._router_api, (prepared, *more)) if more else accepted(self._router_api, prepared)
+            async with begun as (_, events):
                 if call.stream:
                     await self._stream(form, request_id, events, send)
                 else:
                     answer = await self._collect(form, request_id, events)
+                    self._complete = True
                     await answer(scope, receive, send)
         except DiptychError as error:
             await self._fail(error, request_id, scope, receive, send)
@@ -163,7 +166,7 @@ class GenerationResponse(Response):
     async def _write(self, chunk: bytes, send: Send, *, last: bool = False) -> None:
         self._writing_since = self._last_write = time.monotonic()
         if last:
-            self._streaming = False
+            self._streaming, self._complete = False, True
         await send({"type": "http.response.body", "body": chunk, "more_body": not last})
         self._writing_since = None
 
@@ -175,6 +178,7 @@ class GenerationResponse(Response):
         if self._streaming and self._form is not None:
             await self._write(self._form.failure(error), send, last=True)
         else:
+            self._complete = True
             await error_response(error, request_id, self._extra_headers())(scope, receive, send)
 
     def _extra_headers(self) -> dict[str, str]:
