@@ -181,13 +181,26 @@ def choose_placement(
     elif not order and not notes:
         notes = ("no usable prefill worker: local prefill",)
     elif p is None and alone is None:
-        fresh = request.num_prompt_tokens - costs.snapshot.view(costs.snapshot.fleet.num_prefill + d).hit_tokens
-        most = request.local_prefill_max_tokens
-        few = f"{fresh} tokens of at most {most} (local_prefill_max_tokens)"
-        notes = (f"local prefill: {few}, cheaper on decode",)
+        notes = (_why_local(costs, d),)
     return Placement(
         costs.terms((p, d)), costs.snapshot, tuple(order), costs.best, notes, policy.name, alone is not None
     )
+
+
+def _why_local(costs: Costs, d: int) -> str:
+    """The note of a prompt that decode worker `d` computes though there are prefill workers."""
+    request, snapshot = costs.request, costs.snapshot
+    assert costs.local is not None
+    fresh = request.num_prompt_tokens - snapshot.view(snapshot.fleet.num_prefill + d).hit_tokens
+    full = _holds_all(request, snapshot)
+    if full is not None and full[d]:
+        return (
+            f"local prefill: decode holds all but the last {fresh} tokens (at most a block), no prefill worker is asked"
+        )
+    # A policy other than `cost` compares no costs.
+    why = "cheaper" if float(costs.local[d]) <= costs.least_remote else "allowed"
+    most = request.local_prefill_max_tokens
+    return f"local prefill: {fresh} tokens of at most {most} (local_prefill_max_tokens), {why} on decode"
 
 
 def colocated(costs: Costs) -> int | None:

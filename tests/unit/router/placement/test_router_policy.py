@@ -7,6 +7,7 @@ import pytest
 from diptych.common.kv_format import windowed_format
 from diptych.common.tiers import TierState
 from diptych.router.placement.cost import COLOCATED_SLACK_MS, choose_placement
+from diptych.router.placement.policies import policy_by_name
 from diptych.router.placement.types import Placement, PlacementRequest, Rejected, WorkerView, usable_hit_tokens
 from diptych.router.placement.worker_arrays import HANDOFF_MS, ClusterSnapshot
 from diptych_tests.records import worker_view
@@ -235,6 +236,21 @@ def test_the_rule_of_short_prompts_says_that_it_was_that():
     assert local.notes == ("local prefill: 40 tokens of at most 64 (local_prefill_max_tokens), cheaper on decode",)
     assert choose([worker("p0")], [worker("d0")], n=200).notes == ()
     assert choose([], [worker("d0")], n=10).notes == ("no usable prefill worker: local prefill",)
+
+
+def test_a_local_prefill_that_costs_more_is_not_called_cheaper():
+    slow = worker("d0", hit=192, prefill_tokens_per_s=5.0)
+    held = choose([worker("p0", hit=192)], [slow], n=200)
+    remote = next(terms for terms in held.candidates if terms.prefill)
+    assert held.chosen.total_ms > remote.total_ms
+    assert held.notes == (
+        "local prefill: decode holds all but the last 8 tokens (at most a block), no prefill worker is asked",
+    )
+    snapshot = ClusterSnapshot.of([worker("p0")], [worker("d0", hit=160, prefill_tokens_per_s=5.0)])
+    drawn = choose_placement(
+        PlacementRequest(200, 64), snapshot, NOW, random.Random(0), policy=policy_by_name("round-robin")
+    )
+    assert drawn.notes == ("local prefill: 40 tokens of at most 64 (local_prefill_max_tokens), allowed on decode",)
 
 
 def test_a_short_prompt_does_not_wait_for_a_long_one():
