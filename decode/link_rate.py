@@ -14,26 +14,35 @@ class _Burst:
     size_bytes: int = 0
 
 
+@dataclass(slots=True)
+class _Mean:
+    bytes_per_s: float
+    size_bytes: int
+
+
 class LinkRates:
-    """Exponentially weighted means. A read's own rate predicts its duration; concurrent reads share the link, so the
-    link's rate is measured over whole bursts. The first burst from a peer does not count: it connects.
+    """Means weighted by bytes over the last `window_bytes`. A read's own rate predicts its duration; concurrent reads
+    share the link, so the link's rate is measured over whole bursts. A small read takes its fixed cost and says little
+    of the rate, so it counts little; what began before the first read from a peer ended does not count: it connects.
 
     Args:
-        alpha: weight of the newest measurement.
+        window_bytes: weight of all earlier measurements together, at most.
         floor_bytes_per_s: minimum assumed rate; keeps a deadline finite and lenient.
     """
 
-    def __init__(self, *, alpha: float = 0.2, floor_bytes_per_s: float = 1_000_000.0) -> None:
-        self._alpha = alpha
+    def __init__(self, *, window_bytes: int = 16 << 20, floor_bytes_per_s: float = 1_000_000.0) -> None:
+        self._window = window_bytes
         self._floor = floor_bytes_per_s
-        self._rates: dict[str, float] = {}
+        self._rates: dict[str, _Mean] = {}
+        self._first_ended: dict[str, float] = {}
         self._bursts: dict[str, _Burst] = {}
-        self._link_rates: dict[str, float] = {}
+        self._link_rates: dict[str, _Mean] = {}
         self._connected: set[str] = set()
 
-    def observe(self, worker_id: str, size_bytes: int, seconds: float) -> None:
-        """Record the duration of one read."""
-        self._mix(self._rates, worker_id, size_bytes, seconds)
+    def observe(self, worker_id: str, size_bytes: int, began: float, now: float) -> None:
+        """Record one read."""
+        if began >= self._first_ended.setdefault(worker_id, now):
+            self._mix(self._rates, worker_id, size_bytes, now - began)
 
     def began(self, worker_id: str, now: float) -> None:
         burst = self._bursts.setdefault(worker_id, _Burst())
@@ -56,20 +65,23 @@ class LinkRates:
 
     def link(self, worker_id: str) -> float:
         """Bytes per second of the link from this peer; 0.0: not measured yet."""
-        return self._link_rates.get(worker_id, 0.0)
+        known = self._link_rates.get(worker_id)
+        return known.bytes_per_s if known is not None else 0.0
 
     def snapshot(self) -> dict[str, float]:
-        return dict(self._rates)
+        """By peer, where measured."""
+        return {worker_id: known.bytes_per_s for worker_id, known in self._rates.items()}
 
     def read_deadline_s(self, worker_id: str, size_bytes: int, *, base_s: float) -> float:
         """Deadline of a read, including its wait for a slab: base_s + four times the transfer time at the measured (or
         minimum) rate. The transfer uses this deadline unchanged."""
-        rate = max(self._rates.get(worker_id, 0.0), self._floor)
+        known = self._rates.get(worker_id)
+        rate = max(known.bytes_per_s if known is not None else 0.0, self._floor)
         return base_s + 4 * size_bytes / rate
 
-    def _mix(self, rates: dict[str, float], worker_id: str, size_bytes: int, seconds: float) -> None:
+    def _mix(self, rates: dict[str, _Mean], worker_id: str, size_bytes: int, seconds: float) -> None:
         if seconds <= 0 or size_bytes <= 0:
             return
-        rate = size_bytes / seconds
-        old = rates.get(worker_id)
-        rates[worker_id] = rate if old is None else old + self._alpha * (rate - old)
+        known = rates.setdefault(worker_id, _Mean(0.0, 0))
+        known.bytes_per_s += size_bytes / (known.size_bytes + size_bytes) * (size_bytes / seconds - known.bytes_per_s)
+        known.size_bytes = min(known.size_bytes + size_bytes, self._window)

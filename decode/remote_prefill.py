@@ -361,7 +361,7 @@ class RemotePrefill:
             last = self._vouched and self._announced.complete and self._given == self._announced.size
             unpacked = await self._context.unpacker.unpack(self._attempt, slab, last=last)
             if isinstance(slab.payload, DeviceRange):  # nothing was transferred before it was unpacked
-                self._context.links.observe(self._ref.worker_id, handle.size_bytes, self._context.clock.now() - began)
+                self._context.links.observe(self._ref.worker_id, handle.size_bytes, began, self._context.clock.now())
         self._done_with(handle, slab, unpacked)
 
     async def _unpack_converted(self, converter: RangeConverter, slab: ReceivedSlab) -> bool:
@@ -407,7 +407,7 @@ class RemotePrefill:
         finally:
             context.links.ended(self._ref.worker_id, arrived, context.clock.now())
         if not isinstance(slab.payload, DeviceRange):
-            context.links.observe(self._ref.worker_id, handle.size_bytes, context.clock.now() - began)
+            context.links.observe(self._ref.worker_id, handle.size_bytes, began, context.clock.now())
         return slab
 
     def _maybe_complete(self) -> None:

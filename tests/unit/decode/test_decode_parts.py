@@ -66,7 +66,7 @@ def test_coverage_refuses_layers_outside_empty_or_twice(low: int, num: int) -> N
 
 
 def test_what_a_link_does_is_measured_over_reads_that_overlap() -> None:
-    rates = LinkRates(alpha=0.5)
+    rates = LinkRates(window_bytes=4_000_000)
     rates.began("p0", 0.0)
     rates.ended("p0", 1_000, 0.9)
     assert rates.link("p0") == 0.0, "the first one connects"
@@ -87,13 +87,31 @@ def test_what_a_link_does_is_measured_over_reads_that_overlap() -> None:
 
 
 def test_link_rates_follow_the_readings_and_bound_the_deadline() -> None:
-    rates = LinkRates(alpha=0.5, floor_bytes_per_s=1e6)
+    rates = LinkRates(window_bytes=4_000_000, floor_bytes_per_s=1e6)
     assert rates.read_deadline_s("p0", 1_000_000, base_s=3.0) == 7.0
-    rates.observe("p0", 8_000_000, 1.0)
-    rates.observe("p0", 4_000_000, 1.0)
-    rates.observe("p0", 0, 1.0)
+    rates.observe("p0", 1, 0.0, 1.0)  # connects
+    rates.observe("p0", 8_000_000, 1.0, 2.0)
+    rates.observe("p0", 4_000_000, 2.0, 3.0)
+    rates.observe("p0", 0, 3.0, 4.0)
     assert rates.snapshot() == {"p0": 6_000_000.0}
     assert rates.read_deadline_s("p0", 6_000_000, base_s=3.0) == 7.0
+
+
+def test_a_read_that_connects_and_small_reads_do_not_set_the_rate() -> None:
+    """On a new cluster a link of 2 GB/s was reported at 5 MB/s, from one small read that also connected."""
+    rates = LinkRates()
+    rates.observe("p0", 200_000, began=0.0, now=0.04)
+    rates.observe("p0", 200_000, began=0.01, now=0.05)  # waited for the same connection
+    assert rates.snapshot() == {}, "not measured"
+    assert rates.read_deadline_s("p0", 1_000_000, base_s=3.0) == 7.0, "at the lenient minimum until then"
+    rates.observe("p0", 10_000, began=1.0, now=1.002)
+    rates.observe("p0", 4_000_000, began=2.0, now=2.002)
+    assert rates.snapshot()["p0"] == pytest.approx(2e9, rel=0.01)
+    for i in range(10):
+        rates.observe("p0", 10_000, began=3.0 + i, now=3.002 + i)
+    assert rates.snapshot()["p0"] == pytest.approx(2e9, rel=0.05), "their fixed cost is no rate"
+    rates.observe("p0", 16 << 20, began=20.0, now=20.16)
+    assert rates.snapshot()["p0"] < 0.6e9, "a slower link is soon seen"
 
 
 def test_an_illegal_move_names_the_moves_before_it() -> None:
