@@ -21,6 +21,7 @@ from diptych.common.compiled import NativeError, find_compiler
 from diptych.common.errors import ConfigError, DiptychError, InvalidRequestError, ModelNotFoundError, NoWorkerError
 from diptych.common.secret import load_secret, tenant_salt
 from diptych.common.store.interface import Store
+from diptych.common.store.memory import MemoryStore
 from diptych.common.store.redis_store import RedisStore
 from diptych.common.text.token_bytes import Tokens
 from diptych.router.api.packed_ids import PackedIds
@@ -377,6 +378,7 @@ class Frontend:
             "more_models": each[1:],
             "ready": ready,
             "reasons": reasons,
+            "one_process": isinstance(self._store, MemoryStore),  # who registers there runs here
             "lookup": self._lookup | {"compiler": _compiler()},
             "running": self.metrics.value("num_requests_running"),
             "waiting": self.metrics.value("num_requests_waiting"),

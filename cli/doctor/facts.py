@@ -100,8 +100,8 @@ class Worker:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """A cluster at two points in time. `status`: the router's /status.json. `interval_s`: seconds between the two
-    points."""
+    """A cluster at two points in time. `status`: the router's /status.json. `workers`: none where router and worker are one
+    process. `interval_s`: seconds between the two points."""
 
     status: Mapping[str, Any]
     workers: Sequence[Worker]
@@ -126,6 +126,11 @@ class Facts:
     def counter(self, name: str) -> dict[str, float]:
         """A counter of the router by label."""
         return dict(self.status.get("counters", {}).get(name, {}))
+
+    @property
+    def one_process(self) -> bool:
+        """Router and worker are one process (`diptych serve`), whose worker no one else may call."""
+        return bool(self.status.get("one_process"))
 
     @property
     def cluster(self) -> Mapping[str, Any]:

@@ -82,7 +82,13 @@ def cluster(facts: Facts) -> Iterator[Verdict]:
             )
         for violation in worker.violations:
             yield bad("cluster", f"{worker.id}: {violation}", "an invariant is violated: keep its log, restart it")
-    if status.get("ready") and not status.get("reasons"):
+    if facts.one_process:
+        if status.get("ready") and not status.get("reasons"):
+            yield ok("cluster", "one process, colocated")
+        yield info(
+            "worker", "its batches, memory and host are not examined: the server lets no one else call its worker"
+        )
+    elif status.get("ready") and not status.get("reasons"):
         roles = Counter(worker.role for worker in facts.workers)
         yield ok("cluster", f"ready: {roles['prefill']} prefill, {roles['decode']} decode")
 

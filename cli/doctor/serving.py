@@ -185,6 +185,8 @@ def utilization(worker: Worker, interval_s: float) -> float | None:
 
 
 def balance(facts: Facts) -> Iterator[Verdict]:
+    if facts.one_process:
+        return
     means = {}
     for role in ("prefill", "decode"):
         known = [value for w in facts.of(role) if (value := utilization(w, facts.interval_s)) is not None]

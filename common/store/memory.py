@@ -1,4 +1,4 @@
-"""The store in memory, for tests and simulations, with an injected clock."""
+"""The store in memory, for `diptych serve`, tests and simulations, with an injected clock."""
 
 from __future__ import annotations
 

@@ -138,6 +138,8 @@ class Cluster:
         self._old_view = ""
         """Why the view may be stale, or ""."""
         self._pair_seen = not require_prefill
+        self._wants_prefill = require_prefill
+        """Whether a missing prefill worker is a reason: it was required, or there was one."""
         self.on_ticket_status: Callable[[decode_pb2.TicketStatus], None] = lambda _: None
 
     def _open_link(self, record: WorkerRecord) -> WorkerLink:
@@ -288,7 +290,7 @@ class Cluster:
         """Whether a request could be placed, and the reasons against it or for being degraded.
 
         The first time a compatible prefill and decode worker are needed (see require_prefill); later decode alone is
-        enough.
+        enough. Without require_prefill a cluster that never had a prefill worker is not degraded: it is colocated.
         """
         view = self.snapshot()
         reasons = [f"{worker_id} {why}" for worker_id, why in sorted(view.unusable.items())]
@@ -299,8 +301,12 @@ class Cluster:
             reasons.append(self.degraded)
         pair = len(view.prefill) * len(view.decode) > len(view.incompatible)
         self._pair_seen = self._pair_seen or pair
-        for role, found in (("decode", view.decode), ("prefill", view.prefill)):
-            if not found:
+        self._wants_prefill = self._wants_prefill or any(m.record.role == "prefill" for m in self._members.all())
+        for role, missing in (
+            ("decode", not view.decode),
+            ("prefill", self._wants_prefill and not view.prefill),
+        ):
+            if missing:
                 reasons.insert(0, f"no usable {role} worker")
         return bool(view.decode) and self._pair_seen, reasons
 

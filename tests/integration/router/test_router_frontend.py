@@ -238,8 +238,13 @@ async def test_a_cluster_without_prefill_is_ready_when_that_is_wanted(model_fold
             await fleet.until_ready(decode=1, prefill=0)
             ready, reasons = fleet.frontend.ready()
             assert ready is not wanted
-            assert reasons[0] == "no usable prefill worker"
+            assert reasons == (["no usable prefill worker"] if wanted else [])
             if not wanted:
+                prefill = await fleet.add("p0", "prefill")
+                await fleet.until_ready()
+                assert fleet.frontend.ready() == (True, [])
+                await prefill.kill()
+                await fleet.until(lambda: "no usable prefill worker" in fleet.frontend.ready()[1])  # it is degraded now
                 assert fleet.frontend._cluster.place(
                     PlacementRequest(40, 0), PromptBlocks(Prompt([1] * 40))
                 ).local_prefill

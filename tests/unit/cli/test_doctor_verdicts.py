@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from diptych.cli.doctor.command import CHECKS, as_json, examine, is_bad, lines_of
+from diptych.cli.doctor.command import CHECKS, as_json, examine, is_bad, lines_of, run_doctor
 from diptych.cli.doctor.facts import Facts, Gpu, Host, Worker
 from diptych.cli.doctor.serving import utilization
 from diptych.cli.doctor.verdict import Level, Verdict
@@ -240,6 +240,36 @@ def test_5_5_a_healthy_idle_cluster_has_no_warning() -> None:
     idle = moved(replace(DECODE, links={"p0": 2e6}), steps=0.0, num_running=0.0, kv_bytes_received=0.0)
     found = examine(facts(moved(PREFILL, computed_tokens_total=0.0), idle, stages={}))
     assert [verdict for verdict in found if verdict.level not in (Level.OK, Level.INFO)] == []
+
+
+ONE_PROCESS = {
+    **STATUS,
+    "one_process": True,
+    "cluster": {"workers": [{"id": "local", "role": "decode", "address": "127.0.0.1:1", "index_mode": "EXACT"}]},
+}
+
+
+def test_a_healthy_server_of_one_process_has_no_warning(capsys: pytest.CaptureFixture[str]) -> None:
+    """Its worker is not called: it accepts calls with a secret only that `diptych serve` has."""
+
+    class Client:
+        def get(self) -> dict[str, Any]:
+            return ONE_PROCESS
+
+    class NoAccess:
+        def open(self, address: str) -> Any:
+            raise AssertionError(f"called {address}")
+
+    client: Any = Client()
+    access: Any = NoAccess()
+    assert run_doctor(client, sample_s=0.0, json_out=False, access=access) == 0
+    shown = capsys.readouterr().out
+    assert "ok      cluster      one process, colocated\n" in shown
+    assert {line.split()[0] for line in shown.splitlines()} <= {"ok", "info"}, shown
+    assert judged(Facts(ONE_PROCESS, []), "balance") == []
+    assert (
+        worst(Facts({**ONE_PROCESS, "ready": False, "reasons": ["local does not answer"]}, []), "cluster").level is BAD
+    )
 
 
 CARD = Gpu(uuid="GPU-d", observed_s=10.0, busy_s=5.0, throttled_s={"hw_thermal": 1.0, "sw_power_cap": 0.0}, sm_clock_hz=1.98e9, max_sm_clock_hz=1.98e9, nvlinks=18, nvlink_bytes=10**9)  # fmt: skip
