@@ -64,7 +64,13 @@ def register(app: typer.Typer) -> None:
     def role(
         worker: Annotated[str, typer.Argument(help="Worker id, as in /status.")],
         role: Annotated[str, typer.Argument(help="prefill or decode.")],
-        url: Annotated[str, _URL] = "",
+        url: Annotated[
+            str,
+            typer.Option(
+                metavar="URL",
+                help="URL of a router's HTTP server; needed unless the cluster runs from this folder.",
+            ),
+        ] = "",
         timeout_s: Annotated[
             float, typer.Option(min=1.0, help="Seconds for the worker's drain and until the router uses it.")
         ] = 120.0,
@@ -86,7 +92,7 @@ def register(app: typer.Typer) -> None:
 
         files = (cluster_ca, cluster_cert, cluster_key, cluster_tls_name)
         access = worker_access(*files, secret_file=secret_file, here=not url)
-        client = StatusClient(url, tls_ca=tls_ca, server_name=tls_server_name)
+        client = StatusClient(url, tls_ca=tls_ca, server_name=tls_server_name, changes=True)
         raise typer.Exit(run_role(client, worker, role, timeout_s=timeout_s, force=force, access=access))
 
     @app.command()

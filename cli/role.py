@@ -10,8 +10,8 @@ from typing import Any, Protocol
 import grpc
 
 from diptych.cli.worker_access import WorkerAccess
-from diptych.common.errors import ConfigError, NoWorkerError
-from diptych.rpc.errors import from_rpc_error
+from diptych.common.errors import ConfigError, DiptychError, NoWorkerError
+from diptych.rpc.errors import describe, from_rpc_error, typed_error
 from diptych.rpc.stubs import WorkerStub
 from diptych.rpc.v1 import worker_pb2
 from diptych.worker.role_spec import ROLES
@@ -37,8 +37,17 @@ def set_role(
         try:
             answer = WorkerStub(channel).SetRole(request, timeout=timeout_s)
         except grpc.RpcError as error:
-            raise from_rpc_error(error) from None
+            raise _named(error, worker["id"], address) from None
     return next(name for name, spec in ROLES.items() if spec.number == answer.previous)
+
+
+def _named(error: grpc.RpcError, worker_id: str, address: str) -> DiptychError:
+    """The error of a call to the worker, in words if none was reached."""
+    if typed_error(error) is not None or error.code() is not grpc.StatusCode.UNAVAILABLE:
+        return from_rpc_error(error)
+    why = describe(error)
+    seen = "is not running" if "refused" in why else f"cannot be reached: {why}"
+    return NoWorkerError(f"worker {worker_id} at {address} {seen}")
 
 
 def run_role(

@@ -63,14 +63,26 @@ class StatusClient:
         url: of the router's HTTP server; empty: the cluster that runs from this folder, else the default port.
         tls_ca: PEM file of the authorities to trust; None: those of the system, or of the cluster of this folder.
         server_name: name that the router's certificate must hold; empty: the URL's host.
+        changes: the command changes something: it takes no default port, where any cluster may be.
+    Raises: ConfigError naming the url or the tls_ca.
     """
 
     def __init__(
-        self, url: str = "", *, tls_ca: Path | None = None, server_name: str = "", timeout_s: float = 5.0
+        self,
+        url: str = "",
+        *,
+        tls_ca: Path | None = None,
+        server_name: str = "",
+        timeout_s: float = 5.0,
+        changes: bool = False,
     ) -> None:
         own = False
         if not url:
             state = RunFolder(run_dir()).read_state()
+            if state is None and changes:
+                raise ConfigError(
+                    "url", "", f"no cluster runs from {run_dir()}: name the router of the one to change (--url)"
+                )
             if state is None:
                 print_default("url", DEFAULT_URL)
             url = state.http_url if state is not None else DEFAULT_URL

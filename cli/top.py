@@ -90,15 +90,15 @@ def line_of(status: dict[str, Any], at: str) -> str:
     return " ".join(parts)
 
 
-def view(status: dict[str, Any], width: int) -> Any:
-    """The same for a terminal of so many columns, as a rich renderable."""
+def view(status: dict[str, Any], width: int, url: str = "") -> Any:
+    """The same for a terminal of so many columns, as a rich renderable. `url`: the router's."""
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
 
     now, series = recent(status), status["series"]
     models = models_of(status)
-    head = Text(f"{', '.join(name for name, _ in models)}  ", style="bold")
+    head = Text(f"{', '.join(name for name, _ in models)}{url and f' at {url}'}  ", style="bold")
     head.append("ready" if status["ready"] else "not ready", style="green" if status["ready"] else "bold red")
     head.append(
         f"   running {status['running']:.0f}, waiting {status['waiting']:.0f}, "
@@ -209,7 +209,7 @@ def _run_live(client: StatusClient, every_s: float, count: int, sleep: Callable[
                     sleep(every_s)
                 looks += 1
                 try:
-                    live.update(view(client.get(), live.console.width), refresh=True)
+                    live.update(view(client.get(), live.console.width, client.url), refresh=True)
                     failed = False
                 except DiptychError as error:
                     live.update(Text(f"no answer: {error.message}", style="bold red"), refresh=True)

@@ -11,7 +11,7 @@ from diptych.cli.doctor import gpus as doctor_gpus
 from diptych.cli.doctor import hosts as doctor_hosts
 from diptych.cli.doctor import serving as doctor_serving
 from diptych.cli.doctor.facts import Facts
-from diptych.cli.doctor.verdict import Level, Verdict
+from diptych.cli.doctor.verdict import Level, Verdict, info
 
 if TYPE_CHECKING:
     from diptych.cli.status_client import StatusClient
@@ -92,7 +92,8 @@ def run_doctor(client: StatusClient, *, sample_s: float, json_out: bool, access:
     """Returns: the exit code; 1 when a verdict is BAD. Raises: DiptychError when the router cannot be reached."""
     from diptych.cli.doctor.gather import gather
 
-    verdicts = examine(gather(client, sample_s, access=access))
+    facts = gather(client, sample_s, access=access)
+    verdicts = [info("router", f"{client.url} serves {facts.status.get('model', '')}"), *examine(facts)]
     if json_out:
         print(as_json(verdicts))
     else:

@@ -244,6 +244,7 @@ def test_5_5_a_healthy_idle_cluster_has_no_warning() -> None:
 
 ONE_PROCESS = {
     **STATUS,
+    "model": "tiny",
     "one_process": True,
     "cluster": {"workers": [{"id": "local", "role": "decode", "address": "127.0.0.1:1", "index_mode": "EXACT"}]},
 }
@@ -253,6 +254,8 @@ def test_a_healthy_server_of_one_process_has_no_warning(capsys: pytest.CaptureFi
     """Its worker is not called: it accepts calls with a secret only that `diptych serve` has."""
 
     class Client:
+        url = "http://h:1"
+
         def get(self) -> dict[str, Any]:
             return ONE_PROCESS
 
@@ -264,6 +267,7 @@ def test_a_healthy_server_of_one_process_has_no_warning(capsys: pytest.CaptureFi
     access: Any = NoAccess()
     assert run_doctor(client, sample_s=0.0, json_out=False, access=access) == 0
     shown = capsys.readouterr().out
+    assert "info    router       http://h:1 serves tiny\n" in shown
     assert "ok      cluster      one process, colocated\n" in shown
     assert {line.split()[0] for line in shown.splitlines()} <= {"ok", "info"}, shown
     assert judged(Facts(ONE_PROCESS, []), "balance") == []

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import socket
 from typing import Any
 
 import pytest
 
-from diptych.cli.role import run_role
+from diptych.cli.role import run_role, set_role
+from diptych.cli.worker_access import WorkerAccess
 from diptych.common.errors import ConfigError, NoWorkerError
 
 
@@ -71,3 +73,12 @@ def test_an_unknown_worker_or_role_is_refused() -> None:
         run(Router([worker("prefill")]), role="router")
     with pytest.raises(ConfigError, match="no such worker; it has: none"):
         run(Router([]))
+
+
+def test_a_worker_that_is_not_running_is_named() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"  # bound, not listening: refused
+        with pytest.raises(NoWorkerError) as refused:
+            set_role(address, worker("decode"), "prefill", force=False, access=WorkerAccess(), timeout_s=10.0)
+    assert refused.value.message == f"worker w0 at {address} is not running"

@@ -5,7 +5,9 @@ import stat
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from diptych.cli.main import build_app
 from diptych.cli.router_access import RouterAccess, router_access
 from diptych.cli.status_client import StatusClient
 from diptych.cli.up.processes import ProcessIdentity, tail
@@ -92,6 +94,18 @@ def test_a_command_without_a_cluster_names_the_address_it_tries(tmp_path: Path, 
     assert not capsys.readouterr().err
     with pytest.raises(NoWorkerError, match=r"the router at http://127.0.0.1:9 cannot be reached: Connection refused"):
         StatusClient("http://127.0.0.1:9").get()
+
+
+def test_a_command_that_changes_something_takes_no_default_address(tmp_path: Path, monkeypatch, capsys):
+    monkeypatch.setenv("DIPTYCH_RUN_DIR", str(tmp_path / "none"))
+    refused = CliRunner().invoke(build_app("role"), ["role", "decode-0", "prefill"]).exception
+    assert isinstance(refused, ConfigError)
+    assert f"no cluster runs from {tmp_path / 'none'}: name the router of the one to change (--url)" in str(refused)
+    assert StatusClient().url == "http://127.0.0.1:8000"
+    assert "using the default address http://127.0.0.1:8000 (--url" in capsys.readouterr().err
+    RunFolder(tmp_path).write_state(make_state())
+    monkeypatch.setenv("DIPTYCH_RUN_DIR", str(tmp_path))
+    assert StatusClient(changes=True).url == make_state().http_url
 
 
 def test_release_leaves_logs_only(tmp_path: Path):

@@ -47,8 +47,8 @@ def test_sparklines_leave_gaps_where_nothing_happened() -> None:
 
 def test_the_terminal_view_names_workers_and_reasons() -> None:
     out = io.StringIO()
-    Console(file=out, width=140).print(view(STATUS, 140))
-    for words in ("decode-0", "does not answer", "one thing", "25%", "queue 50 ms", "transfer -"):
+    Console(file=out, width=140).print(view(STATUS, 140, "http://h:1"))
+    for words in ("m at http://h:1", "decode-0", "does not answer", "one thing", "25%", "queue 50 ms", "transfer -"):
         assert words in out.getvalue()
 
 
