@@ -148,7 +148,9 @@ class Explanation:
 
     `prefill` and `decode` are worker ids. `transport` is the path that moved `kv_bytes` bytes of KV in `kv_ranges`
     ranges ("none" when nothing moved); `kv_ranges_overlapped` of them were read before the last chunk was computed.
-    Times are seconds since the decode worker received the request. `backend` names the back ends that computed the layers,
+    Times are seconds since the decode worker received the request; 0.0: it did not happen. `prefill_queue_s` and
+    `prefill_compute_s` are prefill's: 0.0 after a local prefill, as is `kv_complete_s`. `predicted_ttft_s` contains no
+    transfer, because the first token does not wait for KV. `backend` names the back ends that computed the layers,
     with their blocks where there are several. `attempts` lists all, in order, if the request was placed again.
     """
 

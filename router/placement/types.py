@@ -80,7 +80,7 @@ class Terms:
 
     @property
     def ttft_ms(self) -> float:
-        """Predicted time to the first token: costs before prefill's sampling, including the fixed cost of the hand-off."""
+        """Predicted time to the first token, which is sent as soon as prefill knows it: it does not wait for KV."""
         return self.queue_ms + self.prefill_ms
 
     @property

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -289,3 +291,12 @@ def test_the_explanation_holds_every_field_of_the_message() -> None:
     assert placement["prefill_tiers"] == {"host": 32, "disk": 16}
     assert (placement["prefill_host_tokens"], placement["decode_host_tokens"]) == (32, 0)
     json.dumps(shown)
+
+
+def test_the_api_page_describes_every_field_of_an_explanation() -> None:
+    page = (Path(__file__).parents[4] / "docs" / "api.md").read_text()
+    section = page.partition("### The explanation")[2].partition("\n### ")[0]
+    rows = [line.split("|")[1] for line in section.splitlines() if line.startswith("| `")]
+    shown = explanation_object(types_pb2.Explanation(candidates=[types_pb2.PlacementTerms()]))
+    described = set(re.findall(r"`(\w+)`", " ".join(rows)))
+    assert described | {"prefill_host_tokens", "decode_host_tokens"} == {*shown, *shown["placement"][0]}
