@@ -123,6 +123,10 @@ class Facts:
         value = self.status.get("stages", {}).get(name, {}).get(quantile)
         return None if value is None else float(value)
 
+    def samples(self, name: str) -> int:
+        """How many of the last requests had this stage."""
+        return int(self.status.get("stages", {}).get(name, {}).get("count", 0))
+
     def counter(self, name: str) -> dict[str, float]:
         """A counter of the router by label."""
         return dict(self.status.get("counters", {}).get(name, {}))

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from diptych.cli.doctor.facts import Facts, Worker
 from diptych.cli.doctor.verdict import Level, Verdict, amount, bad, info, milliseconds, ok, warn
+from diptych.common.errors import from_reason
 
 SMALL_BATCH_SHARE = 0.25
 LOW_HIT_RATE = 0.02
@@ -14,6 +15,8 @@ LONG_GAP_S = 2.0
 """Longer than any step that computes prompts beside decoding sequences."""
 MIN_PROMPT_TOKENS = 5_000
 """With fewer tokens the hit rate is not meaningful."""
+MIN_TRANSFERS = 20
+"""With fewer, the first small ones, which are all fixed cost, decide the median."""
 FULL, ALMOST_FULL = 0.97, 0.85
 BUSY, IDLE = 0.8, 0.4
 
@@ -124,6 +127,8 @@ def queues(facts: Facts) -> Iterator[Verdict]:
     parts = [("queue", queue), ("prefill", prefill), ("transfer", transfer), ("second token", second)]
     parts.append(("all after the first token", decode))
     seen = "p50 " + ", ".join(f"{name} {milliseconds(value)}" for name, value in parts if value is not None)
+    slow_transfers = transfer is not None and transfer > 0.05 and transfer > 0.5 * prefill
+    transfers = facts.samples("transfer")
     if queue > 0.1 and queue > prefill:
         yield bad(
             "time",
@@ -131,7 +136,7 @@ def queues(facts: Facts) -> Iterator[Verdict]:
             "requests wait longer than they compute: add workers to the pool that the balance below names, "
             "or shed earlier",
         )
-    elif transfer is not None and transfer > 0.05 and transfer > 0.5 * prefill:
+    elif transfer is not None and slow_transfers and transfers >= MIN_TRANSFERS:
         yield warn(
             "time",
             seen,
@@ -145,6 +150,8 @@ def queues(facts: Facts) -> Iterator[Verdict]:
             "answers stop after their first token: see preemptions, batch and cores; `diptych explain ID` shows the gap "
             "of one request",
         )
+    elif slow_transfers:
+        yield info("time", f"{seen} (of {transfers} transfers: too few to judge, {MIN_TRANSFERS} are needed)")
     else:
         yield ok("time", seen)
 
@@ -211,6 +218,16 @@ def balance(facts: Facts) -> Iterator[Verdict]:
         yield ok("balance", seen)
 
 
+def _counts(reasons: Mapping[str, float]) -> str:
+    return ", ".join(f"{number:.0f} {reason}" for reason, number in sorted(reasons.items()))
+
+
+def _clients_mistake(reason: str) -> bool:
+    """Whether the same request would fail at any time: the server is well."""
+    error = from_reason(reason, "")
+    return error.http_status < 500 and not error.retryable
+
+
 def fallbacks(facts: Facts) -> Iterator[Verdict]:
     placed = sum(facts.counter("placements").values())
     went = {name: number for name, number in facts.counter("fallbacks").items() if name != "decode_cache"}
@@ -218,7 +235,7 @@ def fallbacks(facts: Facts) -> Iterator[Verdict]:
     total = sum(went.values())
     if total:
         kinds = ", ".join(f"{number:.0f} to {name}" for name, number in sorted(went.items()))
-        why = ", ".join(f"{number:.0f} {reason}" for reason, number in sorted(faults.items()))
+        why = _counts(faults)
         share = total / max(placed, 1.0)
         report = bad if share > 0.05 else warn
         yield report(
@@ -229,10 +246,13 @@ def fallbacks(facts: Facts) -> Iterator[Verdict]:
         )
     else:
         yield ok("fallbacks", f"all {placed:.0f} attempts ran as placed")
-    ours = {name: number for name, number in errors.items() if name not in ("INVALID_ARGUMENT", "CLIENT_LEFT")}
+    theirs = {name: number for name, number in errors.items() if _clients_mistake(name)}
+    ours = {name: number for name, number in errors.items() if name not in theirs and name != "CLIENT_LEFT"}
+    if theirs:
+        yield info("errors", f"of the requests themselves: {_counts(theirs)}")
     if ours:
         yield warn(
             "errors",
-            ", ".join(f"{number:.0f} {reason}" for reason, number in sorted(ours.items())),
+            _counts(ours),
             "each is in the router's log, with its request id",
         )

@@ -35,7 +35,7 @@ HOST = Host(
 
 
 def stage(p50: float, p95: float | None = None) -> dict[str, Any]:
-    return {"count": 10, "p50": p50, "p95": p95 or p50}
+    return {"count": 20, "p50": p50, "p95": p95 or p50}
 
 
 STATUS: dict[str, Any] = {
@@ -147,6 +147,8 @@ HOST_TIER = {**SETTINGS, "num_host_blocks": "100", "preemption_mode": "auto"}
         ("cache", Level.WARN, "is GUESS", facts(cluster={"workers": [{"id": "d0", "index_mode": "GUESS"}]})),
         ("time", Level.BAD, "queue 900 ms", facts(stages={**STATUS["stages"], "queue": stage(0.9)})),
         ("time", Level.WARN, "transfer 150 ms", facts(stages={**STATUS["stages"], "transfer": stage(0.15)})),
+        ("time", Level.INFO, "transfer 150 ms, second token 30 ms, all after the first token 1000 ms (of 19 transfers: too few", facts(stages={**STATUS["stages"], "transfer": {**stage(0.15), "count": 19}})),
+        ("time", Level.WARN, "longest gap between tokens 2500 ms", facts(stages={**STATUS["stages"], "transfer": {**stage(0.15), "count": 1}, "longest_gap": stage(0.1, 2.5)})),
         ("time", Level.WARN, "longest gap between tokens 2500 ms", facts(stages={**STATUS["stages"], "longest_gap": stage(0.1, 2.5)})),
         ("time", Level.OK, "all after the first token 1000 ms", facts()),
         ("time", Level.INFO, "no request", facts(stages={})),
@@ -156,13 +158,15 @@ HOST_TIER = {**SETTINGS, "num_host_blocks": "100", "preemption_mode": "auto"}
         ("balance", Level.INFO, "no rates", facts(moved(PREFILL, prefill_tokens_per_s=0.0))),
         ("fallbacks", Level.BAD, "7 to local_prefill", facts(counters={**STATUS["counters"], "fallbacks": {"local_prefill": 7.0}, "prefill_faults": {"WORKER_LOST": 7.0}})),
         ("transport", Level.WARN, "less than 5.0 GB/s", facts(decode=replace(DECODE, path="nixl:cuda_ipc", settings=GPU))),
-        ("rdma", Level.INFO, "ib_uverbs", facts(replace(PREFILL, host=replace(HOST, rdma_missing=("kernel module ib_uverbs is not loaded",))))),
+        ("rdma", Level.INFO, "no RDMA device on these hosts", facts(replace(PREFILL, host=replace(HOST, rdma_missing=("kernel module ib_uverbs is not loaded",))))),
         ("rdma", Level.OK, "faster than TCP", facts(replace(PREFILL, path="nixl:rc", host=RDMA), replace(DECODE, path="nixl:rc", host=RDMA))),
         ("preemptions", Level.WARN, "0 preemptions during the sample, 9 since", facts(decode=replace(DECODE, before=dict(DECODE.before) | {"preemptions_total": 9.0}, after=dict(DECODE.after) | {"preemptions_total": 9.0}))),
         ("swap", Level.INFO, "not measured yet", facts(decode=replace(DECODE, settings=HOST_TIER))),
         ("tokenizer", Level.OK, "p95 1 ms", facts()),
         ("balance", Level.WARN, "both pools", facts(moved(PREFILL, computed_tokens_total=590.0), moved(DECODE, steps=95.0))),
         ("fallbacks", Level.WARN, "2 to other_prefill", facts(counters={**STATUS["counters"], "fallbacks": {"other_prefill": 2.0}})),
+        ("errors", Level.INFO, "of the requests themselves: 1 INVALID_ARGUMENT, 2 MODEL_NOT_FOUND, 4 PROMPT_TOO_LONG", facts(counters={**STATUS["counters"], "request_errors": {"MODEL_NOT_FOUND": 2.0, "INVALID_ARGUMENT": 1.0, "PROMPT_TOO_LONG": 4.0}})),
+        ("errors", Level.WARN, "3 INTERNAL, 1 NEW_REASON, 2 QUOTA_EXCEEDED", facts(counters={**STATUS["counters"], "request_errors": {"INTERNAL": 3.0, "NEW_REASON": 1.0, "QUOTA_EXCEEDED": 2.0}})),
         ("errors", Level.WARN, "3 OVERLOADED", facts(counters={**STATUS["counters"], "request_errors": {"OVERLOADED": 3.0, "CLIENT_LEFT": 9.0}})),
     ],
 )  # fmt: skip
@@ -178,7 +182,7 @@ CAN_BE = {
     for check, levels in {
         "cluster": (OK, BAD, UNKNOWN), "time": (OK, INFO, WARN, BAD), "balance": (OK, INFO, WARN), "batch": (OK, INFO, WARN),
         "preemptions": (OK, WARN, BAD), "swap": (OK, INFO, WARN), "kv": (OK, WARN, BAD), "cache": (OK, WARN),
-        "tokenizer": (OK, WARN), "fallbacks": (OK, WARN, BAD), "errors": (WARN,), "transport": (OK, WARN, BAD),
+        "tokenizer": (OK, WARN), "fallbacks": (OK, WARN, BAD), "errors": (INFO, WARN), "transport": (OK, WARN, BAD),
         "rdma": (OK, INFO, WARN), "link": (OK, INFO, WARN), "kernels": (OK, WARN), "cores": (OK, WARN), "limits": (OK, WARN, BAD), "clock": (OK, WARN, BAD),
     }.items()
     for level in levels
