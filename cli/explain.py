@@ -41,7 +41,15 @@ def register(app: typer.Typer) -> None:
         pool: Annotated[
             str, typer.Option(help='Hypothetical idle workers, such as "4P4D"; default: the real ones.')
         ] = "",
-        max_tokens: Annotated[int, typer.Option(min=1, max=2**31 - 1, help="Colocated: no KV is transferred.")] = 16,
+        max_tokens: Annotated[
+            int,
+            typer.Option(
+                min=1,
+                max=2**31 - 1,
+                help="Length of the answer in tokens. 1: prefill's token is all of it, so no KV is transferred. More: the "
+                "placement is the same for every length that fits the context beside the prompt.",
+            ),
+        ] = 16,
         address: Annotated[str, _ADDRESS] = "",
         tls_ca: TLS_CA = None,
         tls_server_name: TLS_SERVER_NAME = "",

@@ -39,6 +39,6 @@ def add_index(app: FastAPI, version: str) -> None:
 
 
 def routes_of(app: FastAPI) -> list[tuple[str, str]]:
-    """(method, path) of every route."""
-    routes = [route for route in app.routes if isinstance(route, APIRoute) and route.include_in_schema]
+    """(method, path) of every route for clients, and of the page for readers."""
+    routes = [r for r in app.routes if isinstance(r, APIRoute) and (r.include_in_schema or r.path == "/status")]
     return [(method, route.path) for route in routes for method in sorted(route.methods or ())]

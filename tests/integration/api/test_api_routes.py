@@ -5,11 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from fastapi import FastAPI
 
 from diptych.common.errors import ConfigError
 from diptych.router.api.fake import FakeRouterApi, hello_script
 from diptych.router.api.http_options import HttpOptions
+from diptych.router.api.http_routes import add_index, routes_of
 from diptych.router.config import RouterConfig
+from diptych.router.observe.status_page import add_status
 from diptych_tests.http_api import http
 
 CHAT = "/v1/chat/completions"
@@ -39,6 +42,13 @@ async def test_the_root_and_docs_say_where_things_are() -> None:
             assert f"<code>{CHAT}</code>" in page.text
             assert "http://" not in page.text
             assert "https://" not in page.text
+
+
+def test_the_index_names_the_status_page_without_its_parts() -> None:
+    app = FastAPI()
+    add_index(app, "1")
+    add_status(app, lambda _: {}, "1")
+    assert routes_of(app) == [("GET", "/status"), ("GET", "/status.json")]
 
 
 async def test_cors_by_a_flag() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import shutil
 import socket
 import subprocess
@@ -148,3 +149,20 @@ def test_5_8_make_down_knows_a_set_up_that_has_not_ended(tmp_path: Path, there: 
         file.chmod(0o755)
     done = subprocess.run(["make", "down"], cwd=tmp_path, capture_output=True, text=True, check=True)
     assert words in done.stdout
+
+
+def test_make_help_lists_every_target_in_one_column() -> None:
+    root = Path(__file__).resolve().parents[3]
+    shown = subprocess.run(["make", "help"], cwd=root, capture_output=True, text=True, check=True).stdout.splitlines()
+    makefile = (root / "Makefile").read_text()
+    described = dict(re.findall(r"^([a-z-]+):.*## (.*)$", makefile, re.MULTILINE))
+    assert [line.split()[0] for line in shown] == list(described)
+    assert len({line.index(described[line.split()[0]]) for line in shown}) == 1
+    phony = re.findall(r"^\.PHONY: (.*)$", makefile, re.MULTILINE)
+    assert set(described) <= {name for names in phony for name in names.split()}
+
+
+def test_what_if_says_what_the_length_of_the_answer_changes() -> None:
+    shown = " ".join(CliRunner().invoke(main.build_app("what-if"), ["what-if", "--help"]).stdout.split())
+    assert "Length of the answer in tokens" in shown
+    assert "Colocated" not in shown
