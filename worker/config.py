@@ -99,7 +99,7 @@ class WorkerConfig:
         preemption_mode: auto (by measured cost), recompute or swap.
         grammar_backend: of structured output: auto (xgrammar, and llguidance for what xgrammar would only approximate),
             xgrammar, llguidance, or none, which rejects requests with a grammar.
-        grammar_time_cap_s: for compiling one grammar.
+        grammar_time_cap_s: CPU seconds for compiling one grammar; on a busy machine it may take six times as long.
         grammar_warm_up: import the grammar libraries before readiness, and start a process that compiles grammars, instead
             of at the first grammar.
         transport: ucx, nixl, ipc (GPUs of one host), ucx-gpu (GPU memory over UCX), auto (the best that passes its

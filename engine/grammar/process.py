@@ -1,6 +1,6 @@
 """The compiling process; compiler.py starts it.
 
-    python -m diptych.engine.grammar.process BACKEND MODEL_FOLDER MEMORY_BYTES CPU_SECONDS [whole]
+    python -m diptych.engine.grammar.process BACKEND MODEL_FOLDER MEMORY_BYTES SECONDS [whole]
 
 whole: import xgrammar with all that it imports. Without it only what compiles is imported; where that fails, the process
 becomes this program again with `whole`.
@@ -35,7 +35,7 @@ _NICE = 10
 _WHOLE = "whole"
 
 
-def main(backend: str, model: str, memory_bytes: int, cpu_s: int, imports: str = "") -> None:
+def main(backend: str, model: str, memory_bytes: int, most_s: int, imports: str = "") -> None:
     if backend != "llguidance" and imports != _WHOLE:
         try:
             import_alone()
@@ -54,7 +54,7 @@ def main(backend: str, model: str, memory_bytes: int, cpu_s: int, imports: str =
     _write(out, READY)
     while (frame := _read(sys.stdin.buffer)) is not None:
         _write(out, BEGAN)
-        signal.alarm(cpu_s)  # the parent kills us earlier; this is for a parent that is gone
+        signal.alarm(most_s)  # the parent kills us earlier; this is for a parent that is gone
         _write(out, _answer(compilers, frame))
         signal.alarm(0)
 

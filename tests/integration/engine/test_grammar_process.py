@@ -14,12 +14,13 @@ import pytest
 import uvloop
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from diptych.common.errors import InvalidRequestError
+from diptych.common.errors import InvalidRequestError, OverloadedError
 from diptych.common.grammar import Grammar, GrammarKind, Tag, Tags
 from diptych.common.text.tokenizer import ModelTokenizer
 from diptych.engine.grammar import process as process_module
 from diptych.engine.grammar.backends import Compilers
 from diptych.engine.grammar.compiler import ChildProcess, GrammarCompiler, GrammarLimits
+from diptych.engine.grammar.process import BEGAN
 from diptych.engine.grammar.program import FirstToken
 from diptych.engine.grammar.vocabulary import vocabulary_of
 from diptych_tests import waiting
@@ -156,5 +157,48 @@ async def test_the_process_compiles_with_the_whole_library_too(model: Path, monk
     try:
         assert (await process.compile(GRAMMARS["choice"]))[:1] == b"x"
         assert "libtorch" in mapped_files(process)
+    finally:
+        process.kill()
+
+
+async def test_a_compilation_that_gets_no_cpu_time_is_no_fault_of_its_grammar(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    process = ChildProcess("llguidance", str(model), GrammarLimits(time_cap_s=0.2))
+    receive = process._receive
+
+    async def stopped_once_begun() -> bytes:
+        frame = await receive()
+        assert frame == BEGAN
+        assert process._process is not None
+        os.kill(process._process.pid, signal.SIGSTOP)
+        monkeypatch.setattr(process, "_receive", asyncio.Event().wait)  # nothing more arrives
+        return frame
+
+    try:
+        await process.prepare()
+        monkeypatch.setattr(process, "_receive", stopped_once_begun)
+        with pytest.raises(OverloadedError, match="too busy") as caught:
+            await process.compile(Grammar(GrammarKind.REGEX, "a"))
+        assert caught.value.retry_after_s is not None
+    finally:
+        process.kill()
+
+
+async def test_a_compilation_is_capped_by_its_cpu_time(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    process = ChildProcess("llguidance", str(model), GrammarLimits(time_cap_s=0.2))
+    used = iter((1.0, 1.1, 1.3))
+
+    async def nothing_after_the_beginning() -> bytes:
+        monkeypatch.setattr(process, "_receive", asyncio.Event().wait)
+        return BEGAN
+
+    try:
+        await process.prepare()
+        monkeypatch.setattr(process, "_cpu_s", lambda: next(used))
+        monkeypatch.setattr(process, "_receive", nothing_after_the_beginning)
+        with pytest.raises(TimeoutError):
+            await process.compile(Grammar(GrammarKind.REGEX, "a"))
+        assert next(used, None) is None
     finally:
         process.kill()

@@ -87,6 +87,18 @@ async def test_the_cache_is_bounded_and_the_least_used_goes_first() -> None:
     await compiler.close()
 
 
+async def test_what_a_busy_machine_holds_up_may_be_tried_again_at_once() -> None:
+    stage = Stage()
+    stage.outcomes["held"] = OverloadedError("grammar: this machine is too busy to compile it now", retry_after_s=5.0)
+    compiler = stage.compiler(num_processes=1)
+    for _ in range(2):
+        with pytest.raises(OverloadedError, match="too busy"):
+            await compiler.compile(regex("held"))
+    assert stage.compiled == ["held", "held"]
+    assert all(process.killed for process in stage.processes)
+    await compiler.close()
+
+
 @pytest.mark.parametrize(
     ("outcome", "words", "survives"),
     [
