@@ -9,7 +9,7 @@ compiler.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -96,6 +96,7 @@ def check_schema(schema: object, param: str) -> None:
             if isinstance(value, dict):
                 _check_references(value, param)
                 _check_patterns(value, param)
+            _check_integers(value.values() if isinstance(value, dict) else value, param)
         level = [
             child
             for value in level
@@ -123,6 +124,13 @@ def check_schema(schema: object, param: str) -> None:
     except (ValueError, jsonschema_rs.ReferencingError) as error:
         first = str(error).split("\n", 1)[0][:200]
         raise InvalidRequestError(f"{param}: not a valid JSON schema: {first}", param=param) from None
+
+
+def _check_integers(values: Iterable[object], param: str) -> None:
+    """Compilers would write a larger one as the nearest double, which the schema does not allow."""
+    for value in values:
+        if isinstance(value, int) and not -(1 << 63) <= value < 1 << 64:
+            raise InvalidRequestError(f"{param}: a schema contains an integer of more than 64 bits", param=param)
 
 
 def _check_references(schema: Mapping[str, Any], param: str) -> None:

@@ -13,6 +13,8 @@ _ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"
 """transformers' names -> those of layers.mlp."""
 _LARGEST = 1e300
 """Of a number; a larger integer has no float."""
+_MOST_LAYERS = 10_000
+"""They are described one by one before the tensors are looked at; the deepest models have some hundred."""
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 
 Config = Mapping[str, Any]
@@ -24,6 +26,14 @@ def integer(raw: Config, field: str, default: int | None = None) -> int:
     value = default if value is None else value
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ConfigError(field, value, "must be a positive integer")
+    return value
+
+
+def num_layers(raw: Config) -> int:
+    """Raises: ConfigError."""
+    value = integer(raw, "num_hidden_layers")
+    if value > _MOST_LAYERS:
+        raise ConfigError("num_hidden_layers", value, f"at most {_MOST_LAYERS} are supported")
     return value
 
 

@@ -53,7 +53,7 @@ def describe(raw: Mapping[str, Any]) -> ModelDescription:
             ),
             parts.gated_mlp(f"model.layers.{i}.mlp", hidden_size=hidden_size, size=mlp_size, activation=activation),
         )
-        for i, window in enumerate(_windows(raw, fields.integer(raw, "num_hidden_layers")))
+        for i, window in enumerate(_windows(raw, fields.num_layers(raw)))
     )
     return ModelDescription("Gemma2ForCausalLM", embedding, blocks, head, max_position)
 

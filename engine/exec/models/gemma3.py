@@ -75,7 +75,7 @@ def describe(raw: Mapping[str, Any]) -> ModelDescription:
             ),
             parts.gated_mlp(f"model.layers.{i}.mlp", hidden_size=hidden_size, size=mlp_size, activation=activation),
         )
-        for i, slides in enumerate(_sliding(raw, fields.integer(raw, "num_hidden_layers")))
+        for i, slides in enumerate(_sliding(raw, fields.num_layers(raw)))
     )
     return ModelDescription("Gemma3ForCausalLM", embedding, blocks, head, max_position)
 

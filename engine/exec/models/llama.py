@@ -41,7 +41,7 @@ def describe(raw: Mapping[str, Any]) -> ModelDescription:
                 f"model.layers.{i}.mlp", hidden_size=hidden_size, size=mlp_size, activation=activation, bias=mlp_bias
             ),
         )
-        for i in range(fields.integer(raw, "num_hidden_layers"))
+        for i in range(fields.num_layers(raw))
     )
     return ModelDescription("LlamaForCausalLM", embedding, blocks, head, max_position)
 

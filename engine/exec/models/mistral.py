@@ -33,7 +33,7 @@ def describe(raw: Mapping[str, Any]) -> ModelDescription:
             ),
             parts.gated_mlp(f"model.layers.{i}.mlp", hidden_size=hidden_size, size=mlp_size, activation=activation),
         )
-        for i in range(fields.integer(raw, "num_hidden_layers"))
+        for i in range(fields.num_layers(raw))
     )
     return ModelDescription("MistralForCausalLM", embedding, blocks, head, max_position)
 

@@ -40,7 +40,7 @@ def describe(raw: Mapping[str, Any]) -> ModelDescription:
             ),
             parts.gated_mlp(f"model.layers.{i}.mlp", hidden_size=hidden_size, size=mlp_size, activation=activation),
         )
-        for i, window in enumerate(fields.upper_windows(raw, fields.integer(raw, "num_hidden_layers")))
+        for i, window in enumerate(fields.upper_windows(raw, fields.num_layers(raw)))
     )
     return ModelDescription("Qwen3ForCausalLM", embedding, blocks, head, max_position)
 

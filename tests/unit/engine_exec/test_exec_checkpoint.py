@@ -71,6 +71,15 @@ def test_large_numbers_are_numbers(model_dir_of, driver_of):
         driver_of(folder, dtype="float16")
 
 
+def test_a_number_of_layers_that_no_model_has_is_refused_before_they_are_described(model_dir_of, driver_of):
+    folder = model_dir_of("LlamaForCausalLM")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 1_000_000_000}))
+    with pytest.raises(ConfigError, match="at most 10000") as error:
+        driver_of(folder)
+    assert error.value.field == "num_hidden_layers"
+
+
 @pytest.mark.parametrize(
     ("changes", "tensor"),
     [
