@@ -10,6 +10,7 @@ from diptych.common.errors import ConfigError
 TOOL_TEMPLATE_FILE = "additional_chat_templates/tool_use.jinja"
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
+ADAPTER_FILE = "adapter_config.json"
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -23,8 +24,11 @@ TOKENIZER_FILES = (
 def weight_files(path: Path) -> list[Path]:
     """The safetensors files that hold the model's weights, by name: those of the index, else model.safetensors.
 
-    What is loaded and what is hashed are these. Raises: ConfigError when the index is broken or a file is missing.
+    What is loaded and what is hashed are these. Raises: ConfigError when the index is broken, a file is missing, or an
+    adapter lies beside them.
     """
+    if (path / ADAPTER_FILE).is_file():  # transformers would apply it
+        raise ConfigError("model", str(path), f"holds {ADAPTER_FILE}: adapters are not supported, serve a merged model")
     index = path / INDEX_FILE
     if not index.is_file():
         if (path / SINGLE_FILE).is_file():

@@ -80,6 +80,13 @@ def test_a_number_of_layers_that_no_model_has_is_refused_before_they_are_describ
     assert error.value.field == "num_hidden_layers"
 
 
+def test_an_adapter_beside_the_weights_is_refused_not_left_out(model_dir_of, driver_of):
+    folder = model_dir_of("LlamaForCausalLM")
+    (folder / "adapter_config.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"adapter_config.json: adapters are not supported"):
+        driver_of(folder)
+
+
 @pytest.mark.parametrize(
     ("changes", "tensor"),
     [
