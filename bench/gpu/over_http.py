@@ -4,6 +4,9 @@ HTTP.
     model      random weights of Llama-3.1-8B's shape in bf16, and a small model in fp32, written to a folder first
     first-seconds  one user from readiness on, second by second
     identity   the small model in fp32: token ids over P/D, on two GPUs and with both roles on one, equal those of `diptych serve`
+    windows    the same of a model in fp32 whose layers have windows (groups of KV)
+    batch-invariant  the 8B shape in bf16 with --batch-invariant: ids over P/D, all prompts at once, equal those of `serve`, one at a
+               time
     streams    one user: one token a message; intervals compared with decode's steps
     hand-off   an idle cluster: the interval between first and second token, less one step
     closed     users in a closed loop, 512 tokens in, 128 out
@@ -37,14 +40,14 @@ from pathlib import Path
 from typing import Any
 
 from diptych.bench.gpu.http_client import Answer, ask
-from diptych.bench.gpu.random_model import BIG, SMALL, TINY, write_model
+from diptych.bench.gpu.random_model import BIG, SMALL, TINY, write_model, write_window_model
 from diptych.cli.up.processes import free_port
 from diptych.cli.up.readiness import is_ready
 from diptych.engine.exec.cuda.late_kernels import LATE
 
 START_S = 240.0
 FIRST_S = 12.0
-BLOCKS = ("identity", "first-seconds", "streams", "hand-off", "closed", "poisson", "serve")
+BLOCKS = ("identity", "windows", "batch-invariant", "first-seconds", "streams", "hand-off", "closed", "poisson", "serve")
 Row = dict[str, Any]
 
 
@@ -189,25 +192,27 @@ class Bench:
 
     # ---- blocks --------------------------------------------------------------------------------------------------
 
-    async def identity(self, model: Path) -> Row:
+    async def identity(self, name: str, model: Path, flags: Sequence[str] = ()) -> Row:
+        """Token ids over P/D, all prompts at once, on two GPUs and with both roles on one, beside those of `serve`, one at a
+        time. `name`: of the servers; `flags`: of `up` and `serve`."""
         lengths = (5, 70, 100, 333, 700, 1500)
         vocab = TINY.vocab if self.args.tiny else SMALL.vocab
         prompts = [self.prompt(n, vocab) for n in lengths for _ in range(2)]
         found: dict[str, list[list[int]]] = {}
         errors: list[str] = []
         moved = 0
-        for name, gpus in (("pair", ""), ("one_gpu", "0")):
-            with self.up(f"identity-{name}", model, gpus=gpus):
+        for gpus_name, gpus in (("pair", ""), ("one_gpu", "0")):
+            with self.up(f"{name}-{gpus_name}", model, flags, gpus=gpus):
                 answers = await asyncio.gather(*(self.one(p, 48, local_prefill_max_tokens=0) for p in prompts))
-                found[name] = [answer.token_ids for answer in answers]
+                found[gpus_name] = [answer.token_ids for answer in answers]
                 moved += sum(answer.kv_bytes > 0 for answer in answers)
                 errors += [answer.error for answer in answers if answer.error]
-        with self.serve("identity-serve", model):
+        with self.serve(f"{name}-serve", model, flags):
             alone = [(await self.one(p, 48)).token_ids for p in prompts]
         equal = {
             name: sum(a == b and len(a) == 48 for a, b in zip(ids, alone, strict=True)) for name, ids in found.items()
         }
-        return {"prompts": len(prompts), "equal": equal, "over_transport": moved, "errors": errors, "dtype": "float32"}
+        return {"prompts": len(prompts), "equal": equal, "over_transport": moved, "errors": errors}
 
     async def first_seconds(self) -> Row:
         begun = time.monotonic()
@@ -284,11 +289,17 @@ class Bench:
         work = Path(args.work)
         if "identity" in blocks:
             small = write_model(work / "small", TINY if args.tiny else SMALL, args.device)
-            self.keep("identity", await self.identity(small))
-        if set(blocks) - {"identity"}:
+            self.keep("identity", {**await self.identity("identity", small), "dtype": "float32"})
+        if "windows" in blocks:
+            windows = write_window_model(work / "windows", args.device, tiny=args.tiny)
+            self.keep("windows", {**await self.identity("windows", windows), "dtype": "float32"})
+        if set(blocks) - {"identity", "windows"}:
             begun = time.monotonic()
             big = write_model(work / "big", TINY if args.tiny else BIG, args.device)
             say(f"model written in {time.monotonic() - begun:.1f} s")
+        if "batch-invariant" in blocks:
+            row = await self.identity("batch-invariant", big, ["--batch-invariant"])
+            self.keep("batch_invariant", {**row, "dtype": "float32" if args.tiny else "bfloat16"})
         scale = 0.05 if args.tiny else 1.0
         sized = lambda length: max(8, int(scale * length))  # noqa: E731
         if set(blocks) & {"first-seconds", "streams", "hand-off", "closed", "poisson"}:

@@ -107,6 +107,43 @@ def write_model(folder: Path, shape: Shape, device: str) -> Path:
     return folder
 
 
+def write_window_model(folder: Path, device: str, *, tiny: bool) -> Path:
+    """A Gemma 3 in fp32 with windows of 256 tokens in five layers of six (16 if `tiny`): prompts and answers of over_http's
+    identity block leave them behind. `device`: generates the weights. A complete folder is kept."""
+    if (folder / "config.json").exists():
+        return folder
+    import torch
+    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+
+    shape = TINY if tiny else SMALL
+    layers = 6 if tiny else 12
+    config = Gemma3TextConfig(
+        hidden_size=shape.hidden,
+        intermediate_size=shape.ffn,
+        num_hidden_layers=layers,
+        layer_types=["full_attention" if (i + 1) % 6 == 0 else "sliding_attention" for i in range(layers)],
+        sliding_window=16 if tiny else 256,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        head_dim=shape.hidden // shape.heads,
+        query_pre_attn_scalar=shape.hidden // shape.heads,
+        vocab_size=shape.vocab,
+        max_position_embeddings=shape.context,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=0,
+    )
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = Gemma3ForCausalLM(config).float()
+    unfinished = folder.with_name(f"{folder.name}-unfinished")
+    unfinished.mkdir(parents=True, exist_ok=True)
+    _write_tokenizer(unfinished, shape.vocab)
+    model.cpu().save_pretrained(unfinished)
+    unfinished.rename(folder)
+    return folder
+
+
 def _write_tokenizer(folder: Path, vocab: int) -> None:
     """Every id is a word, so no text waits for the rest of a character."""
     from tokenizers import Tokenizer, models, pre_tokenizers
