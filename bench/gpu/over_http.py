@@ -5,8 +5,8 @@ HTTP.
     first-seconds  one user from readiness on, second by second
     identity   the small model in fp32: token ids over P/D, on two GPUs and with both roles on one, equal those of `diptych serve`
     windows    the same of a model in fp32 whose layers have windows (groups of KV)
-    batch-invariant  the 8B shape in bf16 with --batch-invariant: ids over P/D, all prompts at once, equal those of `serve`, one at a
-               time
+    batch-invariant  the 8B shape in bf16 with --batch-invariant: ids over P/D, all prompts at once, equal those of `serve`,
+               one at a time
     streams    one user: one token a message; intervals compared with decode's steps
     hand-off   an idle cluster: the interval between first and second token, less one step
     closed     users in a closed loop, 512 tokens in, 128 out
@@ -47,7 +47,17 @@ from diptych.engine.exec.cuda.late_kernels import LATE
 
 START_S = 240.0
 FIRST_S = 12.0
-BLOCKS = ("identity", "windows", "batch-invariant", "first-seconds", "streams", "hand-off", "closed", "poisson", "serve")
+BLOCKS = (
+    "identity",
+    "windows",
+    "batch-invariant",
+    "first-seconds",
+    "streams",
+    "hand-off",
+    "closed",
+    "poisson",
+    "serve",
+)
 Row = dict[str, Any]
 
 
