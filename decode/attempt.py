@@ -162,8 +162,11 @@ class Attempt:
             return
         self._facts.reserved_s = self._elapsed()
         self._facts.cached_decode = event.num_cached_tokens
-        uncached = len(self._sub.prompt.token_ids) - event.num_cached_tokens
-        self._take(choose_route(self._sub.placement, uncached, self._sub.policy))
+        sub = self._sub
+        # Of a continuation the tokens so far are computed, too, but for the last one.
+        needed = len(sub.prompt.token_ids) + max(0, len(sub.output_token_ids) - 1)
+        uncached = max(1, needed - event.num_cached_tokens)
+        self._take(choose_route(sub.placement, uncached, sub.policy))
 
     def on_preempted(self, event: Preempted) -> None:
         """Request the KV from the faster source; if the engine follows, it sends Admitted."""

@@ -61,7 +61,7 @@ class Cluster:
 
     Args:
         check: what workers must share with this router.
-        poll_s: pause between two polls of the leases, and between two probes of a worker.
+        poll_s: pause between two polls of the leases, two probes of a worker, and two looks at who is silent.
         dead_s: seconds without an answer, while this process could receive, after which a worker is not used.
         policy: name of the placement policy.
         require_prefill: not ready before a prefill worker was usable once.
@@ -165,6 +165,7 @@ class Cluster:
         self._tasks = [
             asyncio.create_task(self._listening.run(), name="cluster-listening"),
             asyncio.create_task(self._poll_loop(), name="cluster-poll"),
+            asyncio.create_task(self._watch_silence(), name="cluster-silence"),
             asyncio.create_task(self._follower.run(), name="cluster-tail"),
             asyncio.create_task(self._pending.run(), name="cluster-pending"),
         ]
@@ -187,13 +188,18 @@ class Cluster:
                 self._fold_records(records)
             except StoreError as err:
                 self._set_old_view(f"the store is unavailable, the view of the cluster may be stale ({err})")
-            for member in self._members.given_up():
-                if member.link.decode is not None and member.link.decode.num_attempts:
-                    member.link.decode.fail_attempts(member.link.why_not() or "its lease ended")
-            self._fleet_is_old = True  # silence and breakers depend on time alone
             if self.placer.policy.name == CHEAPEST.name:  # other policies do not use the index
                 self.untracked_workers = self._follower.find_untracked(self.untracked_workers)
             self._follower.fetch_snapshots()
+            await asyncio.sleep(self._poll_s)
+
+    async def _watch_silence(self) -> None:
+        """Apart from the polls, since the store may take long to answer."""
+        while True:
+            for member in self._members.given_up(self._clock.now()):
+                if member.link.decode is not None and member.link.decode.num_attempts:
+                    member.link.decode.fail_attempts(member.link.why_not() or "its lease ended")
+            self._fleet_is_old = True  # silence and breakers depend on time alone
             await asyncio.sleep(self._poll_s)
 
     @property
@@ -386,7 +392,7 @@ class Cluster:
         if member is None or member.link.incarnation != record.incarnation or member.link.decode is None:
             raise WorkerLostError(f"decode worker {record.worker_id} is gone")
         attempt = member.link.decode.open(submit)
-        self.hold(placement, attempt.id, tenant, len(submit.prompt_token_ids))
+        self.hold(placement, attempt.id, tenant, len(submit.prompt_token_ids) + len(submit.output_token_ids))
         return attempt
 
     def hold(

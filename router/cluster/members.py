@@ -3,21 +3,23 @@
 no lease --lease seen--> MEMBER --another incarnation, or role--> the old one is LOST, the new one a MEMBER
                            | lease missing, and silent for dead_s --> LOST
                            | lease missing, but it answers: stays; not used after dead_s (a FLUSHALL is repaired before)
-                           | silent for dead_s without a lease, or for 3 dead_s with one: its attempts are given up
+                           | silent for dead_s without a lease; for its patience (patience.py) with one, where another
+                             worker of its role is usable; for 3 dead_s in any case: its attempts are given up
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
 from diptych.common.store.worker_record import WorkerRecord
-
-_SILENT_FACTOR = 3.0
+from diptych.router.cluster.patience import Patience
 
 
 class Link(Protocol):
+    patience: Patience
+
     @property
     def silent_s(self) -> float: ...
 
@@ -95,13 +97,20 @@ class Members(Generic[LinkT]):
         gave_up = member.missing_since is not None and member.missing_since - last_answer < self.dead_s
         return member.record.state == "draining" or gave_up
 
-    def given_up(self) -> list[Member[LinkT]]:
+    def given_up(self, now: float) -> list[Member[LinkT]]:
         """Members whose attempts should not be awaited any longer."""
-        return [
-            member
-            for member in self._members.values()
-            if member.link.silent_s > self.dead_s * (_SILENT_FACTOR if member.missing_since is None else 1.0)
-        ]
+        silent = [member for member in self._members.values() if member.link.silent_s > self.dead_s]
+        if not silent:
+            return []
+        usable = {member.record.role for member in self._members.values() if not self.why_unplaceable(member, now)}
+        return [member for member in silent if member.link.silent_s > self._patience_s(member, usable)]
+
+    def _patience_s(self, member: Member[LinkT], usable: Collection[str]) -> float:
+        """`usable`: roles of which a worker can be used: a silent one cannot."""
+        if member.missing_since is not None:
+            return self.dead_s
+        patience = member.link.patience
+        return patience.limit_s if member.record.role in usable else patience.most_s
 
     def why_unplaceable(self, member: Member[LinkT], now: float) -> str:
         """Why the worker is not used now, or ""."""

@@ -4,6 +4,7 @@ decode worker the stream of requests."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -18,6 +19,7 @@ from diptych.common.store.worker_record import WorkerRecord
 from diptych.common.tiers import TIER_NAMES, TierDump
 from diptych.common.tls import ClusterTls
 from diptych.router.cluster.decode_stream import DecodeStream
+from diptych.router.cluster.patience import Patience
 from diptych.router.cluster.token_pace import TokenPace
 from diptych.rpc.channels import open_channel
 from diptych.rpc.errors import from_rpc_error
@@ -43,7 +45,7 @@ class WorkerLink:
     Args:
         record: the lease under which the worker was found; address and incarnation never change within a link.
         receiving_s: seconds in which this process could receive, see loop_uptime.py.
-        probe_s: pause between probes; each may take as long as `dead_s`.
+        probe_s: pause between probes; each may take as long as `dead_s`. A stream that breaks is followed by one at once.
         on_ticket_status: called with a decode worker's TicketStatus messages.
         pace: of tokens, see DecodeStream.
         call_key: see common.secret.call_key; empty: calls carry no token.
@@ -73,7 +75,11 @@ class WorkerLink:
         self._channel = open_channel(record.address, tls, token)
         self.decode = (
             DecodeStream(
-                self._channel, record.worker_id, pace=pace, on_change=on_change, on_ticket_status=on_ticket_status
+                self._channel,
+                record.worker_id,
+                pace=pace,
+                on_change=self._on_stream_change,
+                on_ticket_status=on_ticket_status,
             )
             if record.role == "decode"
             else None
@@ -81,8 +87,14 @@ class WorkerLink:
         self._tasks: list[asyncio.Task[None]] = []
         self._serving = False
         self._probed = False
+        self._probe_now = asyncio.Event()
+        self._broken = False
+        """The last probe found no connection, or lost it."""
         self.refused = False
-        """The last probe was refused or reset: nothing serves at the address."""
+        """So did the one before, which may have found a connection that was only reset: nothing serves at the address."""
+        self.patience = Patience(dead_s)
+        self._asked: float | None = None
+        """When the first probe was sent that has no answer yet; None: all have."""
         self._last_answer = receiving_s()
         self._batches_seen = 0
 
@@ -120,25 +132,41 @@ class WorkerLink:
             return "its request stream is down"
         return ""
 
+    def _on_stream_change(self) -> None:
+        """A stream that broke may mean that the process has ended: know it now."""
+        self._probe_now.set()
+        self._on_change()
+
     async def _probe_loop(self) -> None:
         stub = health_pb2_grpc.HealthStub(self._channel)
         while True:
-            before = self.why_not()
+            before, was_broken = (self.why_not(), self.refused), self._broken
+            self._probe_now.clear()
+            if self._asked is None:
+                self._asked = self._receiving_s()
             try:
                 answer = await stub.Check(health_pb2.HealthCheckRequest(), timeout=self._dead_s)
-                self._serving = answer.status == health_pb2.HealthCheckResponse.SERVING
-                self._last_answer, self._probed, self.refused = self._receiving_s(), True, False
+                self._answered(serving=answer.status == health_pb2.HealthCheckResponse.SERVING)
             except grpc.aio.AioRpcError as err:
                 if err.code() is grpc.StatusCode.UNIMPLEMENTED:
-                    self._serving, self._last_answer, self._probed = True, self._receiving_s(), True
-                    self.refused = False
+                    self._answered(serving=True)
                 elif err.code() is grpc.StatusCode.UNAVAILABLE:
-                    self._serving, self.refused = False, True  # refused or reset: known at once
+                    self._serving, self._broken, self.refused, self._asked = False, True, was_broken, None
             except grpc.aio.UsageError:
                 return
-            if self.why_not() != before:
+            if (self.why_not(), self.refused) != before:
                 self._on_change()
-            await asyncio.sleep(self._probe_s)
+            if self._broken and not was_broken:
+                continue  # whether anything listens there
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._probe_s):
+                    await self._probe_now.wait()
+
+    def _answered(self, *, serving: bool) -> None:
+        now = self._receiving_s()
+        self.patience.on_answer(now - (now if self._asked is None else self._asked))
+        self._last_answer, self._asked, self._probed, self._serving = now, None, True, serving
+        self._broken = self.refused = False
 
     async def dump_blocks(self) -> CacheDump:
         """The content of the worker's prefix cache. Raises: DiptychError."""

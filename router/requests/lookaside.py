@@ -35,7 +35,7 @@ from diptych.router.placement.reservations import Reservation
 from diptych.router.placement.types import Placement
 from diptych.router.requests.messages import UsageInfo, ValidatedRequest
 from diptych.router.requests.outcomes import record_outcome
-from diptych.router.requests.submission import claims_of, placement_request
+from diptych.router.requests.submission import claims_of, placement_request, prompt_so_far
 from diptych.rpc.convert import finish_reason_from_proto
 from diptych.rpc.v1 import decode_pb2, router_pb2
 
@@ -124,7 +124,7 @@ class Lookaside:
             spend: called with the answers' tokens, once they are known.
         """
         now = self._clock.now()
-        prompts = [PromptBlocks(request.prompt) for request in requests]
+        prompts = [PromptBlocks(prompt_so_far(request)) for request in requests]
         for prompt in prompts:
             self._cluster.name_blocks(prompt)
         chosen = [self._choose(*one, now) for one in zip(requests, prompts, strict=True)]

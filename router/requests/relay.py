@@ -46,7 +46,7 @@ from diptych.router.requests.messages import (
 )
 from diptych.router.requests.migration import AnswerSoFar, MoveOutcome, Moves, Verdict, is_refusal
 from diptych.router.requests.outcomes import record_outcome
-from diptych.router.requests.submission import placement_request, submit_of
+from diptych.router.requests.submission import placement_request, prompt_so_far, submit_of
 from diptych.rpc.convert import finish_reason_from_proto, logprobs_from_proto
 from diptych.rpc.errors import from_failure
 from diptych.rpc.v1 import decode_pb2, router_pb2
@@ -72,7 +72,7 @@ class Relay:
         self._request = request
         self._metrics = metrics
         self._clock = clock
-        self._prompt = PromptBlocks(request.prompt)
+        self._prompt = PromptBlocks(prompt_so_far(request))
         resumed = len(request.resume_after)
         self._lifecycle = Lifecycle(num_tokens=resumed, offsets={0: resumed})
         fails = request.failure_policy == router_pb2.FAILURE_POLICY_FAIL
@@ -170,13 +170,15 @@ class Relay:
 
     def _submit(self) -> None:
         request, trace, life = self._request, self._trace, self._lifecycle
-        query = placement_request(request)
+        query, prompt = placement_request(request), self._prompt
         parts: dict[int, ValidatedRequest] = {}
         if self._answer is not None and self._num_sent:
             parts = self._answer.continuations(request)
+            longest = max(parts.values(), key=lambda part: len(part.resume_after))
+            query, prompt = placement_request(longest), PromptBlocks(prompt_so_far(longest))
             if request.sampling.num_choices > 1:
                 query = replace(query, request_fields=query.request_fields | {CHOICE})
-        placement = trace.placement = self._cluster.place(query, self._prompt, self._exclusion())
+        placement = trace.placement = self._cluster.place(query, prompt, self._exclusion())
         trace.mode = self._cluster.index_mode(placement)
         trace.submitted_s = self._clock.now() - request.arrived
         if not trace.ttft_s:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from diptych.common.request import ADAPTER
+import msgspec
+
+from diptych.common.request import ADAPTER, Prompt
 from diptych.common.sampling import later_fields
 from diptych.common.store.worker_record import WorkerRecord
 from diptych.router.placement.cost import MAX_SPARES
@@ -18,10 +20,17 @@ COLOCATED_MARGIN = 1.0
 _MARGIN_S, _MARGIN_FRACTION = 0.05, 0.05
 
 
+def prompt_so_far(request: ValidatedRequest) -> Prompt:
+    """The prompt with the tokens that follow it already: their KV is needed as well, and a worker may hold it. (That of the
+    last token is computed with the next one.)"""
+    prompt, outputs = request.prompt, request.resume_after
+    return msgspec.structs.replace(prompt, token_ids=(*prompt.token_ids, *outputs)) if outputs else prompt
+
+
 def placement_request(request: ValidatedRequest) -> PlacementRequest:
     """The request's input to the placement."""
     return PlacementRequest(
-        num_prompt_tokens=len(request.prompt.token_ids),
+        num_prompt_tokens=len(request.prompt.token_ids) + len(request.resume_after),
         local_prefill_max_tokens=request.local_prefill_max_tokens,
         needs_kv=request.sampling.max_tokens > 1,
         colocated_margin=COLOCATED_MARGIN,

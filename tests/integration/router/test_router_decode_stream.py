@@ -154,3 +154,33 @@ async def test_a_dump_of_a_tier_that_is_unknown_here_keeps_the_others(worker, mo
         await link.close("the test is over")
     assert dump.epoch == 3
     assert [(tier.sequence, list(tier.keys)) for tier in dump.tiers] == [(5, [bytes(16)]), (0, [])]
+
+
+@pytest.fixture
+async def link(worker):
+    """Its next probe is due in an hour."""
+    record = worker_record("d0", address=worker.address)
+    link = WorkerLink(record, receiving_s=MonotonicClock().now, probe_s=3600.0, dead_s=60.0, on_change=lambda: None)
+    link.start()
+    await until(lambda: not link.why_not())
+    yield link
+    await link.close("the test is over")
+
+
+async def test_a_stream_that_broke_is_followed_by_a_probe(worker, link):
+    await worker.kill()
+    await until(lambda: link.refused)
+    assert link.why_not() == "reports that it is not serving"
+
+
+async def test_a_connection_that_was_only_reset_is_no_refusal(worker, link):
+    stream = worker._routers[0]
+    refusals = []
+    link._on_change = lambda: refusals.append(link.refused)
+    link.decode._down("reset by the test")
+    await link.decode.close()
+    assert stream not in worker._routers or worker.num_streams == 1
+    link.decode.start()
+    await until(lambda: not link.why_not())
+    assert not any(refusals)
+    assert refusals

@@ -1,9 +1,11 @@
 """Decode workers that die, stop, drain or are cut off in mid-answer: the same stream goes on, over real gRPC."""
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 
+from diptych.common.block_identity import block_keys
 from diptych.common.errors import (
     InternalError,
     InvalidRequestError,
@@ -11,6 +13,8 @@ from diptych.common.errors import (
     StaleReferenceError,
     WorkerLostError,
 )
+from diptych.common.secret import tenant_salt
+from diptych.common.tiers import TierState
 from diptych.router.requests.messages import (
     ChoiceFinishedEvent,
     FinishedEvent,
@@ -26,13 +30,13 @@ NUM_TOKENS, AT = 8, 3
 """Tokens of every answer; the worker holds in front of this one."""
 
 
-async def begun(fleet, worker, **changes):
-    """An answer that holds at token AT on this worker. Returns: (its events so far, the rest)."""
-    worker.hold_from = AT
+async def begun(fleet, worker, at=AT, **changes):
+    """An answer that holds at token `at` on this worker. Returns: (its events so far, the rest)."""
+    worker.hold_from = at
     spec = {"token_ids": [1] * 20, "sampling": {"max_tokens": NUM_TOKENS}, "explain": True} | changes
     events = fleet.frontend.generate(await fleet.frontend.prepare(UncheckedRequest(**spec)))
     seen = [await anext(events)]
-    while num_tokens(seen) < AT:
+    while num_tokens(seen) < at:
         seen.append(await anext(events))
     return seen, events
 
@@ -162,6 +166,30 @@ async def test_killed_before_the_first_token_costs_no_retry_budget(fleet):
     assert isinstance(started, StartedEvent)
     assert not second.submits[0].output_token_ids
     assert fleet.frontend._cluster.retry_budget.left == left
+
+
+async def test_it_goes_on_where_the_most_of_its_prompt_and_its_tokens_is_held(fleet):
+    """With the prompt alone all the others would do as well as each other."""
+    count, at = 30, 25
+    salted = replace(fleet.header, salt=tenant_salt(fleet.secret, ""))
+    keys = tuple(block_keys(salted, [1] * 20 + list(range(at))))
+    assert len(keys) == 2, "the second block ends with the answer's tokens"
+    await fleet.add("p0", "prefill")
+    first = await fleet.add("d0")
+    await fleet.until_ready()
+    seen, events = await begun(fleet, first, at, sampling={"max_tokens": count})
+    others = [await fleet.add(f"d{i}", event_epoch=0, tiers=(TierState("device", 5),)) for i in range(1, 5)]
+    for worker in others:
+        worker.dump = (0, 5, keys if worker is others[2] else keys[:1])
+    await fleet.until_ready(decode=5)
+    index = fleet.frontend._cluster._index
+    held = [2 if worker is others[2] else 1 for worker in others]
+    await fleet.until(lambda: [index.hit_blocks(worker.worker_id, keys) for worker in others] == held)
+    await first.kill()
+    whole = seen + await rest_of(events)
+    assert [len(worker.submits) for worker in others] == [0, 0, 1, 0]
+    (chosen,) = [one for one in whole[-1].explanation.candidates if one.chosen]
+    assert (chosen.decode_worker_id, chosen.decode_hit_tokens) == ("d3", 32)
 
 
 async def test_killed_again_and_again(fleet):

@@ -1,4 +1,4 @@
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 import pytest
@@ -7,6 +7,7 @@ from diptych.common.block_identity import IdentityHeader, identity_facts
 from diptych.common.store.worker_record import WorkerRecord
 from diptych.router.cluster.compatibility import RouterCheck, pair_differences
 from diptych.router.cluster.members import Members
+from diptych.router.cluster.patience import Patience
 from diptych_tests.records import worker_record
 
 KEY = bytes(32)
@@ -17,9 +18,10 @@ class FakeLink:
     record: WorkerRecord
     silent_s: float = 0.0
     why: str = ""
+    patience: Patience = field(default_factory=lambda: Patience(2.0))
 
     def why_not(self):
-        return self.why
+        return self.why or ("does not answer" if self.silent_s > 2.0 else "")
 
 
 def record(worker_id="d0", incarnation="a", **changes):
@@ -67,20 +69,58 @@ def test_without_lease_an_answering_worker_stays_but_is_not_placed_on(members):
     assert members.on_records([], 1.0) == ([], [])
     assert members.on_records([], 9.0) == ([], [])
     assert members.why_unplaceable(members.get("d0"), 9.0) == "has no lease"
-    assert members.given_up() == []
+    assert members.given_up(9.0) == []
     members.get("d0").link.silent_s = 2.5
-    assert len(members.given_up()) == 1
+    assert len(members.given_up(9.0)) == 1
     assert len(members.on_records([], 10.0)[1]) == 1
     assert members.all() == []
 
 
-def test_silence_alone_takes_longer_to_give_up(members):
+def quick(link):
+    """Its probes have long been answered at once."""
+    for _ in range(200):
+        link.patience.on_answer(0.01)
+
+
+def test_a_silent_worker_is_given_up_sooner_where_another_one_is_usable(members):
     members.on_records([record()], 0.0)
     link = members.get("d0").link
-    link.silent_s = 3.0
-    assert members.given_up() == []
-    link.silent_s = 7.0
-    assert len(members.given_up()) == 1
+    quick(link)
+    link.silent_s = 5.9
+    assert members.given_up(0.0) == [], "nobody could take its answers"
+    link.silent_s = 6.1
+    assert members.given_up(0.0) == [members.get("d0")]
+    members.on_records([record(), record("p0", role="prefill"), record("d1")], 1.0)
+    link.silent_s = 2.1
+    assert members.given_up(1.0) == [members.get("d0")]
+    members.get("d1").link.silent_s = 2.1
+    assert members.given_up(1.0) == [], "all are silent: the machine, or this router, is slow"
+    members.get("d1").link.silent_s, members.get("d1").link.why = 0.0, "reports that it is not serving"
+    assert members.given_up(1.0) == []
+
+
+def test_a_worker_that_answers_slowly_is_waited_for_longer(members):
+    members.on_records([record(), record("d1")], 0.0)
+    link = members.get("d0").link
+    link.silent_s = 5.9
+    assert members.given_up(0.0) == [], "nobody knows yet that it is quick"
+    quick(link)
+    assert len(members.given_up(0.0)) == 1
+    link.patience.on_answer(0.5)
+    link.silent_s = 3.9
+    assert members.given_up(0.0) == []
+    link.silent_s = 4.1
+    assert len(members.given_up(0.0)) == 1
+
+
+def test_patience_has_bounds_and_forgets():
+    patience = Patience(2.0)
+    assert (patience.limit_s, patience.most_s) == (6.0, 6.0)
+    for _ in range(110):  # half a minute at four probes a second
+        patience.on_answer(0.01)
+    assert patience.limit_s == 2.0
+    patience.on_answer(20.0)
+    assert patience.limit_s == 6.0
 
 
 def test_draining_and_down_links_are_not_placed_on(members):
