@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 
 import grpc
@@ -39,6 +39,7 @@ class FakeDecode(decode_pb2_grpc.DecodeServicer, worker_pb2_grpc.WorkerServicer)
         accept: a gate before Accepted.
         skip_offset: this token is left out of the stream.
         lengths: by choice, of its answer, where it is shorter than max_tokens.
+        words: text of each token, where it is not "t0 ", ...
         dump: (epoch, sequence, keys) of DumpBlocks.
     """
 
@@ -52,6 +53,7 @@ class FakeDecode(decode_pb2_grpc.DecodeServicer, worker_pb2_grpc.WorkerServicer)
     skip_offset: int = -1
     hold_from: int = -1
     lengths: dict[int, int] = field(default_factory=dict)
+    words: Sequence[str] = ()
     dump: tuple[int, int, tuple[bytes, ...]] = (0, 0, ())
     go: asyncio.Event = field(default_factory=asyncio.Event)
     accept: asyncio.Event = field(default_factory=asyncio.Event)
@@ -171,7 +173,9 @@ class FakeDecode(decode_pb2_grpc.DecodeServicer, worker_pb2_grpc.WorkerServicer)
                 places = range(offset, min(sizes[choice], offset + self.tokens_at_once))
                 if not places:
                     continue
-                text = "".join(f"{f'c{choice}' if choice else ''}t{i} " for i in places)
+                text = "".join(
+                    self.words[i] if self.words else f"{f'c{choice}' if choice else ''}t{i} " for i in places
+                )
                 ids = [self.first_token + i + 10 * choice for i in places]
                 tokens = router_pb2.TokenDelta(offset=offset, token_ids=ids, text=text, choice=choice)
                 cached = 0 if offset > begin or choice != choices[0] else 16
