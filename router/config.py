@@ -81,7 +81,8 @@ class RouterConfig:
             it computes prompts itself). Without it, decode workers alone serve as a colocated cluster.
         lookaside: give placement tickets to SDK clients that request them; they stream directly from decode workers.
         worker_poll_s: pause between two polls of the workers' leases, and between two probes of a worker.
-        worker_dead_s: a worker that has not answered for so long gets no requests.
+        worker_dead_s: a worker that has not answered for so long gets no requests; after up to three times as long, as its own
+            past answers say, its requests move to others.
         worker_settle_s: a request without a usable decode worker waits until one was missing this long (since the start
             or since the last one was seen): in a rolling restart one is about to start.
         migration_attempts: how often an answer whose decode worker is lost goes on at another one, in a row without a new
