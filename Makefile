@@ -20,9 +20,12 @@ IMAGE_ARGS ?=
 GPU_PYTHON ?= $(BIN)/python
 # How many processes share the tests; all that need the one cluster run in the first.
 TEST_PROCESSES ?= 2
-# Of `make chaos-kill`: how many workers are killed, and the seed of their order.
+# Of `make chaos-kill`: how many workers are killed, the seed of their order, the phases of a request (empty: all; "queued,hand-off":
+# these), and the result file. `ARGS="--merge A B"` makes one record of several.
 KILLS ?= 200
 SEED ?= 1
+PHASES ?=
+OUT ?= bench-out/chaos-kill-$(SEED).json
 # More flags of `diptych up`, for example: make up ARGS="--http-port 8080"
 ARGS ?=
 
@@ -81,8 +84,8 @@ golden: $(VENV)/.dev model ## compute the reference token ids again, with transf
 	@$(BIN)/python tests/golden/generate.py
 
 SEEDS ?= 100000
-chaos-kill: $(VENV)/.dev model ## kill -9 of KILLS random workers under sixteen streams: every answer as without it
-	@DIPTYCH_TEST_KILLS=$(KILLS) DIPTYCH_TEST_SEED=$(SEED) $(BIN)/pytest -s tests/chaos/test_kills_under_load.py
+chaos-kill: $(VENV)/.dev model ## kill -9 of KILLS workers in every phase of a request under sixteen streams: every answer as without it
+	@PYTHONPATH=tests/support $(BIN)/python -P -m diptych_tests.kill_run --kills $(KILLS) --seed $(SEED) --phases "$(PHASES)" --out $(OUT) $(ARGS)
 
 sim: $(VENV)/.dev ## random schedules of the hand-off, SEEDS of them; prints every seed that breaks a law
 	@$(BIN)/python -P tests/sim/explore.py --seeds $(SEEDS) $(ARGS)

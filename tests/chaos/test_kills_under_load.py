@@ -1,105 +1,92 @@
-"""kill -9 of random workers under sixteen streams: every answer is that of the undisturbed run.
+"""kill -9 of workers under sixteen streams of the openai client, each in another phase of a request: every answer is that of
+the undisturbed run, and nothing is left. How a phase is found: `diptych_tests.kill_run`.
 
-DIPTYCH_TEST_KILLS sets the number of kills (default 6), DIPTYCH_TEST_SEED their order.
+DIPTYCH_TEST_KILLS sets the number of kills (default: one in each phase), DIPTYCH_TEST_SEED their order. `make chaos-kill` is
+the same run with a result file.
 """
 
 from __future__ import annotations
 
-import asyncio
-import itertools
 import os
-import random
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
-from diptych.cli.up.processes import ProcessIdentity
-from diptych.client import AsyncClient, Completion, DiptychError
-from diptych_tests import waiting
+from diptych_tests import kill_run
 
-pytestmark = [pytest.mark.multiproc, pytest.mark.slow]
-
-KILLS = int(os.environ.get("DIPTYCH_TEST_KILLS", "6"))
+KILLS = int(os.environ.get("DIPTYCH_TEST_KILLS", str(len(kill_run.PHASES))))
 SEED = int(os.environ.get("DIPTYCH_TEST_SEED", "1"))
-STREAMS, ANSWER_S, AGAIN_S = 16, 600.0, 240.0
-WORKERS = ("prefill-0", "prefill-1", "decode-0", "decode-1", "decode-2")
-PLAIN: dict[str, Any] = {
-    "max_tokens": 120, "temperature": 1.0, "ignore_eos": True, "explain": True, "local_prefill_max_tokens": 0,
-}  # fmt: skip
-KINDS: list[dict[str, Any]] = [
-    {},
-    {"presence_penalty": 0.8, "repetition_penalty": 1.2, "min_tokens": 90, "ignore_eos": False},
-    {"logprobs": 2},
-    {"regex": "((red|green|blue|tall|small|old|new) ){40}end", "ignore_eos": False},
-    {"n": 3, "max_tokens": 60},
-    {"n": 1, "best_of": 2, "max_tokens": 60},
-    {"max_tokens": 2},
-    {"stop": ["and the", ". She", "."]},
+
+
+@pytest.mark.multiproc
+@pytest.mark.slow
+async def test_every_answer_is_that_of_the_undisturbed_run(cluster_module: Any, tmp_path: Path) -> None:
+    with cluster_module.running_cluster(tmp_path, *kill_run.flags(tmp_path, "smollm2")) as cluster:
+        done = await kill_run.run(cluster, kills=KILLS, seed=SEED)
+    record = done.record()
+    print({name: record[name] for name in ("by_phase", "replace_s", "gap_s", "gap_less_recompute_s")})
+    assert not done.failed, f"seed {SEED}"
+    assert not done.wrong, f"seed {SEED}"
+    assert done.moved, "no answer was moved: the test shows nothing"
+
+
+def part(seed: int, phase: str, missed: str, replace_s: float) -> dict[str, Any]:
+    return kill_run.summed(
+        {
+            "seeds": [seed], "phases": [phase], "streams": 16, "seconds": 10.0, "answers": 5, "moved": 1, "failed": [],
+            "wrong": [], "logprobs": {"compared": 4, "equal to the bit": 3}, "resources": [{}],
+            "kills": [{"phase": phase, "victim": "decode-1", "seen": {}, "missed": missed}],
+            "losses": [{"kill": 0, "kind": "plain", "had": 3, "replace_s": replace_s}],
+            "gaps": [{"gap_s": 1.5, "recompute_s": 0.5, "queue_s": 0.0, "kind": "plain"}],
+        }
+    ) | {"environment": {"cores": seed}}  # fmt: skip
+
+
+def test_parts_of_a_run_make_one_record() -> None:
+    whole = kill_run.merged([part(1, "decoding", "", 0.1), part(2, "queued", "it had 3 tokens", 0.3)])
+    assert (whole["num_kills"], whole["answers"], whole["phases"]) == (2, 10, ["queued", "decoding"])
+    assert whole["by_phase"]["decoding"] == {"hit": 1, "missed": 0, "decode": 1, "prefill": 0}
+    assert whole["by_phase"]["queued"] == {"hit": 0, "missed": 1, "decode": 0, "prefill": 0}
+    assert whole["replace_s"] == {"n": 2, "p50": 0.1, "p99": 0.3, "max": 0.3}
+    assert whole["gap_less_recompute_s"]["max"] == 1.0
+    assert whole["logprobs"] == {"compared": 8, "equal to the bit": 6}
+    assert [one["cores"] for one in whole["parts"]] == [1, 2]
+
+
+def flight(**attempts: Any) -> kill_run.Flight:
+    told = {"total_s": 9.0, "ttft_s": 1.0, "notes": ["prefill prefill-1 failed (WORKER_LOST: gone): local prefill"]}
+    one = kill_run.Flight("a", "plain", 0, 100.0, ended_at=109.5, first_at=101.2)
+    one.why = told | {"attempts": attempts.get("attempts", [])}
+    return one
+
+
+LOST = [
+    {"decode": "decode-0", "num_tokens": 5, "failure": "WORKER_LOST", "submitted_s": 0.0},
+    {"decode": "decode-1", "num_tokens": 2, "failure": "WORKER_LOST", "submitted_s": 4.0},
+    {"decode": "decode-2", "num_tokens": 0, "failure": "", "submitted_s": 6.0},
 ]
 
 
-def outcome(answer: Completion) -> Any:
-    choices = [(one.token_ids, one.text, one.finish_reason, one.stop_string) for one in answer.choices]
-    return choices, (answer.usage.prompt_tokens, answer.usage.completion_tokens)
+@pytest.mark.parametrize(
+    ("phase", "victim", "at", "why"),
+    [
+        ("decoding", "decode-0", 103.0, ""),
+        ("decoding", "decode-1", 105.0, ""),
+        ("decoding", "decode-2", 105.0, "the request had left the worker"),
+        ("decoding", "decode-0", 104.5, "the request had left the worker"),
+        ("first token", "decode-0", 103.0, "it had 5 tokens"),
+        ("queued", "decode-0", 103.0, "it had 5 tokens"),
+        ("queued", "prefill-1", 103.0, ""),
+        ("queued", "prefill-0", 103.0, "the prefill worker had done its part"),
+    ],
+)
+def test_a_kill_counts_only_where_the_explanation_says_so(phase: str, victim: str, at: float, why: str) -> None:
+    """The request arrived at 100.2 at the latest, so its attempts were submitted by 100.2, 104.2 and 106.2."""
+    assert kill_run.hit(kill_run.Kill(0, phase, victim, flight(attempts=LOST), {}, at)) == why
 
 
-def serves(cluster: Any) -> bool:
-    """All workers are there, and the router uses them."""
-    children = [child for child in cluster.state.children if child.name in WORKERS]
-    if len(children) < len(WORKERS) or not all(ProcessIdentity(one.pid, one.start_time).alive() for one in children):
-        return False
-    try:
-        workers = httpx.get(f"{cluster.http_url}/status.json", timeout=300.0).json()["cluster"]["workers"]
-    except (httpx.TransportError, TypeError):
-        return False
-    pids = {child.pid for child in children}
-    return {worker["id"] for worker in workers if not worker["why_not"] and worker["pid"] in pids} == set(WORKERS)
-
-
-def migration_metrics(cluster: Any) -> str:
-    text = httpx.get(f"{cluster.http_url}/metrics", timeout=300.0).text
-    return "\n".join(line for line in text.splitlines() if line.startswith("diptych_migration"))
-
-
-async def test_every_answer_is_that_of_the_undisturbed_run(cluster_module: Any, tmp_path: Path) -> None:
-    rng = random.Random(SEED)
-    asks = [PLAIN | kind | {"prompt": f"Story number {i}. Once upon a time", "seed": i} for i, kind in enumerate(KINDS)]
-    answers: list[tuple[int, Completion]] = []
-    failed: list[tuple[int, DiptychError]] = []
-    with cluster_module.running_cluster(tmp_path, "--prefill-workers", "2", "--decode-workers", "3") as cluster:
-        async with AsyncClient(cluster.grpc_address, timeout_s=ANSWER_S) as client:
-            want = [outcome(await client.generate(**ask)) for ask in asks]
-            numbers, ends = itertools.count(), asyncio.Event()
-
-            async def stream() -> None:
-                while not ends.is_set():
-                    number = next(numbers) % len(asks)
-                    try:
-                        answers.append((number, await client.generate(**asks[number])))
-                    except DiptychError as error:
-                        failed.append((number, error))
-
-            streams = [asyncio.create_task(stream()) for _ in range(STREAMS)]
-            for _ in range(KILLS):
-                await waiting.until(lambda: asyncio.to_thread(serves, cluster), deadline_s=AGAIN_S, every_s=0.2)
-                at, steps = len(answers), rng.randrange(1, 12)
-                await waiting.until(lambda at=at, steps=steps: len(answers) >= at + steps, deadline_s=ANSWER_S)
-                cluster.kill(rng.choice(WORKERS))
-            ends.set()
-            await asyncio.gather(*streams)
-        cluster_module.wait_until(lambda: serves(cluster), deadline_s=AGAIN_S, what="it serves")
-        cluster.wait_idle()
-        metrics = migration_metrics(cluster)
-    attempts = [answer.explanation.attempts for _, answer in answers if answer.explanation is not None]
-    moved = [one for one in attempts if one]
-    gaps = [
-        answer.explanation.longest_gap_s for _, answer in answers if answer.explanation and answer.explanation.attempts
-    ]
-    print(f"{KILLS} kills, {len(answers)} answers, {len(moved)} moved, the longest gap {max(gaps, default=0.0):.1f} s")
-    print(metrics)
-    assert not failed, f"seed {SEED}: {failed}"
-    wrong = [(number, answer) for number, answer in answers if outcome(answer) != want[number]]
-    assert not wrong, f"seed {SEED}: {wrong[0]}, expected {want[wrong[0][0]]}"
-    assert moved, "no answer was moved: the test shows nothing"
+def test_the_time_until_it_is_placed_again_is_counted_from_the_latest_arrival() -> None:
+    (first, second) = flight(attempts=LOST).lost
+    assert (first["had"], round(first["again_at"], 3)) == (5, 104.2)
+    assert (second["had"], round(second["again_at"], 3)) == (7, 106.2)

@@ -1,0 +1,697 @@
+"""kill -9 of workers under sixteen streams of the openai client, each at a chosen phase of a request; `make chaos-kill`.
+
+    python -P -m diptych_tests.kill_run --kills 200 --out FILE
+    python -P -m diptych_tests.kill_run --merge PART PART ... --out FILE
+
+A cluster as shipped (`diptych up`: one router, two prefill and three decode workers), whose supervisor starts what was killed
+again. Every request is first answered without kills. Then sixteen streams ask without a pause, while the run watches what
+anybody can see: the streams, the router's status, the workers' statistics and audits. When a request is seen in the phase
+that has the fewest kills so far, the process that has it is killed at once. The answer's explanation says afterwards
+whether the kill hit: which attempt was lost, after how many tokens, or which prefill worker failed. A kill that came too
+late counts for no phase.
+
+What is compared: the texts, calls, token ids, finish reasons and usage, byte for byte; log probabilities within 1e-5 (how
+many are equal to the bit is counted). Ids of calls are random by design.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import math
+import os
+import random
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import grpc
+import httpx
+import openai
+import psutil
+
+from diptych.bench import result
+from diptych.cli.models.store import resolve_model
+from diptych.cli.up.processes import ProcessIdentity
+from diptych.cli.worker_access import WorkerAccess
+from diptych.common.secret import load_secret
+from diptych.rpc.v1 import worker_pb2, worker_pb2_grpc
+from diptych_tests import clusters, waiting
+
+STREAMS = 16
+PREFILLS, DECODES = ("prefill-0", "prefill-1"), ("decode-0", "decode-1", "decode-2")
+WORKERS = (*PREFILLS, *DECODES)
+PHASES = (
+    "queued", "prefill running", "hand-off", "first token", "decoding", "mid-grammar", "mid-tool-call", "n = 3", "logprobs",
+)  # fmt: skip
+TEMPLATE = Path(__file__).with_name("smollm2_tools.jinja")
+_ANSWER_S, _AGAIN_S, _AIM_S = 900.0, 300.0, 240.0
+_FIRST_TOKENS = 4
+"""A kill at the first token has hit when no more than these had been sent."""
+_LOGPROB_TOLERANCE = 1e-5
+
+# ---- what is asked ---------------------------------------------------------------------------------------------------
+
+_WORD = "(red|green|blue|tall|small|old|new)"
+_LIST = {
+    "type": "object",
+    "properties": {
+        "words": {"type": "array", "items": {"enum": ["red", "green", "blue", "tall"]}, "minItems": 12, "maxItems": 14},
+        "sure": {"type": "boolean"},
+    },
+    "required": ["words", "sure"],
+    "additionalProperties": False,
+}
+_TOOL = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "city": {"enum": ["Zürich, the town by the lake, where the river leaves it", "Bern, upstream on another river"]},
+                "note": {"type": "string", "minLength": 30, "maxLength": 60},
+                "days": {"enum": [1, 2, 3]},
+            },
+            "required": ["city", "note", "days"],
+            "additionalProperties": False,
+        },
+    },
+}  # fmt: skip
+_NAMED = {"type": "function", "function": {"name": "get_weather"}}
+_MORE = {"ignore_eos": True, "return_token_ids": True}
+
+
+def _story(number: int) -> str:
+    return f"Story number {number}. Once upon a time, in a village by the sea, there lived"
+
+
+def _long(number: int) -> str:
+    """About 500 tokens."""
+    lines = (
+        f"On day {day} of journey {number} they walked {7 * day + number} miles and saw the sea." for day in range(24)
+    )
+    return " ".join(lines)
+
+
+def asks() -> dict[str, list[dict[str, Any]]]:
+    """By kind of stream: bodies of requests; `chat` says which route. Kind "long" has a prompt that no worker holds."""
+    kinds: dict[str, list[dict[str, Any]]] = {
+        "long": [{"prompt": _long(i), "max_tokens": 16, "extra_body": _MORE} for i in range(4)],
+        "plain": [
+            {"prompt": _story(0), "max_tokens": 100, "extra_body": _MORE},
+            {
+                "prompt": _story(1), "max_tokens": 100, "presence_penalty": 0.8,
+                "extra_body": {"repetition_penalty": 1.2, "min_tokens": 80, "return_token_ids": True},
+            },
+            {"prompt": _story(2), "max_tokens": 100, "stop": ["and the", ". She"], "extra_body": {"return_token_ids": True}},
+        ],
+        "grammar": [
+            {
+                "prompt": _story(3), "max_tokens": 150,
+                "extra_body": {"guided_regex": f"({_WORD} ){{40}}end", "return_token_ids": True},
+            },
+            {
+                "messages": [{"role": "user", "content": "List words."}], "max_tokens": 150,
+                "response_format": {"type": "json_schema", "json_schema": {"name": "words", "schema": _LIST}},
+            },
+        ],
+        "tool": [
+            {
+                "messages": [{"role": "user", "content": f"What is the weather on day {i}?"}], "max_tokens": 200,
+                "tools": [_TOOL], "tool_choice": _NAMED,
+            }
+            for i in range(3)
+        ],
+        "several": [{"prompt": _story(4 + i), "max_tokens": 50, "n": 3, "extra_body": _MORE} for i in range(2)],
+        "logprobs": [
+            {"prompt": _story(6), "max_tokens": 80, "logprobs": 3, "extra_body": _MORE},
+            {
+                "messages": [{"role": "user", "content": "Tell me a story."}], "max_tokens": 80, "logprobs": True,
+                "top_logprobs": 2, "extra_body": {"ignore_eos": True},
+            },
+        ],
+    }  # fmt: skip
+    for kind, bodies in kinds.items():
+        for number, body in enumerate(bodies):
+            body |= {"temperature": 1.0, "seed": 100 * len(kind) + number, "stream_options": {"include_usage": True}}
+    return kinds
+
+
+KIND_OF = {
+    "queued": "long", "prefill running": "long", "hand-off": "long", "decoding": "plain", "mid-grammar": "grammar",
+    "mid-tool-call": "tool", "n = 3": "several", "logprobs": "logprobs",
+}  # fmt: skip
+"""The kind of stream in which a phase is looked for; the first token is looked for in all."""
+_KINDS_OF_STREAMS = (
+    ("long",) * 6 + ("plain",) * 2 + ("grammar",) * 2 + ("tool",) * 2 + ("several",) * 2 + ("logprobs",) * 2
+)
+
+
+# ---- one request -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class Flight:
+    """One request, as its client sees it. Times are monotonic.
+
+    Args:
+        progress: by choice, messages with text, parts of a call's arguments, or tokens.
+        seen: by choice, what must be equal to the undisturbed answer; numbers: log probabilities.
+    """
+
+    label: str
+    kind: str
+    number: int
+    sent_at: float
+    progress: Counter[int] = field(default_factory=Counter)
+    first_at: float = 0.0
+    ended_at: float = 0.0
+    seen: dict[int, dict[str, Any]] = field(default_factory=dict)
+    numbers: list[float] = field(default_factory=list)
+    usage: tuple[int, int] | None = None
+    why: dict[str, Any] = field(default_factory=dict)
+    error: str = ""
+
+    @property
+    def flying(self) -> bool:
+        return not self.ended_at
+
+    def least(self, choices: int) -> int:
+        return min(self.progress[index] for index in range(choices))
+
+    @property
+    def outcome(self) -> Any:
+        return sorted((index, sorted(seen.items())) for index, seen in self.seen.items()), self.usage
+
+    @property
+    def arrived_by(self) -> float:
+        """The latest time at which the router can have got it: its times are relative to that."""
+        return min(self.ended_at - self.why["total_s"], self.first_at - self.why["ttft_s"])
+
+    @property
+    def lost(self) -> list[dict[str, Any]]:
+        """The attempts whose worker was lost, with the tokens before (`had`) and when the next was submitted (`again_at`)."""
+        attempts, had, found = self.why.get("attempts") or [], 0, []
+        for one, following in zip(attempts, attempts[1:], strict=False):
+            had += one["num_tokens"]
+            found.append(one | {"had": had, "again_at": self.arrived_by + following["submitted_s"]})
+        return found
+
+
+def _read(flight: Flight, chunk: Any) -> None:
+    more = chunk.model_extra or {}
+    if more.get("diptych"):
+        flight.why = more["diptych"]
+    if chunk.usage is not None:
+        flight.usage = (chunk.usage.prompt_tokens, chunk.usage.completion_tokens)
+    for choice in chunk.choices:
+        seen = flight.seen.setdefault(choice.index, {"text": "", "calls": [], "ids": [], "tokens": [], "end": ""})
+        delta = getattr(choice, "delta", None)
+        text = (delta.content if delta is not None else choice.text) or ""
+        seen["text"] += text
+        calls = (delta.tool_calls if delta is not None else None) or ()
+        for call in calls:
+            if call.function.name:
+                seen["calls"].append([call.function.name, ""])
+            seen["calls"][call.index][1] += call.function.arguments or ""
+        ids = (choice.model_extra or {}).get("token_ids") or []
+        seen["ids"] += ids
+        _read_logprobs(flight, seen, choice.logprobs)
+        if choice.finish_reason:
+            seen["end"] = choice.finish_reason
+        if text or calls or ids:
+            flight.first_at = flight.first_at or time.monotonic()
+            flight.progress[choice.index] += max(1, len(ids))
+
+
+def _read_logprobs(flight: Flight, seen: dict[str, Any], logprobs: Any) -> None:
+    if logprobs is None:
+        return
+    if (content := getattr(logprobs, "content", None)) is not None:
+        for entry in content:
+            seen["tokens"].append([entry.token, *sorted(one.token for one in entry.top_logprobs)])
+            flight.numbers += [entry.logprob, *(one.logprob for one in entry.top_logprobs)]
+    elif getattr(logprobs, "tokens", None):
+        for token, logprob, top in zip(logprobs.tokens, logprobs.token_logprobs, logprobs.top_logprobs, strict=True):
+            seen["tokens"].append([token, *sorted(top)])
+            flight.numbers += [logprob, *(top[name] for name in sorted(top))]
+
+
+async def ask(client: openai.AsyncOpenAI, model: str, flight: Flight, body: Mapping[str, Any]) -> None:
+    """Fill the flight. What goes wrong is its `error`."""
+    create = client.chat.completions.create if "messages" in body else client.completions.create
+    headers = {"x-request-id": flight.label, "x-diptych-explain": "1"}
+    more = dict(body.get("extra_body", {}))
+    if flight.kind == "long":
+        more["cache_salt"] = flight.label  # the same tokens, and nobody holds their KV
+    try:
+        call: Any = create
+        stream = await call(**(body | {"model": model, "stream": True, "extra_headers": headers, "extra_body": more}))
+        async for chunk in stream:
+            _read(flight, chunk)
+    except openai.OpenAIError as error:
+        flight.error = repr(error)
+    finally:
+        flight.ended_at = time.monotonic()
+
+
+# ---- the cluster -----------------------------------------------------------------------------------------------------
+
+
+class Watch:
+    """What anybody can see of the cluster."""
+
+    def __init__(self, cluster: clusters.Cluster) -> None:
+        self.cluster = cluster
+        self._access = WorkerAccess(secret=load_secret(Path(cluster.state.secret_file)))
+        self._channels: dict[str, grpc.Channel] = {}
+        self._http = httpx.AsyncClient(base_url=cluster.http_url, timeout=60.0)
+
+    async def close(self) -> None:
+        for channel in self._channels.values():
+            channel.close()
+        await self._http.aclose()
+
+    async def status(self) -> dict[str, Any]:
+        with contextlib.suppress(httpx.HTTPError, TypeError):
+            status: dict[str, Any] = (await self._http.get("/status.json")).json()["cluster"]
+            return status
+        return {"workers": [], "placements": []}
+
+    async def usable(self) -> set[str]:
+        """Workers that live, and that the router uses."""
+        alive = {c.name: c.pid for c in self.cluster.state.children if ProcessIdentity(c.pid, c.start_time).alive()}
+        workers = (await self.status())["workers"]
+        return {one["id"] for one in workers if not one["why_not"] and alive.get(one["id"]) == one["pid"]}
+
+    async def placements(self) -> dict[str, tuple[str, str]]:
+        """(prefill, decode) of the requests that run, by label."""
+        found = (await self.status())["placements"]
+        return {one["label"]: (one["prefill"], one["decode"]) for one in found if one["outcome"] == "running"}
+
+    def _stub(self, name: str) -> worker_pb2_grpc.WorkerStub:
+        address = self.cluster.child(name).address
+        channel = self._channels.get(address)
+        if channel is None:
+            channel = self._channels[address] = self._access.open(address)
+        return worker_pb2_grpc.WorkerStub(channel)
+
+    async def _ask(self, call: Callable[[], Any]) -> Any:
+        with contextlib.suppress(grpc.RpcError, StopIteration):
+            return await asyncio.to_thread(call)
+        return None
+
+    async def stats(self, name: str) -> dict[str, float]:
+        answer = await self._ask(lambda: self._stub(name).GetStats(worker_pb2.GetStatsRequest(), timeout=5.0))
+        return {} if answer is None else dict(answer.engine)
+
+    async def slabs_in_use(self, name: str) -> int:
+        """Of the staging ring: packed, or being read."""
+        answer = await self._ask(lambda: self._stub(name).Audit(worker_pb2.AuditRequest(), timeout=5.0))
+        return 0 if answer is None else answer.slabs.packed + answer.slabs.in_flight
+
+
+@dataclass(eq=False)
+class Kill:
+    """One kill. `target`: the request that it was aimed at; `seen`: of its worker, just before."""
+
+    number: int
+    phase: str
+    victim: str
+    target: Flight
+    seen: dict[str, Any]
+    at: float = 0.0
+
+
+def hit(kill: Kill) -> str:
+    """Why the kill missed its phase; "": it did not. Known once the target has ended."""
+    target = kill.target
+    if target.error or not target.why:
+        return "the answer ended without an explanation"
+    if kill.victim in PREFILLS:
+        failed = any(f"prefill {kill.victim} failed" in note for note in target.why["notes"])
+        return "" if failed else "the prefill worker had done its part"
+    lost = [one for one in target.lost if one["decode"] == kill.victim and one["again_at"] >= kill.at]
+    if not lost:
+        return "the request had left the worker"
+    most = {"queued": 0, "prefill running": 0, "hand-off": 1, "first token": _FIRST_TOKENS}.get(kill.phase, math.inf)
+    least = 0 if kill.phase in ("queued", "prefill running", "hand-off") else 1
+    had = lost[0]["had"]
+    return "" if least <= had <= most else f"it had {had} tokens"
+
+
+class Aim:
+    """Finds a request in a phase, and the worker that has it."""
+
+    def __init__(
+        self, watch: Watch, flights: Sequence[Flight], rng: random.Random, whole: Mapping[tuple[str, int], int]
+    ):
+        self._watch, self._flights, self._rng, self._whole = watch, flights, rng, whole
+        self._used: set[Flight] = set()
+        self._prefill_next = True
+
+    async def at(self, phase: str, usable: set[str]) -> tuple[str, Flight, dict[str, Any]] | None:
+        """(victim, target, seen); None: not within the deadline. Only workers whose role has another usable one."""
+        may = {name for name in usable for side in (PREFILLS, DECODES) if name in side and len(usable & set(side)) > 1}
+        find = {"queued": self._before, "prefill running": self._before, "hand-off": self._before}.get(
+            phase, self._after
+        )
+        until = time.monotonic() + _AIM_S
+        depth = self._rng.random()
+        while time.monotonic() < until:
+            found = await find(phase, depth, may)
+            if found is not None:
+                self._used.add(found[1])
+                return found
+            await asyncio.sleep(0.01)  # sleep: a pause between two looks
+        return None
+
+    def _flying(self, kind: str | None) -> list[Flight]:
+        return [f for f in self._flights if f.flying and f not in self._used and kind in (None, f.kind)]
+
+    async def _after(self, phase: str, depth: float, may: set[str]) -> tuple[str, Flight, dict[str, Any]] | None:
+        """In the stream. `depth`: 0 to 1, how far into the answer."""
+        for flight in self._flying(KIND_OF.get(phase)):
+            whole = self._whole[flight.kind, flight.number]
+            done = flight.least(3 if flight.kind == "several" else 1)
+            if phase == "first token":
+                ready = 1 <= done < _FIRST_TOKENS - 1
+            else:
+                ready = 2 + depth * 0.6 * whole <= done < 0.8 * whole
+            if ready:
+                decode = (await self._watch.placements()).get(flight.label, ("", ""))[1]
+                if decode in may and flight.flying:
+                    return decode, flight, {"messages": done}
+        return None
+
+    async def _before(self, phase: str, depth: float, may: set[str]) -> tuple[str, Flight, dict[str, Any]] | None:
+        """Of a prompt that a prefill worker computes: kill that one, or the decode worker that waits for it, in turn."""
+        most = 1 if phase == "hand-off" else 0
+        waiting_for = [f for f in self._flying("long") if f.progress[0] <= most]
+        if not waiting_for:
+            return None
+        placed = await self._watch.placements()
+        for prefill in PREFILLS:
+            mine = [f for f in waiting_for if placed.get(f.label, ("",))[0] == prefill]
+            if not mine:
+                continue
+            seen = await self._seen(phase, prefill)
+            if not seen:
+                continue
+            target = mine[-1] if phase == "queued" else mine[0]  # they are computed in the order of their arrival
+            victim = prefill if self._prefill_next else placed[target.label][1]
+            if victim in may and target.flying and target.progress[0] <= most:
+                self._prefill_next = not self._prefill_next
+                return victim, target, seen
+        return None
+
+    async def _seen(self, phase: str, prefill: str) -> dict[str, Any]:
+        """What shows the phase at the prefill worker; empty: nothing does."""
+        if phase == "hand-off":
+            slabs = await self._watch.slabs_in_use(prefill)
+            return {"slabs in use": slabs} if slabs else {}
+        stats = await self._watch.stats(prefill)
+        name = "num_waiting" if phase == "queued" else "num_running"
+        return {name: stats[name]} if stats.get(name) else {}
+
+
+# ---- the run ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Run:
+    """What a run has found; `record` is its result file."""
+
+    seed: int
+    phases: Sequence[str]
+    kills: list[Kill] = field(default_factory=list)
+    answers: list[Flight] = field(default_factory=list)
+    wrong: list[str] = field(default_factory=list)
+    failed: list[str] = field(default_factory=list)
+    exact_logprobs: int = 0
+    logprobs: int = 0
+    before: dict[str, float] = field(default_factory=dict)
+    after: dict[str, float] = field(default_factory=dict)
+    seconds: float = 0.0
+
+    def hits(self, *, pending: bool = False) -> Counter[str]:
+        """Kills that hit their phase; `pending`: and those whose target has not ended."""
+        return Counter(kill.phase for kill in self.kills if (pending if kill.target.flying else not hit(kill)))
+
+    @property
+    def moved(self) -> list[Flight]:
+        return [answer for answer in self.answers if answer.lost]
+
+    def record(self) -> dict[str, Any]:
+        losses = []
+        for answer in self.moved:
+            for one in answer.lost:
+                before = [kill for kill in self.kills if kill.victim == one["decode"] and kill.at <= one["again_at"]]
+                if before:
+                    losses.append({"kill": before[-1].number, "kind": answer.kind, "had": one["had"],
+                                   "replace_s": round(one["again_at"] - before[-1].at, 4)})  # fmt: skip
+        gaps = []
+        for answer in self.moved:
+            (first, *others) = answer.lost
+            if others or not first["had"]:
+                continue  # the stages in the explanation are of the last attempt; before the first token there is no gap
+            why = answer.why
+            local = why["first_token_s"] - why["reserved_s"]
+            recompute_s = local if why["local_prefill"] else why["prefill_compute_s"]
+            gaps.append({"gap_s": round(why["longest_gap_s"], 3), "recompute_s": round(max(0.0, recompute_s), 3),
+                         "queue_s": round(why["prefill_queue_s"], 3), "kind": answer.kind})  # fmt: skip
+        return summed(
+            {
+                "seeds": [self.seed],
+                "phases": list(self.phases),
+                "streams": STREAMS,
+                "seconds": round(self.seconds, 1),
+                "answers": len(self.answers),
+                "moved": len(self.moved),
+                "failed": self.failed,
+                "wrong": self.wrong,
+                "logprobs": {"compared": self.logprobs, "equal to the bit": self.exact_logprobs},
+                "resources": [{"before": self.before, "after": self.after}],
+                "kills": [
+                    {"phase": kill.phase, "victim": kill.victim, "seen": kill.seen, "missed": hit(kill)}
+                    for kill in self.kills
+                ],
+                "losses": losses,
+                "gaps": gaps,
+            }
+        )
+
+
+def percentiles(values: Sequence[float]) -> dict[str, float]:
+    if not values:
+        return {"n": 0}
+    cuts = sorted(values)
+    at = lambda share: cuts[min(len(cuts) - 1, math.ceil(share * len(cuts)) - 1)]  # noqa: E731
+    return {"n": len(cuts), "p50": at(0.5), "p99": at(0.99), "max": cuts[-1]}
+
+
+def summed(body: dict[str, Any]) -> dict[str, Any]:
+    """The record with what its lists amount to."""
+    table = {phase: {"hit": 0, "missed": 0, "decode": 0, "prefill": 0} for phase in PHASES}
+    for kill in body["kills"]:
+        row = table[kill["phase"]]
+        row["missed" if kill["missed"] else "hit"] += 1
+        if not kill["missed"]:
+            row[kill["victim"].partition("-")[0]] += 1
+    gaps = body["gaps"]
+    return {
+        "num_kills": len(body["kills"]),
+        "by_phase": table,
+        "replace_s": percentiles([one["replace_s"] for one in body["losses"]]),
+        "gap_s": percentiles([one["gap_s"] for one in gaps]),
+        "recompute_s": percentiles([one["recompute_s"] for one in gaps]),
+        "gap_less_recompute_s": percentiles([round(max(0.0, one["gap_s"] - one["recompute_s"]), 3) for one in gaps]),
+        **body,
+    }
+
+
+def merged(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """One record of several runs."""
+    lists = ("seeds", "failed", "wrong", "resources", "kills", "losses", "gaps")
+    numbers = ("seconds", "answers", "moved")
+    body: dict[str, Any] = {name: sum((part[name] for part in parts), []) for name in lists}
+    body |= {name: round(sum(part[name] for part in parts), 1) for name in numbers}
+    body["logprobs"] = dict(sum((Counter(part["logprobs"]) for part in parts), Counter()))
+    body["phases"] = [phase for phase in PHASES if any(phase in part["phases"] for part in parts)]
+    body["streams"] = parts[0]["streams"]
+    return {"parts": [part["environment"] for part in parts], **summed(body)}
+
+
+def model_folder(root: Path, model: str) -> Path:
+    """The model's files with the committed template for tools."""
+    source = resolve_model(model)
+    root.mkdir()
+    for file in source.iterdir():
+        if file.name != "chat_template.jinja":
+            (root / file.name).symlink_to(file)
+    (root / "chat_template.jinja").write_text(TEMPLATE.read_text(encoding="utf-8"), encoding="utf-8")
+    return root
+
+
+def resources(cluster: clusters.Cluster) -> dict[str, float]:
+    """Of the processes that are never killed, and what the killed ones share with others."""
+    found: dict[str, float] = {"shm_files": float(len(list(Path("/dev/shm").iterdir())))}  # noqa: S108
+    for child in cluster.state.children:
+        if child.name not in WORKERS:
+            process = psutil.Process(child.pid)
+            found[f"{child.name}_rss_mib"] = round(process.memory_info().rss / 2**20, 1)
+            found[f"{child.name}_fds"] = process.num_fds()
+    supervisor = psutil.Process(cluster.process.pid)
+    return found | {"up_rss_mib": round(supervisor.memory_info().rss / 2**20, 1), "up_fds": supervisor.num_fds()}
+
+
+async def run(
+    cluster: clusters.Cluster,
+    *,
+    kills: int,
+    seed: int,
+    phases: Sequence[str] = PHASES,
+    most_down: int = 1,
+    say: Callable[[str], None] = lambda line: print(line, flush=True),
+) -> Run:
+    """`most_down`: workers that may still be starting when the next one is killed."""
+    done, rng, bodies = Run(seed, phases), random.Random(seed), asks()
+    labels = iter(range(10**9))
+    flights: list[Flight] = []
+    began, ends = time.monotonic(), asyncio.Event()
+    watch = Watch(cluster)
+    async with openai.AsyncOpenAI(
+        base_url=f"{cluster.http_url}/v1", api_key="none", max_retries=0, timeout=_ANSWER_S
+    ) as client:
+
+        async def fly(kind: str, number: int) -> Flight:
+            flight = Flight(f"kill-{seed}-{next(labels)}", kind, number, time.monotonic())
+            flights.append(flight)
+            await ask(client, cluster.model, flight, bodies[kind][number])
+            flights.remove(flight)
+            return flight
+
+        keys = [(kind, number) for kind, several in bodies.items() for number in range(len(several))]
+        whole = dict(zip(keys, await asyncio.gather(*(fly(*key) for key in keys)), strict=True))
+        assert not (errors := {key: flight.error for key, flight in whole.items() if flight.error}), errors
+        lengths = {key: flight.least(3 if key[0] == "several" else 1) for key, flight in whole.items()}
+        say(f"{len(keys)} answers without a kill in {time.monotonic() - began:.0f} s; messages of each: {lengths}")
+        done.before = resources(cluster)
+
+        def judge(flight: Flight) -> None:
+            want = whole[flight.kind, flight.number]
+            done.answers.append(flight)
+            if flight.error:
+                done.failed.append(f"{flight.label} ({flight.kind} {flight.number}): {flight.error}")
+                say(f"FAILED {done.failed[-1]}")
+            elif flight.outcome != want.outcome or not _close(flight.numbers, want.numbers):
+                done.wrong.append(
+                    f"{flight.label} ({flight.kind} {flight.number}): {flight.outcome} for {want.outcome}"
+                )
+                say(f"WRONG {done.wrong[-1]}")
+            done.logprobs += len(flight.numbers)
+            done.exact_logprobs += sum(a == b for a, b in zip(flight.numbers, want.numbers, strict=False))
+
+        async def stream(kind: str) -> None:
+            while not ends.is_set():
+                judge(await fly(kind, rng.randrange(len(bodies[kind]))))
+
+        streams = [asyncio.create_task(stream(kind)) for kind in _KINDS_OF_STREAMS]
+        aim = Aim(watch, flights, rng, lengths)
+        skipped: Counter[str] = Counter()
+        try:
+            while len(done.kills) < kills:
+                await waiting.until(
+                    lambda: _enough(watch, len(WORKERS) - most_down),
+                    "workers are back",
+                    deadline_s=_AGAIN_S,
+                    every_s=0.2,
+                )
+                so_far = done.hits(pending=True)
+                phase = min(phases, key=lambda name: (so_far[name] + skipped[name], phases.index(name)))
+                found = await aim.at(phase, await watch.usable())
+                if found is None:
+                    skipped[phase] += 1
+                    say(f"no request was seen {phase} within {_AIM_S:.0f} s")
+                    assert skipped[phase] < 5, phase
+                    continue
+                kill = Kill(len(done.kills), phase, *found)
+                kill.at = time.monotonic()
+                cluster.kill(kill.victim)
+                done.kills.append(kill)
+                say(
+                    f"[{len(done.kills):3}/{kills}] {time.monotonic() - began:6.0f} s  {kill.victim} killed, {phase} "
+                    f"{kill.seen}; {len(done.answers)} answers, {len(done.moved)} moved, {len(done.failed)} failed, "
+                    f"{len(done.wrong)} wrong; hits {dict(done.hits())}"
+                )
+        finally:
+            ends.set()
+            await asyncio.gather(*streams)
+    await waiting.until(lambda: _enough(watch, len(WORKERS)), "all workers are back", deadline_s=_AGAIN_S, every_s=0.5)
+    await watch.close()
+    await asyncio.to_thread(cluster.wait_idle)
+    done.after = resources(cluster)
+    done.seconds = time.monotonic() - began
+    return done
+
+
+def _close(one: Sequence[float], other: Sequence[float]) -> bool:
+    return len(one) == len(other) and all(abs(a - b) <= _LOGPROB_TOLERANCE for a, b in zip(one, other, strict=True))
+
+
+async def _enough(watch: Watch, number: int) -> bool:
+    return len(await watch.usable()) >= number
+
+
+def flags(root: Path, model: str) -> tuple[str, ...]:
+    """Of `diptych up`."""
+    folder = model_folder(root / "model", model)
+    return "--model", str(folder), "--served-model-name", "smollm2", "--prefill-workers", "2", "--decode-workers", "3"
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="kill_run", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--kills", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--phases", default="", help="separated by commas; empty: " + ", ".join(PHASES))
+    parser.add_argument("--most-down", type=int, default=1, help="workers that may be starting at the next kill")
+    parser.add_argument("--model", default="smollm2", help="the default model, or a folder of it")
+    parser.add_argument("--up-args", default="", help="further flags of `diptych up`, as one string")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--merge", type=Path, nargs="+", default=[], help="records of parts; nothing is run")
+    chosen = parser.parse_args(arguments)
+    if chosen.merge:
+        result.write(chosen.out, merged([json.loads(part.read_text(encoding="utf-8")) for part in chosen.merge]))
+        return 0
+    phases = [name.strip() for name in chosen.phases.split(",") if name.strip()] or list(PHASES)
+    if unknown := set(phases) - set(PHASES):
+        parser.error(f"--phases: {', '.join(sorted(unknown))}: must be of {', '.join(PHASES)}")
+    environment = result.surroundings()
+    clusters.OF_USERS = frozenset(os.environ)
+    with (
+        tempfile.TemporaryDirectory() as root,
+        clusters.running_cluster(Path(root), *flags(Path(root), chosen.model), *chosen.up_args.split()) as cluster,
+    ):
+        done = asyncio.run(
+            run(cluster, kills=chosen.kills, seed=chosen.seed, phases=phases, most_down=chosen.most_down)
+        )
+    body = {"environment": environment, "command": ["kill_run", *arguments], **done.record()}
+    result.write(chosen.out, body)
+    print(
+        json.dumps({name: body[name] for name in ("by_phase", "replace_s", "gap_s", "gap_less_recompute_s")}, indent=1)
+    )
+    return 1 if done.failed or done.wrong else 0
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    sys.exit(main(sys.argv[1:]))
