@@ -23,6 +23,7 @@ class Compat:
         attention_version, sampler_version: change whenever results may change.
         backend: the kernels that compute the layers.
         batch_invariant: the worker promises tokens that do not depend on what else runs; a pair keeps it only if both do.
+        kv_encryption: the cipher of KV on its way between workers; empty: none.
         kv_parts: the ranks' formats, whose whole is `kv` (common/kv_parts.py); empty: one rank.
     """
 
@@ -39,6 +40,7 @@ class Compat:
     protocol_version: int = PROTOCOL_VERSION
     batch_invariant: bool = False
     kv_parts: tuple[KvFormat, ...] = ()
+    kv_encryption: str = ""
 
 
 CONVERTIBLE = frozenset({"block_size", "kv_dtype", "kv_layout", "compute_dtype", "block_identity_golden"})
@@ -51,6 +53,10 @@ KV_RULE = "kv_rule"
 """In the store: `KvFormat.value_rule`, for the router's block identities. It follows from other facts."""
 
 
+_UNSAID = frozenset({"batch_invariant", "kv_encryption"})
+"""Not among the facts where they are off."""
+
+
 def facts(compat: Compat) -> dict[str, str]:
     """Every fact by name, including those of the KV format; bytes as hexadecimal digits. A promise that is not made is left
     out."""
@@ -60,7 +66,7 @@ def facts(compat: Compat) -> dict[str, str]:
         if field.name == "kv_parts":
             if value:
                 out[field.name] = shape(value)
-        elif value is False:  # not said, as by a worker that does not know the fact
+        elif field.name in _UNSAID and not value:  # as by a worker that does not know the fact
             continue
         elif isinstance(value, KvFormat):
             out.update(value.facts())

@@ -8,13 +8,16 @@ from dataclasses import replace
 
 from diptych.common.errors import ConfigError, TransferError
 from diptych.kvtransfer.api import Transfer
+from diptych.kvtransfer.ciphers import OFF
 from diptych.kvtransfer.config import TransferConfig
+from diptych.kvtransfer.encryption import check_mode, encrypted
 from diptych.kvtransfer.faults import FaultyTransport
 from diptych.kvtransfer.gpu_memory import GpuMemory
 from diptych.kvtransfer.layout import RingSpec, SlabQuotas
 from diptych.kvtransfer.registry import AUTO, TransportSite, TransportSpec, candidates
 from diptych.kvtransfer.self_test import SelfTest
 from diptych.kvtransfer.thread import TransferThread
+from diptych.kvtransfer.transport import Transport
 
 log = logging.getLogger(__name__)
 
@@ -29,6 +32,7 @@ def build_transfer(
     layout_hash: int,
     loop: asyncio.AbstractEventLoop,
     num_layers: int = 0,
+    encryption_key: bytes = b"",
 ) -> Transfer:
     """Self-test, then start the transfer thread. Takes a fraction of a second; call it before serving.
 
@@ -37,10 +41,13 @@ def build_transfer(
         layout_hash: layout.layout_hash(compat); a handle with another one is refused on both sides.
         loop: where answers are delivered.
         num_layers: named in handles of whole ranges: all layers of the model.
+        encryption_key: of encryption.PURPOSE, for config.kv_encryption.
     Raises: ConfigError: the transport cannot be used, or the self-test found another path than required.
     """
     quotas = config.quotas_of(publishes=publishes, reads=reads)
-    spec, found, site = _choose(config, quotas)
+    if config.kv_encryption != OFF and not encryption_key:
+        raise ConfigError("secret_file", "", "is needed: keys of kv_encryption are derived from the cluster secret")
+    spec, found, site = _choose(config, quotas, encryption_key)
     if config.require_transport and found.path != config.require_transport:
         raise ConfigError("require_transport", config.require_transport, f"the self-test found {found.path}")
     try:
@@ -53,11 +60,18 @@ def build_transfer(
         transport.close()
         raise ConfigError("num_slabs", config.num_slabs, f"slabs of {config.slab_bytes} bytes: {error}") from error
     log.info(
-        "kv transfer: %s at %.2f GB/s, %.0f us a message", found.path, found.bytes_per_s / 1e9, found.message_s * 1e6
+        "kv transfer: %s at %.2f GB/s, %.0f us a message, encryption %s",
+        found.path,
+        found.bytes_per_s / 1e9,
+        found.message_s * 1e6,
+        config.kv_encryption,
     )
     if config.faults is not None:
         log.warning("kv transfer misbehaves on purpose: %s", config.faults)
         transport = FaultyTransport(transport, config.faults)
+    transport = encrypted(
+        transport, config.kv_encryption, secret=encryption_key, worker_id=worker_id, incarnation=incarnation
+    )
     return TransferThread(
         transport,
         config,
@@ -74,8 +88,9 @@ def build_transfer(
     )
 
 
-def _choose(config: TransferConfig, quotas: SlabQuotas) -> tuple[TransportSpec, SelfTest, TransportSite]:
-    """The transport that was asked for; with "auto" the first that works, the others named in the log.
+def _choose(config: TransferConfig, quotas: SlabQuotas, key: bytes) -> tuple[TransportSpec, SelfTest, TransportSite]:
+    """The transport that was asked for; with "auto" the first that works, the others named in the log. The self-test is of what
+    the worker will use: encrypted, if it will be.
 
     Raises: ConfigError: none works.
     """
@@ -84,7 +99,15 @@ def _choose(config: TransferConfig, quotas: SlabQuotas) -> tuple[TransportSpec, 
     for spec in candidates(config.transport, config.device):
         try:
             site = TransportSite(config.host, ring, _gpu_memory(spec.name) if spec.device == "cuda" else None)
-            found = spec.self_test(lambda w, i, s=spec, at=site: s.make(w, i, at), site)  # type: ignore[misc]
+            check_mode(config.kv_encryption, spec.name)
+
+            def make(
+                worker_id: str, incarnation: str, spec: TransportSpec = spec, site: TransportSite = site
+            ) -> Transport:
+                inner = spec.make(worker_id, incarnation, site)
+                return encrypted(inner, config.kv_encryption, secret=key, worker_id=worker_id, incarnation=incarnation)
+
+            found = spec.self_test(make, site)
         except (ConfigError, TransferError) as error:
             reasons.append(f"{spec.name}: {error}")
             continue

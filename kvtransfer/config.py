@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 
 from diptych.common.errors import ConfigError
 from diptych.kvtransfer import registry
+from diptych.kvtransfer.ciphers import OFF
+from diptych.kvtransfer.encryption import check_mode
 from diptych.kvtransfer.faults import FaultSpec
 from diptych.kvtransfer.layout import RingSpec, SlabQuotas
 
@@ -26,6 +28,8 @@ class TransferConfig:
         quarantine_cap: quarantined slabs beyond which a pair is unusable; 0: half of the slabs of that part.
         require_transport: refuse to start unless the self-test found exactly this path, for example "ucx:tcp" or "nixl:shm", and
             refuse every peer that comes on another one.
+        kv_encryption: off, or the cipher of slabs and control messages: aes-gcm or chacha20-poly1305. Both workers of a pair must
+            use the same one; not for transports whose slabs are in GPU memory. It takes as much memory as the ring again.
         verify_checksum: False only in tests.
         faults: misbehave on purpose; tests only.
     """
@@ -40,11 +44,13 @@ class TransferConfig:
     peer_quota: int = 0
     quarantine_cap: int = 0
     require_transport: str = ""
+    kv_encryption: str = OFF
     verify_checksum: bool = True
     faults: FaultSpec | None = field(default=None)
 
     def __post_init__(self) -> None:
         registry.check(self.transport, self.device)
+        check_mode(self.kv_encryption, self.transport)
         if not 0 < self.lease_s < float("inf"):
             raise ConfigError("lease_s", self.lease_s, "must be a positive number of seconds")
         for name in ("peer_quota", "quarantine_cap"):

@@ -102,6 +102,16 @@ class TransportSpec:
     shares_a_gpu: bool = False
     in_process: bool = False
 
+    @property
+    def why_not_encrypted(self) -> str:
+        """Why `--kv-encryption` cannot be used with it; empty: it can."""
+        if self.make_ring is host_ring:
+            return ""
+        able = ", ".join(
+            spec.name for spec in transports().values() if spec.make_ring is host_ring and not spec.in_process
+        )
+        return f"transport {self.name} moves slabs between GPUs' memory, where nothing encrypts them; these can: {able}"
+
 
 _specs: dict[str, TransportSpec] = {}
 

@@ -14,6 +14,7 @@ from diptych.common.errors import ConfigError
 from diptych.common.kv_format import COMPUTE_DTYPES
 from diptych.engine.config import GRAMMAR_BACKENDS, POLICIES, PREEMPTION_MODES, EngineConfig
 from diptych.engine.overlap import MODES as OVERLAP_MODES
+from diptych.kvtransfer import ciphers
 from diptych.worker.role_spec import DECODE, ROLES
 
 T = TypeVar("T")
@@ -105,6 +106,8 @@ class WorkerConfig:
         transport: ucx, nixl, ipc (GPUs of one host), ucx-gpu (GPU memory over UCX), auto (the best that passes its
             self-test) or inproc (tests); empty: by the device (ucx on a CPU, auto on a GPU).
         require_transport: fail at the start unless the self-test found exactly this path, for example ucx:tcp.
+        kv_encryption: cipher of KV between workers, with keys from the cluster secret: off, aes-gcm or chacha20-poly1305. Both
+            workers of a pair need the same; not with ipc and ucx-gpu.
         slab_bytes: size of a slab of the staging ring, from which peers read KV; 0: by the device (4 MiB on a CPU; on a
             GPU the KV of 2,048 tokens).
         num_slabs: slabs of the staging ring; 0: by the device (8 on a CPU; on a GPU up to 16, within 8% of its memory).
@@ -183,6 +186,7 @@ class WorkerConfig:
     grammar_warm_up: bool = True
     transport: str = ""
     require_transport: str = ""
+    kv_encryption: str = ciphers.OFF
     slab_bytes: int = 0
     num_slabs: int = 0
     num_second_slabs: int = 0
@@ -229,6 +233,7 @@ class WorkerConfig:
             ("kv_overlap", OVERLAP_MODES),
             ("grammar_backend", GRAMMAR_BACKENDS),
             ("verify_weights", VERIFY_MODES),
+            ("kv_encryption", ciphers.MODES),
         ):
             if getattr(self, name) not in known:
                 raise ConfigError(name, getattr(self, name), f"must be one of {', '.join(known)}")

@@ -32,6 +32,7 @@ from diptych.engine.grammar.program import AfterText, Program
 from diptych.engine.grammar.vocabulary import vocabulary_of
 from diptych.engine.runner import ModelRunner
 from diptych.engine.sched.output import DetokenizerFactory
+from diptych.kvtransfer import ciphers
 from diptych.worker.config import AUTO, WorkerConfig
 from diptych.worker.defaults import DeviceFacts, ModelFacts, settled, slab_quotas
 from diptych.worker.role_spec import DECODE, ROLES
@@ -184,6 +185,7 @@ def _load(config: WorkerConfig, folder: Path, hashing: CheckpointHash) -> Loaded
         method=parsed.method,
         backend=runner.backend,
         batch_invariant=config.batch_invariant,
+        kv_encryption="" if config.kv_encryption == ciphers.OFF else config.kv_encryption,
     )
     identity, compat = identified(compat, identity_key(config))
     factory: DetokenizerFactory | None = None

@@ -18,12 +18,14 @@ from diptych.common.collector import set_collector
 from diptych.common.limits import raise_open_files
 from diptych.common.observe.logging import setup_logging
 from diptych.common.observe.tracing import tracing
+from diptych.common.secret import derive_key, load_secret
 from diptych.common.store.interface import Store
 from diptych.common.store.redis_store import RedisStore
 from diptych.kvtransfer import registry
 from diptych.kvtransfer.api import Transfer
 from diptych.kvtransfer.build import build_transfer
 from diptych.kvtransfer.config import TransferConfig
+from diptych.kvtransfer.encryption import PURPOSE, check_mode
 from diptych.kvtransfer.faults import FaultSpec
 from diptych.kvtransfer.layout import layout_hash
 from diptych.worker.config import WorkerConfig
@@ -63,6 +65,7 @@ def run_process(config: WorkerConfig, make_services: MakeServices) -> NoReturn:
     """
     if config.transport:
         registry.check(config.transport, config.device, in_process=False)
+        check_mode(config.kv_encryption, config.transport)
     setup_logging(worker=config.effective_worker_id, role=config.role)
     raise_open_files()
     if tracing.configure(config.role, config.effective_worker_id):
@@ -152,6 +155,7 @@ async def make_transfer(runtime: WorkerRuntime) -> Transfer:
             layout_hash=layout_hash(runtime.compat),
             loop=loop,
             num_layers=runtime.compat.kv.num_layers,
+            encryption_key=derive_key(load_secret(Path(config.secret_file)), PURPOSE),
         )
     )
 

@@ -12,6 +12,8 @@ from diptych.kvtransfer.layout import payload_capacity
 BLOCK_BYTES = 64 << 10
 BLOCK_SIZE = 16
 LAYOUT = 7
+KEY = bytes(32)
+"""Of the encryption, where it is measured with it."""
 
 
 def blocks_per_slab(slab_bytes: int) -> int:

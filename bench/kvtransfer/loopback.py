@@ -27,10 +27,11 @@ from typing import Any
 import numpy as np
 import uvloop
 
-from diptych.bench.kvtransfer.blocks import BLOCK_BYTES, LAYOUT, BlockPool
+from diptych.bench.kvtransfer.blocks import BLOCK_BYTES, KEY, LAYOUT, BlockPool
 from diptych.bench.result import spread, surroundings, write
 from diptych.kvtransfer.api import KvAddress, PeerRef, Transfer
 from diptych.kvtransfer.build import build_transfer
+from diptych.kvtransfer.ciphers import MODES, OFF
 from diptych.kvtransfer.config import TransferConfig
 from diptych.kvtransfer.handle import SlabHandle, decode
 
@@ -85,7 +86,13 @@ class Bench:
         )  # fmt: skip
         self._kv = self._make(self._settings)
         self._raw = self._make(
-            {**self._settings, "slab_bytes": RAW_BYTES + 4096, "num_slabs": 1, "verify_checksum": False}
+            {
+                **self._settings,
+                "slab_bytes": RAW_BYTES + 4096,
+                "num_slabs": 1,
+                "verify_checksum": False,
+                "kv_encryption": OFF,
+            }
         )
         self.path, self.peer_path = self._kv.path, hello["path"]
         if "blocks" in hello:
@@ -98,7 +105,9 @@ class Bench:
     def _make(self, settings: dict[str, Any]) -> Transfer:
         loop = asyncio.get_running_loop()
         config = TransferConfig(**settings)
-        return build_transfer(config, worker_id="d", incarnation="0", reads=True, layout_hash=LAYOUT, loop=loop)
+        return build_transfer(
+            config, worker_id="d", incarnation="0", reads=True, layout_hash=LAYOUT, loop=loop, encryption_key=KEY
+        )
 
     async def _line(self) -> str:
         assert self._child.stdout is not None
@@ -242,6 +251,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--transport", default="ucx")
     parser.add_argument("--slab-bytes", type=int, default=4 << 20)
+    parser.add_argument("--kv-encryption", choices=MODES, default=OFF, help="of the blocks; the raw message has none")
     parser.add_argument("--num-slabs", type=int, default=8)
     parser.add_argument("--reads-in-flight", type=int, default=4)
     parser.add_argument("--switch-interval-s", type=float, default=Knobs().switch_interval_s)
@@ -249,8 +259,14 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    settings = {"transport": args.transport, "slab_bytes": args.slab_bytes, "num_slabs": args.num_slabs}
-    print(f"{args.transport}, slabs {args.num_slabs} x {args.slab_bytes >> 10} KiB, load {os.getloadavg()[0]:.1f}")
+    settings = {
+        "transport": args.transport, "slab_bytes": args.slab_bytes, "num_slabs": args.num_slabs,
+        "kv_encryption": args.kv_encryption,
+    }  # fmt: skip
+    print(
+        f"{args.transport}, encryption {args.kv_encryption}, slabs {args.num_slabs} x {args.slab_bytes >> 10} KiB, "
+        f"load {os.getloadavg()[0]:.1f}"
+    )
     knobs = Knobs(args.reads_in_flight, args.switch_interval_s, not args.oldest_first)
     result = uvloop.run(measure(settings, knobs, args.rounds))
     report = {

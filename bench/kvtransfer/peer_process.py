@@ -13,10 +13,11 @@ from typing import Any
 import numpy as np
 import uvloop
 
-from diptych.bench.kvtransfer.blocks import LAYOUT, BlockPool, blocks_per_slab
+from diptych.bench.kvtransfer.blocks import KEY, LAYOUT, BlockPool, blocks_per_slab
 from diptych.engine.messages import RangePacked, SlabGrant
 from diptych.kvtransfer.api import Transfer
 from diptych.kvtransfer.build import build_transfer
+from diptych.kvtransfer.ciphers import OFF
 from diptych.kvtransfer.config import TransferConfig
 from diptych.kvtransfer.handle import encode
 
@@ -31,7 +32,7 @@ class Publisher:
         self._raw_grants: asyncio.Queue[SlabGrant] = asyncio.Queue()
         self.per_slab = blocks_per_slab(settings["slab_bytes"])
         self.transfer = self._make(settings, "p-kv")
-        raw = {**settings, "slab_bytes": raw_bytes + 4096, "num_slabs": 1}
+        raw = {**settings, "slab_bytes": raw_bytes + 4096, "num_slabs": 1, "kv_encryption": OFF}
         self.raw = self._make(raw, "p-raw")
         self._raw_bytes = raw_bytes
         self.transfer.start(self._lend, lambda attempt, slab: None)
@@ -48,7 +49,13 @@ class Publisher:
     def _make(self, settings: dict[str, Any], worker_id: str) -> Transfer:
         config = TransferConfig(**settings)
         return build_transfer(
-            config, worker_id=worker_id, incarnation="0", publishes=True, layout_hash=LAYOUT, loop=self._loop
+            config,
+            worker_id=worker_id,
+            incarnation="0",
+            publishes=True,
+            layout_hash=LAYOUT,
+            loop=self._loop,
+            encryption_key=KEY,
         )
 
     async def kv(self, ids: list[int]) -> None:

@@ -148,6 +148,7 @@ class ClusterPlan:
                 "metrics-host": host,
                 "metrics-port": metrics_port,
                 "transport": config.transport or self._transport(),
+                "kv-encryption": config.kv_encryption,
                 "block-size": config.block_size,
                 "num-blocks": config.num_blocks,
                 "max-model-len": config.max_model_len,

@@ -10,6 +10,7 @@ from diptych.common.addresses import is_loopback
 from diptych.common.checkpoint.modes import VERIFY_MODES
 from diptych.common.errors import ConfigError
 from diptych.common.kv_format import COMPUTE_DTYPES
+from diptych.kvtransfer import ciphers
 from diptych.worker.config import AUTO, MOST, WorkerConfig
 
 _WORKER = WorkerConfig()
@@ -56,6 +57,7 @@ class UpConfig:
         secret_file: None makes a new secret for this run.
         transport: of KV between the workers: ucx, nixl, ipc or ucx-gpu (GPUs), or auto: the best that passes its
             self-test; empty: ucx on a CPU, auto on GPUs.
+        kv_encryption: cipher of KV between the workers: off, aes-gcm or chacha20-poly1305; not with ipc and ucx-gpu.
         num_blocks: KV blocks per worker; 0: by the memory that the worker finds.
         threads_per_worker: torch threads; 0: one while two workers share two cores, more on larger
             machines; affinity and a container's CPU quota count.
@@ -82,6 +84,7 @@ class UpConfig:
     prefill_workers: int = 1
     decode_workers: int = 1
     transport: str = ""
+    kv_encryption: str = _WORKER.kv_encryption
     local_prefill_max_tokens: int = 64
     max_model_len: int = 0
     block_size: int = _WORKER.block_size
@@ -134,7 +137,12 @@ class UpConfig:
                 shlex.split(getattr(self, name))
             except ValueError as error:
                 raise ConfigError(name, getattr(self, name), f"cannot be split: {error}") from None
-        for name, known in (("dtype", (AUTO, *COMPUTE_DTYPES)), ("device", DEVICES), ("verify_weights", VERIFY_MODES)):
+        for name, known in (
+            ("dtype", (AUTO, *COMPUTE_DTYPES)),
+            ("device", DEVICES),
+            ("verify_weights", VERIFY_MODES),
+            ("kv_encryption", ciphers.MODES),
+        ):
             if getattr(self, name) not in known:
                 raise ConfigError(name, getattr(self, name), f"must be one of {', '.join(filter(None, known))}")
         if self.transport:

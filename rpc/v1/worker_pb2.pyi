@@ -64,7 +64,7 @@ class KvFormat(_message.Message):
     def __init__(self, groups: _Optional[_Iterable[_Union[KvGroup, _Mapping]]] = ..., shard_rank: _Optional[int] = ..., shard_degree: _Optional[int] = ..., order: _Optional[str] = ...) -> None: ...
 
 class Compat(_message.Message):
-    __slots__ = ("model", "model_revision", "tokenizer_revision", "attention_version", "sampler_version", "protocol_version", "block_identity_golden", "kv", "compute_dtype", "method", "backend", "kv_parts", "batch_invariant")
+    __slots__ = ("model", "model_revision", "tokenizer_revision", "attention_version", "sampler_version", "protocol_version", "block_identity_golden", "kv", "compute_dtype", "method", "backend", "kv_parts", "batch_invariant", "kv_encryption")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     MODEL_REVISION_FIELD_NUMBER: _ClassVar[int]
     TOKENIZER_REVISION_FIELD_NUMBER: _ClassVar[int]
@@ -78,6 +78,7 @@ class Compat(_message.Message):
     BACKEND_FIELD_NUMBER: _ClassVar[int]
     KV_PARTS_FIELD_NUMBER: _ClassVar[int]
     BATCH_INVARIANT_FIELD_NUMBER: _ClassVar[int]
+    KV_ENCRYPTION_FIELD_NUMBER: _ClassVar[int]
     model: str
     model_revision: str
     tokenizer_revision: str
@@ -91,7 +92,8 @@ class Compat(_message.Message):
     backend: str
     kv_parts: _containers.RepeatedCompositeFieldContainer[KvFormat]
     batch_invariant: bool
-    def __init__(self, model: _Optional[str] = ..., model_revision: _Optional[str] = ..., tokenizer_revision: _Optional[str] = ..., attention_version: _Optional[str] = ..., sampler_version: _Optional[str] = ..., protocol_version: _Optional[int] = ..., block_identity_golden: _Optional[bytes] = ..., kv: _Optional[_Union[KvFormat, _Mapping]] = ..., compute_dtype: _Optional[str] = ..., method: _Optional[str] = ..., backend: _Optional[str] = ..., kv_parts: _Optional[_Iterable[_Union[KvFormat, _Mapping]]] = ..., batch_invariant: _Optional[bool] = ...) -> None: ...
+    kv_encryption: str
+    def __init__(self, model: _Optional[str] = ..., model_revision: _Optional[str] = ..., tokenizer_revision: _Optional[str] = ..., attention_version: _Optional[str] = ..., sampler_version: _Optional[str] = ..., protocol_version: _Optional[int] = ..., block_identity_golden: _Optional[bytes] = ..., kv: _Optional[_Union[KvFormat, _Mapping]] = ..., compute_dtype: _Optional[str] = ..., method: _Optional[str] = ..., backend: _Optional[str] = ..., kv_parts: _Optional[_Iterable[_Union[KvFormat, _Mapping]]] = ..., batch_invariant: _Optional[bool] = ..., kv_encryption: _Optional[str] = ...) -> None: ...
 
 class KvAddress(_message.Message):
     __slots__ = ("transport", "host", "port", "blob")

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from dataclasses import replace
 
 import pytest
 import xxhash
 
 from diptych.common.clock import MonotonicClock
-from diptych.common.errors import InternalError, StaleReferenceError, TransferError
+from diptych.common.errors import ConfigError, InternalError, StaleReferenceError, TransferError
 from diptych.engine.messages import EngineStats, RangePacked, SlabGrant
 from diptych.kvtransfer.api import PeerRef, Transfer
 from diptych.kvtransfer.build import build_transfer
+from diptych.kvtransfer.ciphers import CIPHERS
 from diptych.kvtransfer.config import TransferConfig
 from diptych.kvtransfer.faults import FaultSpec
 from diptych.kvtransfer.handle import SlabHandle
@@ -31,7 +33,9 @@ class Desk:
 
         def build(worker_id: str, role: dict[str, bool], **more: object) -> Transfer:
             config = TransferConfig(**base, **more)  # type: ignore[arg-type]
-            return build_transfer(config, worker_id=worker_id, incarnation="i", layout_hash=7, loop=loop, **role)
+            return build_transfer(
+                config, worker_id=worker_id, incarnation="i", layout_hash=7, loop=loop, encryption_key=bytes(32), **role
+            )
 
         self.p = build("p0", {"publishes": True})
         self.d = build("d0", {"reads": True}, faults=faults or FaultSpec(), verify_checksum=verify_checksum)
@@ -190,3 +194,47 @@ async def test_a_bug_on_the_thread_shows_in_the_audit_and_does_not_end_it():
     desk.d.finish(received)
     await desk.d.close()
     await desk.p.close()
+
+
+@pytest.mark.parametrize("cipher", CIPHERS)
+async def test_encrypted_slabs_arrive_and_one_that_was_changed_is_a_typed_error(cipher):
+    """The fault is beneath the encryption, as on a wire."""
+    desk = Desk(FaultSpec(corrupt_every=3), kv_encryption=cipher)
+    try:
+        for fill in (1, 2):
+            received = await desk.d.read(desk.ref, await desk.publish(fill), deadline_s=DEADLINE_S)
+            assert bytes(received.payload) == bytes([fill]) * 5000
+            desk.d.finish(received)
+        with pytest.raises(TransferError, match=f"damaged: its {cipher} tag does not fit"):
+            await desk.d.read(desk.ref, await desk.publish(3), deadline_s=DEADLINE_S)
+        handle = await desk.publish(4)
+        with pytest.raises(TransferError, match="FORGED"):
+            await desk.d.read(desk.ref, replace(handle, num_tokens=32), deadline_s=DEADLINE_S)
+        desk.p.release("att")
+        await desk.all_free()
+    finally:
+        await desk.d.close()
+        await desk.p.close()
+
+
+async def test_one_that_does_not_encrypt_gets_nothing_from_one_that_does():
+    """The handshake refuses such a pair; this is what the wire does without it."""
+    desk = Desk(kv_encryption=CIPHERS[0])
+    other = Desk()
+    try:
+        handle = await desk.publish()
+        with pytest.raises(TransferError, match="MALFORMED"):
+            await other.d.read(desk.ref, handle, deadline_s=DEADLINE_S)
+        desk.p.release("att")
+        await desk.all_free()
+    finally:
+        for side in (desk.d, desk.p, other.d, other.p):
+            await side.close()
+
+
+async def test_it_needs_the_cluster_secret():
+    with pytest.raises(ConfigError, match="secret_file"):
+        build_transfer(
+            TransferConfig(transport="inproc", kv_encryption=CIPHERS[0]),
+            worker_id="d0", incarnation="i", reads=True, layout_hash=7, loop=asyncio.get_running_loop(),
+        )  # fmt: skip

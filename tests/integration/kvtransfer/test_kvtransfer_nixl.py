@@ -17,6 +17,7 @@ import pytest
 from diptych.common.errors import ConfigError, StaleReferenceError, TransferError
 from diptych.kvtransfer.api import Transfer
 from diptych.kvtransfer.build import build_transfer
+from diptych.kvtransfer.ciphers import CIPHERS
 from diptych.kvtransfer.config import TransferConfig
 from diptych_tests import waiting
 from diptych_tests.publisher import SIZE, Publisher, all_back, comes_to_rest, in_flight, until_free
@@ -191,3 +192,26 @@ def test_a_required_transport_refuses_the_fallback(monkeypatch: pytest.MonkeyPat
         build(transport="auto", require_transport="nixl:any")
     with pytest.raises(ConfigError, match="NIXL cannot be loaded"):
         build(transport="nixl")
+
+
+@pytest.mark.parametrize("cipher", CIPHERS)
+async def test_encrypted_slabs_are_read_out_of_the_other_process(cipher: str) -> None:
+    publisher = await Publisher.start(transport="nixl", kv_encryption=cipher)
+    config = TransferConfig(transport="nixl", num_slabs=8, kv_encryption=cipher)
+    reader = build_transfer(
+        config, worker_id="d0", incarnation="x", reads=True, layout_hash=7, loop=asyncio.get_running_loop(),
+        encryption_key=bytes(32),
+    )  # fmt: skip
+    try:
+        for seed in range(10):
+            received = await reader.read(publisher.ref, await publisher.publish("a", seed), deadline_s=DEADLINE_S)
+            expected = np.random.default_rng(seed).integers(0, 256, SIZE, np.uint8)
+            assert np.array_equal(np.frombuffer(received.payload, np.uint8), expected)
+            reader.finish(received)
+        with pytest.raises(StaleReferenceError):
+            await reader.read(publisher.ref, received.handle, deadline_s=DEADLINE_S)
+        await until_free(reader)
+        await all_back(publisher)
+    finally:
+        await reader.close()
+        await publisher.stop()

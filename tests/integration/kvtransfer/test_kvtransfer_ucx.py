@@ -19,6 +19,7 @@ import pytest
 from diptych.common.errors import DiptychError, StaleReferenceError, TransferError
 from diptych.kvtransfer.api import Transfer
 from diptych.kvtransfer.build import build_transfer
+from diptych.kvtransfer.ciphers import CIPHERS
 from diptych.kvtransfer.config import TransferConfig
 from diptych_tests import waiting
 from diptych_tests.publisher import SIZE, Publisher, all_back, comes_to_rest, in_flight, turns, until_free
@@ -68,6 +69,30 @@ async def test_fifty_slabs_arrive_intact_and_every_slab_comes_back(publisher: Pu
     await until_free(reader)
     await all_back(publisher)
     assert publisher.path == "ucx:tcp"
+
+
+@pytest.mark.parametrize("cipher", CIPHERS)
+async def test_encrypted_slabs_between_two_processes(cipher: str) -> None:
+    publisher = await Publisher.start(kv_encryption=cipher)
+    config = TransferConfig(transport="ucx", num_slabs=8, require_transport="ucx:tcp", kv_encryption=cipher)
+    reader = build_transfer(
+        config, worker_id="d0", incarnation="x", reads=True, layout_hash=7, loop=asyncio.get_running_loop(),
+        encryption_key=bytes(32),
+    )  # fmt: skip
+    try:
+        for seed in range(20):
+            size = SIZE if seed % 5 else 1 + seed * 7
+            received = await reader.read(publisher.ref, await publisher.publish("a", seed, size), deadline_s=DEADLINE_S)
+            expected = np.random.default_rng(seed).integers(0, 256, size, np.uint8)
+            assert np.array_equal(np.frombuffer(received.payload, np.uint8), expected)
+            reader.finish(received)
+        with pytest.raises(StaleReferenceError):
+            await reader.read(publisher.ref, received.handle, deadline_s=DEADLINE_S)
+        await until_free(reader)
+        await all_back(publisher)
+    finally:
+        await reader.close()
+        await publisher.stop()
 
 
 async def test_a_handle_is_read_once_and_a_forged_one_never(publisher: Publisher, reader: Transfer) -> None:

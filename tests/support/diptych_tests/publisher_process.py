@@ -26,7 +26,7 @@ async def main(worker_id: str, incarnation: str, options: dict[str, object]) -> 
     grants: asyncio.Queue[SlabGrant] = asyncio.Queue()
     transfer = build_transfer(
         TransferConfig(**options),  # type: ignore[arg-type]
-        worker_id=worker_id, incarnation=incarnation, publishes=True, layout_hash=7, loop=loop,
+        worker_id=worker_id, incarnation=incarnation, publishes=True, layout_hash=7, loop=loop, encryption_key=bytes(32),
     )  # fmt: skip
 
     def on_grants(granted: tuple[SlabGrant, ...]) -> None:
