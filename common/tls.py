@@ -38,6 +38,36 @@ def load_server_tls(cert_file: Path | str, key_file: Path | str) -> ServerTls:
 
 
 @dataclass(frozen=True, slots=True)
+class RedisTls:
+    """PEM files of connections to Redis. `ca`: who may sign its certificate; empty: the system's. `cert`, `key`: ours; empty:
+    Redis asks for none."""
+
+    ca: str = ""
+    cert: str = ""
+    key: str = ""
+
+
+def load_redis_tls(ca_file: Path | str, cert_file: Path | str, key_file: Path | str) -> RedisTls:
+    """Raises: ConfigError when a file cannot be used, or the key does not belong to the certificate."""
+    import ssl
+
+    ca, cert, key = map(str, (ca_file, cert_file, key_file))
+    if bool(cert) != bool(key):
+        raise ConfigError("redis_key" if cert else "redis_cert", "", "redis_cert and redis_key must be set together")
+    if ca:
+        try:
+            ssl.create_default_context(cafile=ca)
+        except (OSError, ssl.SSLError) as error:
+            raise ConfigError("redis_ca", ca, f"cannot be used: {error}") from None
+    if cert:
+        try:
+            load_server_tls(cert, key)
+        except ConfigError as error:
+            raise ConfigError(error.field.replace("tls_", "redis_"), error.value, error.rule) from None
+    return RedisTls(ca, cert, key)
+
+
+@dataclass(frozen=True, slots=True)
 class ClusterTls:
     """Certificates of the cluster's processes (mTLS). Each process is server and client, under the cluster's authority.
 

@@ -25,6 +25,9 @@ class RouterConfig:
         http_port: of the OpenAI API, the status page and /metrics.
         grpc_port: of the SDK.
         redis_url: redis://, rediss://, unix://, or redis+sentinel://HOST:PORT,HOST:PORT/SERVICE.
+        redis_ca: PEM file with the authority of Redis's certificate, for rediss:// and rediss+sentinel://; empty: the system's.
+        redis_cert: PEM file with our certificate, where Redis asks for one.
+        redis_key: PEM file with the key of redis_cert.
         cluster: name of the cluster, a prefix of its keys in the store: several may share one.
         secret_file: the cluster secret, from which keys are derived; the workers have the same.
         model: local Hugging Face folder; only its tokenizer, template and configuration are read.
@@ -94,6 +97,9 @@ class RouterConfig:
     http_port: int = 8000
     grpc_port: int = 50050
     redis_url: str = "redis://127.0.0.1:6379/0"
+    redis_ca: str = ""
+    redis_cert: str = ""
+    redis_key: str = ""
     cluster: str = "diptych"
     secret_file: str = ""
     model: str = ""

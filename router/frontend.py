@@ -24,6 +24,7 @@ from diptych.common.store.interface import Store
 from diptych.common.store.memory import MemoryStore
 from diptych.common.store.redis_store import RedisStore
 from diptych.common.text.token_bytes import Tokens
+from diptych.common.tls import load_redis_tls
 from diptych.router.api.packed_ids import PackedIds
 from diptych.router.cluster.cluster import Cluster, new_router_id
 from diptych.router.config import RouterConfig
@@ -116,7 +117,8 @@ class Frontend:
         library = await in_thread(choose_library, config.placement_backend)
         self._lookup = {"backend": "numpy" if library is None else "native", "wanted": config.placement_backend}
         if self._store is None:
-            self._store = RedisStore(config.redis_url, cluster=config.cluster)
+            tls = load_redis_tls(config.redis_ca, config.redis_cert, config.redis_key)
+            self._store = RedisStore(config.redis_url, cluster=config.cluster, tls=tls)
         router_id, checks = new_router_id(), [folder.check for folder in folders]
         self.metrics.identify({"role": "router", "worker": router_id})
         for number, folder in enumerate(folders):

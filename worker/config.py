@@ -68,6 +68,9 @@ class WorkerConfig:
         client_tls_cert: PEM file with the certificate of client_port; if set, the port uses TLS only.
         client_tls_key: PEM file with the key of client_tls_cert.
         redis_url: empty: no store; routers cannot find the worker.
+        redis_ca: PEM file with the authority of Redis's certificate, for rediss:// and rediss+sentinel://; empty: the system's.
+        redis_cert: PEM file with our certificate, where Redis asks for one.
+        redis_key: PEM file with the key of redis_cert.
         cluster: name of the cluster, a prefix of its keys in the store: several may share one.
         secret_file: the cluster secret, from which keys are derived.
         device: cpu or cuda.
@@ -158,6 +161,9 @@ class WorkerConfig:
     client_tls_cert: str = ""
     client_tls_key: str = ""
     redis_url: str = ""
+    redis_ca: str = ""
+    redis_cert: str = ""
+    redis_key: str = ""
     cluster: str = "diptych"
     secret_file: str = ""
     device: str = "cpu"

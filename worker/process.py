@@ -21,6 +21,7 @@ from diptych.common.observe.tracing import tracing
 from diptych.common.secret import derive_key, load_secret
 from diptych.common.store.interface import Store
 from diptych.common.store.redis_store import RedisStore
+from diptych.common.tls import load_redis_tls
 from diptych.kvtransfer import registry
 from diptych.kvtransfer.api import Transfer
 from diptych.kvtransfer.build import build_transfer
@@ -161,4 +162,7 @@ async def make_transfer(runtime: WorkerRuntime) -> Transfer:
 
 
 def _store(config: WorkerConfig) -> Store | None:
-    return RedisStore(config.redis_url, cluster=config.cluster) if config.redis_url else None
+    if not config.redis_url:
+        return None
+    tls = load_redis_tls(config.redis_ca, config.redis_cert, config.redis_key)
+    return RedisStore(config.redis_url, cluster=config.cluster, tls=tls)

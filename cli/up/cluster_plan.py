@@ -190,7 +190,7 @@ class ClusterPlan:
             "model": self.model_folder,
             "served-model-name": self.model_name,
             "secret-file": self.secret_file,
-            **_files(self.config, "cluster_ca", "cluster_cert", "cluster_key"),
+            **_files(self.config, "cluster_ca", "cluster_cert", "cluster_key", "redis_ca", "redis_cert", "redis_key"),
         }
         return ["--verbose", *_flags(flags)]  # their logs start with the settings
 

@@ -54,6 +54,9 @@ class UpConfig:
         cluster_key: PEM file with the key of cluster_cert.
         insecure: allow a `host` that other machines can reach without keys or TLS.
         redis_url: "" starts an embedded server.
+        redis_ca: PEM file with the authority of Redis's certificate, for rediss:// and rediss+sentinel://; empty: the system's.
+        redis_cert: PEM file with our certificate, where Redis asks for one.
+        redis_key: PEM file with the key of redis_cert.
         secret_file: None makes a new secret for this run.
         transport: of KV between the workers: ucx, nixl, ipc or ucx-gpu (GPUs), or auto: the best that passes its
             self-test; empty: ucx on a CPU, auto on GPUs.
@@ -80,6 +83,9 @@ class UpConfig:
     http_port: int = 8000
     grpc_port: int = 50050
     redis_url: str = ""
+    redis_ca: Path | None = None
+    redis_cert: Path | None = None
+    redis_key: Path | None = None
     secret_file: Path | None = None
     prefill_workers: int = 1
     decode_workers: int = 1

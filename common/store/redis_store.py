@@ -44,6 +44,7 @@ from diptych.common.store.interface import KvEvent, Pending, StoreError
 from diptych.common.store.redis_url import Connected, connect
 from diptych.common.store.worker_record import WorkerRecord
 from diptych.common.tiers import TIER_NAMES
+from diptych.common.tls import RedisTls
 
 T = TypeVar("T")
 
@@ -163,10 +164,19 @@ class RedisStore:
         url: see redis_url.py; one server, or Sentinels that name the primary.
         cluster: name that keeps several clusters apart on one server.
         timeout_s: bound of every call (a blocking read: this plus its block_s).
+        tls: files for rediss://.
     Raises: ConfigError on a URL or cluster name that cannot be used.
     """
 
-    def __init__(self, url: str, *, cluster: str = "diptych", timeout_s: float = 1.0, max_events: int = 10_000) -> None:
+    def __init__(
+        self,
+        url: str,
+        *,
+        cluster: str = "diptych",
+        timeout_s: float = 1.0,
+        max_events: int = 10_000,
+        tls: RedisTls = RedisTls(),
+    ) -> None:
         try:
             check_id(cluster, "cluster")
         except BadRowError as err:
@@ -180,7 +190,8 @@ class RedisStore:
         self.unknown_tiers = 0
         """Tiers in leases that this version does not know."""
         self._url = url
-        self._connected = connect(url, timeout_s=timeout_s)
+        self._tls = tls
+        self._connected = connect(url, timeout_s=timeout_s, tls=tls)
         self._calls: dict[Connected, int] = {}
         """Number of calls running on each client; a replaced client is closed after its last call."""
         self._closing: set[asyncio.Task[None]] = set()
@@ -238,7 +249,7 @@ class RedisStore:
         if not _is_connection_error(error):
             return False
         if used is self._connected:
-            self._connected = connect(self._url, timeout_s=self._timeout_s)
+            self._connected = connect(self._url, timeout_s=self._timeout_s, tls=self._tls)
         return True
 
     def _close_replaced(self) -> None:

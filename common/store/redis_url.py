@@ -5,6 +5,8 @@
 
 With Sentinel every new connection resolves the primary, and a connection whose write reaches a replica is closed. After
 a failover the next calls go to the new primary. User and password are the primary's; the Sentinels are queried without.
+
+With TLS, server and Sentinels must have a certificate for the name or address that they are connected by.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from redis import asyncio as aioredis
 from redis.asyncio.sentinel import Sentinel
 
 from diptych.common.errors import ConfigError
+from diptych.common.tls import RedisTls
 
 _SCHEMES = ("redis+sentinel", "rediss+sentinel")
 _SENTINEL_PORT = 26379
@@ -81,9 +84,16 @@ class Connected:
             await one.aclose()
 
 
-def connect(url: str, *, timeout_s: float) -> Connected:
+def connect(url: str, *, timeout_s: float, tls: RedisTls = RedisTls()) -> Connected:
     """Make a client; it connects on first use. It does not retry within a call: callers have retry loops and a time
     bound. Raises: ConfigError."""
+    files = {
+        name: file
+        for name, file in (("ssl_ca_certs", tls.ca), ("ssl_certfile", tls.cert), ("ssl_keyfile", tls.key))
+        if file
+    }
+    if files and not url.startswith("rediss"):
+        raise ConfigError("redis_ca" if tls.ca else "redis_cert", tls.ca or tls.cert, "needs a redis_url of rediss://")
     options: dict[str, Any] = {
         "protocol": 2,
         "socket_connect_timeout": timeout_s,
@@ -91,6 +101,7 @@ def connect(url: str, *, timeout_s: float) -> Connected:
         "retry": None,
         "retry_on_error": [],
         "max_connections": _MAX_CONNECTIONS,
+        **files,
     }
     if (parsed := parse_sentinel_url(url)) is None:
         try:
@@ -112,6 +123,7 @@ def connect(url: str, *, timeout_s: float) -> Connected:
             "retry": None,
             "retry_on_error": [],
             "ssl": parsed.tls,
+            **files,
         },
     )
     client = sentinel.master_for(
