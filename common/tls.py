@@ -47,6 +47,9 @@ class RedisTls:
     key: str = ""
 
 
+NO_FILES = RedisTls()
+
+
 def load_redis_tls(ca_file: Path | str, cert_file: Path | str, key_file: Path | str) -> RedisTls:
     """Raises: ConfigError when a file cannot be used, or the key does not belong to the certificate."""
     import ssl

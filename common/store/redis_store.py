@@ -44,7 +44,7 @@ from diptych.common.store.interface import KvEvent, Pending, StoreError
 from diptych.common.store.redis_url import Connected, connect
 from diptych.common.store.worker_record import WorkerRecord
 from diptych.common.tiers import TIER_NAMES
-from diptych.common.tls import RedisTls
+from diptych.common.tls import NO_FILES, RedisTls
 
 T = TypeVar("T")
 
@@ -175,7 +175,7 @@ class RedisStore:
         cluster: str = "diptych",
         timeout_s: float = 1.0,
         max_events: int = 10_000,
-        tls: RedisTls = RedisTls(),
+        tls: RedisTls = NO_FILES,
     ) -> None:
         try:
             check_id(cluster, "cluster")

@@ -19,7 +19,7 @@ from redis import asyncio as aioredis
 from redis.asyncio.sentinel import Sentinel
 
 from diptych.common.errors import ConfigError
-from diptych.common.tls import RedisTls
+from diptych.common.tls import NO_FILES, RedisTls
 
 _SCHEMES = ("redis+sentinel", "rediss+sentinel")
 _SENTINEL_PORT = 26379
@@ -84,7 +84,7 @@ class Connected:
             await one.aclose()
 
 
-def connect(url: str, *, timeout_s: float, tls: RedisTls = RedisTls()) -> Connected:
+def connect(url: str, *, timeout_s: float, tls: RedisTls = NO_FILES) -> Connected:
     """Make a client; it connects on first use. It does not retry within a call: callers have retry loops and a time
     bound. Raises: ConfigError."""
     files = {
