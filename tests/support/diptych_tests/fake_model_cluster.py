@@ -1,0 +1,276 @@
+"""A cluster of separate processes: Redis, the shipped router, and shipped workers with a fake model (worker_process.py).
+
+The model's tokens are a hash of its KV, so a wrong, lost or doubled block changes the answer. Nothing supervises the processes: a
+test kills, stops and starts them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+
+from diptych.cli.up.embedded_redis import server_binary
+from diptych.cli.up.processes import ProcessIdentity, free_port, spawn
+from diptych.cli.up.run_folder import ChildState, ClusterState, RunFolder
+from diptych.client import AsyncClient
+from diptych.common.secret import create_secret
+from diptych_tests import router_fleet, waiting
+from diptych_tests.clusters import Cluster, StepGates, end
+from diptych_tests.fault_proxy import FaultProxy, fault_proxy
+from diptych_tests.line_process import SUPPORT
+
+LOOPBACK = "127.0.0.1"
+SHOWN = "127.0.0.2"
+"""Where workers behind a proxy are, for the others."""
+VOCAB = 1000
+BLOCK = 16
+Command = Callable[[str, list[str]], list[str]]
+WORKER: dict[str, object] = {
+    "block_size": BLOCK, "num_blocks": 256, "max_num_batched_tokens": 64, "max_step_time_s": 0.0, "mixed_step_time_s": 0.0,
+    "transport": "ucx", "slab_bytes": 4096, "num_slabs": 8, "kv_overlap": "on", "insecure": True, "grammar_backend": "none",
+    "slab_lease_s": 5.0, "read_base_s": 3.0, "drain_s": 10.0, "check_invariants": True,
+}  # fmt: skip
+
+
+class FakeModelCluster(Cluster):
+    """See the module. `proxies` has those that were asked for, by the name of the process behind it: "redis", a worker's (its
+    gRPC), and "NAME kv" (UCX of a prefill worker)."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(process=None, folder=RunFolder(folder / "run"), output=folder / "router.log")  # type: ignore[arg-type]
+        self.root = folder
+        self.gates = StepGates(folder / "gates")
+        self.gates.folder.mkdir()
+        self.proxies: dict[str, FaultProxy] = {}
+        self.processes: dict[str, subprocess.Popen[bytes]] = {}
+        self.commands: dict[str, list[str]] = {}
+        """With which each process was started, and is started again."""
+        self.redis_port = free_port(LOOPBACK)
+        self._workers: dict[str, tuple[str, str]] = {}
+        """Role and address, by name."""
+        self._ports = (free_port(LOOPBACK), free_port(LOOPBACK))
+        self._secret = folder / "secret"
+        create_secret(self._secret)
+        self.model_folder = router_fleet.make_model_folder(folder / "tiny", VOCAB)
+        # As of a user's shell, without this project's own variables.
+        mine = ("DIPTYCH_", "PYTEST_")
+        path = os.pathsep.join(filter(None, (str(SUPPORT), os.environ.get("PYTHONPATH"))))
+        self.env = {name: value for name, value in os.environ.items() if not name.startswith(mine)}
+        self.env |= {"PYTHONSAFEPATH": "1", "PYTHONPATH": path}
+
+    @property
+    def http_url(self) -> str:
+        return f"http://{LOOPBACK}:{self._ports[0]}"
+
+    @property
+    def grpc_address(self) -> str:
+        return f"{LOOPBACK}:{self._ports[1]}"
+
+    @property
+    def redis_url(self) -> str:
+        """As router and workers have it."""
+        port = self.proxies["redis"].port if "redis" in self.proxies else self.redis_port
+        return f"redis://{LOOPBACK}:{port}/0"
+
+    @property
+    def state(self) -> ClusterState:
+        children = [
+            ChildState(name, role, process.pid, psutil.Process(process.pid).create_time(), address, "")
+            for name, (role, address) in self._all().items()
+            if (process := self.processes[name]).poll() is None
+        ]
+        return ClusterState(
+            os.getpid(), 0.0, True, self.http_url, self.grpc_address, self.redis_url, "tiny", children,
+            secret_file=str(self._secret),
+        )  # fmt: skip
+
+    def _all(self) -> Mapping[str, tuple[str, str]]:
+        others = {name: (name, "") for name in self.processes if name not in self._workers}
+        return {**others, **self._workers}
+
+    def log(self) -> str:
+        return "\n".join(f"--- {p.stem}\n{p.read_text(errors='replace')[-2500:]}" for p in self.root.glob("*.log"))
+
+    # ---- processes ----
+
+    def start(self, name: str, command: list[str] | None = None) -> None:
+        """Start a process, or start it again as it was."""
+        self.commands[name] = command or self.commands[name]
+        self.processes[name] = spawn(
+            self.commands[name], log=self.root / f"{name}.log", env=self.env, cwd=self.root
+        )
+
+    def start_redis(self) -> None:
+        command = [str(server_binary()), "--port", str(self.redis_port), "--bind", LOOPBACK]
+        self.start("redis", [*command, "--save", "", "--appendonly", "no", "--daemonize", "no"])
+
+    def start_router(self, **settings: object) -> None:
+        given = {
+            "http_port": self._ports[0], "grpc_port": self._ports[1], "redis_url": self.redis_url,
+            "model": self.model_folder, "secret_file": self._secret, "local_prefill_max_tokens": 0,
+        } | settings  # fmt: skip
+        flags = [text for name, value in given.items() for text in (f"--{name.replace('_', '-')}", str(value))]
+        self.start("router", [sys.executable, "-P", "-m", "diptych.cli", "router", *flags])
+
+    def worker_command(self, name: str, role: str, port: int, **settings: object) -> list[str]:
+        given = WORKER | {
+            "role": role, "worker_id": name, "port": port, "host": LOOPBACK, "model": str(self.model_folder),
+            "redis_url": self.redis_url, "secret_file": str(self._secret), "fault_step_gates": str(self.gates.folder),
+            "stall_bound_s": 3600.0,
+        } | settings  # fmt: skip
+        return [sys.executable, "-P", "-m", "diptych_tests.worker_process", json.dumps(given)]
+
+    async def add_worker(
+        self, name: str, role: str, stack: AsyncExitStack, *, proxied: bool = False, kv_proxied: bool = False, **settings: Any
+    ) -> None:
+        fake = dict(settings.pop("fake", {}))
+        port = free_port(LOOPBACK)
+        address = f"{LOOPBACK}:{port}"
+        if proxied:
+            self.proxies[name] = await stack.enter_async_context(fault_proxy(lambda: (LOOPBACK, port), host=SHOWN, port=port))
+            settings["advertise_host"] = SHOWN
+            address = f"{SHOWN}:{port}"
+        if kv_proxied:
+            file = self.root / f"{name}.kv"
+            proxy = await stack.enter_async_context(fault_proxy(lambda: (LOOPBACK, int(file.read_text()))))
+            self.proxies[f"{name} kv"] = proxy
+            fake["kv_proxy"] = [str(file), proxy.port]
+        self._workers[name] = (role, address)
+        self.start(name, self.worker_command(name, role, port, fake=fake, **settings))
+
+    def freeze(self, name: str) -> None:
+        """SIGSTOP, and wait until every thread is stopped."""
+        pid = self.processes[name].pid
+        os.kill(pid, signal.SIGSTOP)
+
+        def stopped() -> bool:
+            tasks = Path(f"/proc/{pid}/task").iterdir()
+            return all((task / "stat").read_text().rpartition(")")[2].split()[0] in "Tt" for task in tasks)
+
+        waiting.wait_until(stopped, what=f"{name} is stopped", every_s=0.001)
+
+    def thaw(self, name: str) -> None:
+        os.kill(self.processes[name].pid, signal.SIGCONT)
+
+    def kill_hard(self, name: str) -> None:
+        """kill -9, and wait until it is gone."""
+        self.processes[name].kill()
+        self.processes[name].wait(300)
+
+    async def close(self) -> None:
+        for name in self._workers:
+            self.gates.open(name)
+        for process in self.processes.values():
+            if process.poll() is None:
+                process.send_signal(signal.SIGCONT)
+                process.kill()
+        for process in self.processes.values():
+            await asyncio.to_thread(end, process)
+
+    # ---- what the router says ----
+
+    async def get(self, path: str) -> httpx.Response:
+        async with httpx.AsyncClient(base_url=self.http_url, timeout=300.0) as http:
+            return await http.get(path)
+
+    async def status(self) -> dict[str, Any]:
+        return (await self.get("/status.json")).json()
+
+    async def usable(self) -> set[str]:
+        """Workers on which the router places; empty while it does not answer."""
+        pids = {self.processes[name].pid for name in self._workers}
+        with contextlib.suppress(httpx.TransportError, TypeError, KeyError):
+            workers = (await self.status())["cluster"]["workers"]
+            return {worker["id"] for worker in workers if not worker["why_not"] and worker["pid"] in pids}
+        return set()
+
+    async def until_usable(self, *names: str, deadline_s: float = waiting.DEADLINE_S) -> None:
+        """Until the router places on these workers (none: on all), and on no other one."""
+        wanted = set(names or self._workers)
+
+        async def as_wanted() -> bool:
+            ended = [name for name in wanted if self.processes[name].poll() is not None]
+            assert not ended, f"{ended} ended\n{self.log()}"
+            return await self.usable() == wanted
+
+        try:
+            await waiting.until(as_wanted, f"{wanted} are used", deadline_s=deadline_s, every_s=0.02)
+        except TimeoutError as error:
+            raise AssertionError(f"{error}: {await self.usable()}\n{self.log()}") from None
+
+    async def metric(self, name: str, **labels: str) -> float:
+        """Sum of the router's series of this name with these labels; 0 where there is none."""
+        total = 0.0
+        for line in (await self.get("/metrics")).text.splitlines():
+            series, _, value = line.rpartition(" ")
+            bare, _, rest = series.partition("{")
+            if bare == name and all(f'{key}="{given}"' in rest for key, given in labels.items()):
+                total += float(value)
+        return total
+
+    async def idle_again(self, *names: str, deadline_s: float = waiting.DEADLINE_S) -> float:
+        """Seconds until these workers (none: all that run) hold nothing; their laws hold."""
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        for name in names or self.workers():
+            left = deadline_s - (loop.time() - began)
+            await asyncio.to_thread(self.wait_idle_of, name, deadline_s=left)
+        return loop.time() - began
+
+    def client(self, timeout_s: float = 120.0) -> AsyncClient:
+        return AsyncClient(self.grpc_address, timeout_s=timeout_s)
+
+
+def until_steps(cluster: FakeModelCluster, name: str, after: int) -> None:
+    """Hold a worker after so many steps more."""
+    cluster.gates.hold(cluster, name, after_steps=after)
+
+
+@asynccontextmanager
+async def fake_model_cluster(
+    folder: Path,
+    *,
+    prefill: int = 1,
+    decode: int = 1,
+    proxied: tuple[str, ...] = (),
+    router: Mapping[str, object] | None = None,
+    **settings: Any,
+) -> AsyncIterator[FakeModelCluster]:
+    """Runs until the block ends; ready at its begin.
+
+    Args:
+        proxied: in front of what there are proxies, see FakeModelCluster.
+        router: settings of the router.
+        settings: of every worker; those of one by its name with an underscore, as `decode_0={...}`.
+    """
+    own = {name.replace("_", "-"): settings.pop(name) for name in [*settings] if name[-1].isdigit()}
+    cluster = FakeModelCluster(folder)
+    async with AsyncExitStack() as stack:
+        stack.push_async_callback(cluster.close)
+        cluster.start_redis()
+        if "redis" in proxied:
+            cluster.proxies["redis"] = await stack.enter_async_context(fault_proxy(lambda: (LOOPBACK, cluster.redis_port)))
+        for role, count in (("prefill", prefill), ("decode", decode)):
+            for name in (f"{role}-{i}" for i in range(count)):
+                await cluster.add_worker(
+                    name, role, stack,
+                    proxied=name in proxied, kv_proxied=f"{name} kv" in proxied, **(settings | own.get(name, {})),
+                )  # fmt: skip
+        cluster.start_router(**(router or {}))
+        await cluster.until_usable()
+        yield cluster
+
+
+__all__ = ["FakeModelCluster", "ProcessIdentity", "fake_model_cluster"]

@@ -1,0 +1,86 @@
+"""A worker as a separate process: the shipped one, with a fake model in place of one that computes.
+
+Its argument is JSON: settings of WorkerConfig; under "fake" those of FakeRunner, and
+
+step_s    least seconds of a step
+kv_proxy  [FILE, PORT]: peers are told that UCX is at PORT, where a proxy listens; the file gets the port of UCX
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from diptych.cli.worker_roles import run_worker
+from diptych.common.compat import identified
+from diptych.common.text.detokenizer import RequestDetokenizer
+from diptych.common.text.revision import tokenizer_revision
+from diptych.common.text.tokenizer import ModelTokenizer
+from diptych.engine.messages import ScheduledSeq
+from diptych.kvtransfer.api import Transfer
+from diptych.kvtransfer.peer_book import TOKEN_BYTES
+from diptych.worker import process
+from diptych.worker.config import WorkerConfig
+from diptych.worker.model import LoadedModel, identity_key, make_grammars
+from diptych.worker.role_spec import DECODE, ROLES
+from diptych.worker.runtime import WorkerRuntime
+from diptych_tests import pd
+
+
+def load(config: WorkerConfig, *, step_s: float = 0.0, **fake: Any) -> LoadedModel:
+    """A fake model with the tokenizer of the model folder."""
+
+    def take_time(seqs: Sequence[ScheduledSeq]) -> None:
+        time.sleep(step_s)  # sleep: how long a step takes
+
+    folder = Path(config.model)
+    blocks = {"block_size": config.block_size, **({"num_blocks": config.num_blocks} if config.num_blocks else {})}
+    model = pd.fake_model(before_execute=take_time if step_s else None, **(blocks | fake))
+    compat = replace(model.compat, tokenizer_revision=tokenizer_revision(folder), model=config.model_name)
+    identity, compat = identified(compat, identity_key(config))
+    model = replace(model, compat=compat, identity=identity)
+    if DECODE not in ROLES[config.role].services:
+        return model
+    tokenizer = ModelTokenizer(folder)
+    return replace(
+        model,
+        detokenizer_factory=lambda sampling, prompt: RequestDetokenizer(tokenizer, sampling.stop, prompt=prompt),
+        grammars=None if config.grammar_backend == "none" else make_grammars(config, tokenizer),
+    )
+
+
+def show_proxy(port_file: str, proxy: int) -> None:
+    """The KV address that peers get names the port `proxy`; the one on which UCX listens is in the file."""
+    make = process.make_transfer
+
+    async def make_transfer(runtime: WorkerRuntime) -> Transfer:
+        transfer = await make(runtime)
+        listening = {c.laddr.port for c in psutil.Process().net_connections() if c.status == psutil.CONN_LISTEN}
+        blob = transfer.address.blob
+        (port,) = (port for port in listening if struct.pack("!H", port) in blob[TOKEN_BYTES:])
+        Path(port_file).write_text(str(port), encoding="ascii")
+        shown = blob[:TOKEN_BYTES] + blob[TOKEN_BYTES:].replace(struct.pack("!H", port), struct.pack("!H", proxy))
+        transfer.address = replace(transfer.address, blob=shown)
+        return transfer
+
+    process.make_transfer = make_transfer
+
+
+def main(options: dict[str, Any]) -> None:
+    fake = options.pop("fake", {})
+    if proxy := fake.pop("kv_proxy", None):
+        show_proxy(*proxy)
+    process.load_model = lambda config: load(config, **fake)  # type: ignore[attr-defined]
+    run_worker(WorkerConfig(**options))
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))
