@@ -4,7 +4,7 @@
     write(line)    puts the line in a queue; a full queue counts it instead
                    the next line that finds room comes after one that says how many were dropped
     the thread     writes what is queued in one go, in order, and then pauses: lines that follow each other closely
-                   wake it once, not each
+                   wake it once, not each; what a full disk does not take is counted, and said once it takes lines again
     close()        waits for the thread, for a bounded time; from then on lines are written at once
 
 Errors of the interpreter and of libraries in C write to stderr themselves, as ever.
@@ -18,6 +18,7 @@ import queue
 import select
 import threading
 from collections.abc import Callable
+from itertools import accumulate
 
 MOST_QUEUED = 10_000
 """Lines: some seconds of a busy router, a few MB."""
@@ -42,6 +43,8 @@ class ThreadedWriter(logging.Handler):
         """Ends the pause between two writes."""
         self._lock = threading.RLock()  # a signal's handler may log, too
         self._dropped = 0
+        self._lost, self._torn = 0, False
+        """The thread's: lines that could not be written; whether the last one was cut."""
         self._closed = self._stuck = False
         self._thread = threading.Thread(target=self._run, name="log", daemon=True)
         self._thread.start()
@@ -106,7 +109,7 @@ class ThreadedWriter(logging.Handler):
             while not self._queue.empty():
                 items.append(self._queue.get())
             ended = None in items
-            _write(self._fd, "".join(item for item in items if isinstance(item, str)))
+            self._put([item for item in items if isinstance(item, str)])
             for item in items:
                 if isinstance(item, threading.Event):
                     item.set()
@@ -114,13 +117,36 @@ class ThreadedWriter(logging.Handler):
                 self._hurried.wait(PAUSE_S)
                 self._hurried.clear()
 
+    def _put(self, lines: list[str]) -> None:
+        """What cannot be written is counted, and reported before the next lines that can."""
+        if not lines:
+            return
+        unsaid = self._lost
+        if unsaid:
+            lines = [self.format(self._report(unsaid)) + "\n", *lines]
+        if self._torn:
+            lines[0] = "\n" + lines[0]
+        written = _write(self._fd, "".join(lines))
+        ends = list(accumulate(len(_encoded(line)) for line in lines))
+        missed = sum(end > written for end in ends)
+        report_missed = bool(unsaid) and missed == len(lines)
+        self._lost = unsaid + missed - 1 if report_missed else missed
+        if written:
+            self._torn = written not in ends
 
-def _write(fd: int, text: str) -> None:
-    left = memoryview(text.encode("utf-8", "backslashreplace"))
+
+def _encoded(text: str) -> bytes:
+    return text.encode("utf-8", "backslashreplace")
+
+
+def _write(fd: int, text: str) -> int:
+    """Returns: the bytes that were written; fewer than there are where the reader is gone, or the disk is full."""
+    all_of_it = left = memoryview(_encoded(text))
     while left:
         try:
             left = left[os.write(fd, left) :]
         except BlockingIOError:  # somebody made the descriptor non-blocking
             select.select([], [fd], [])
-        except OSError:  # the reader is gone, or the disk is full: nobody to tell
-            return
+        except OSError:
+            break
+    return len(all_of_it) - len(left)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
@@ -143,3 +145,44 @@ def test_15_a_process_works_on_while_its_log_pipe_is_full() -> None:
     assert end["event"] == "uncaught exception"
     assert "the end" in json.dumps(end["exception"])
     assert process.returncode == 1
+
+
+def test_lines_that_a_full_disk_does_not_take_are_counted_and_reported_once_it_does(tmp_path: Path) -> None:
+    fd = os.open("/dev/full", os.O_WRONLY)
+    writer = ThreadedWriter(fd, report)
+    for i in range(7):
+        writer.emit(record(f"{i}"))
+        writer._written(WAIT_S)
+    disk = os.open(tmp_path / "log", os.O_WRONLY | os.O_CREAT)
+    os.dup2(disk, fd)
+    writer.emit(record("afterwards"))
+    writer.emit(record("and on"))
+    writer.close()
+    for one in (fd, disk):
+        os.close(one)
+    assert (tmp_path / "log").read_text().splitlines() == ["7 dropped", "afterwards", "and on"]
+
+
+def test_a_line_that_is_cut_is_a_line_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk with room for the beginning of a line."""
+    room, real = [7], os.write
+
+    def write(fd: int, data: memoryview) -> int:
+        if not room[0]:
+            raise OSError(errno.ENOSPC, "no space")
+        done = real(fd, data[: room[0]])
+        room[0] -= done
+        return done
+
+    monkeypatch.setattr(log_writer.os, "write", write)
+    fd = os.open(tmp_path / "log", os.O_WRONLY | os.O_CREAT)
+    writer = ThreadedWriter(fd, report)
+    writer.emit(record("whole"))
+    writer._written(WAIT_S)
+    writer.emit(record("cut off"))
+    writer._written(WAIT_S)
+    room[0] = 1000
+    writer.emit(record("afterwards"))
+    writer.close()
+    os.close(fd)
+    assert (tmp_path / "log").read_text().splitlines() == ["whole", "c", "1 dropped", "afterwards"]
