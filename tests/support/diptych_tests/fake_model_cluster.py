@@ -10,11 +10,13 @@ import asyncio
 import contextlib
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +24,18 @@ import httpx
 import psutil
 
 from diptych.cli.up.embedded_redis import server_binary
-from diptych.cli.up.processes import ProcessIdentity, free_port, spawn
+from diptych.cli.up.processes import free_port, spawn
 from diptych.cli.up.run_folder import ChildState, ClusterState, RunFolder
-from diptych.client import AsyncClient
+from diptych.client import AsyncClient, Completion
+from diptych.common.clock import FakeClock
+from diptych.common.request import Prompt
+from diptych.common.sampling import SamplingParams
 from diptych.common.secret import create_secret
-from diptych_tests import router_fleet, waiting
+from diptych.engine.config import EngineConfig
+from diptych.engine.executor import LocalExecutor
+from diptych.engine.messages import EngineRequest, KvMode
+from diptych.engine.offline import OfflineEngine
+from diptych_tests import pd, router_fleet, waiting
 from diptych_tests.clusters import Cluster, StepGates, end
 from diptych_tests.fault_proxy import FaultProxy, fault_proxy
 from diptych_tests.line_process import SUPPORT
@@ -36,7 +45,9 @@ SHOWN = "127.0.0.2"
 """Where workers behind a proxy are, for the others."""
 VOCAB = 1000
 BLOCK = 16
-Command = Callable[[str, list[str]], list[str]]
+Prefix = Callable[[str], list[str]]
+POISON = 999
+"""A row that computes this token comes out bad, as NaN logits would (worker_process.py)."""
 WORKER: dict[str, object] = {
     "block_size": BLOCK, "num_blocks": 256, "max_num_batched_tokens": 64, "max_step_time_s": 0.0, "mixed_step_time_s": 0.0,
     "transport": "ucx", "slab_bytes": 4096, "num_slabs": 8, "kv_overlap": "on", "insecure": True, "grammar_backend": "none",
@@ -48,9 +59,20 @@ class FakeModelCluster(Cluster):
     """See the module. `proxies` has those that were asked for, by the name of the process behind it: "redis", a worker's (its
     gRPC), and "NAME kv" (UCX of a prefill worker)."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        log: Path | None = None,
+        model_folder: Path | None = None,
+        prefix: Prefix | None = None,
+        host: str = LOOPBACK,
+        hosts: Mapping[str, str] | None = None,
+    ) -> None:
         super().__init__(process=None, folder=RunFolder(folder / "run"), output=folder / "router.log")  # type: ignore[arg-type]
-        self.root = folder
+        self.host, self._hosts = host, hosts or {}
+        self.root, self._log = folder, log
+        self._prefix = prefix or (lambda name: [])
         self.gates = StepGates(folder / "gates")
         self.gates.folder.mkdir()
         self.proxies: dict[str, FaultProxy] = {}
@@ -63,7 +85,7 @@ class FakeModelCluster(Cluster):
         self._ports = (free_port(LOOPBACK), free_port(LOOPBACK))
         self._secret = folder / "secret"
         create_secret(self._secret)
-        self.model_folder = router_fleet.make_model_folder(folder / "tiny", VOCAB)
+        self.model_folder = model_folder or router_fleet.make_model_folder(folder / "tiny", VOCAB)
         # As of a user's shell, without this project's own variables.
         mine = ("DIPTYCH_", "PYTEST_")
         path = os.pathsep.join(filter(None, (str(SUPPORT), os.environ.get("PYTHONPATH"))))
@@ -72,17 +94,17 @@ class FakeModelCluster(Cluster):
 
     @property
     def http_url(self) -> str:
-        return f"http://{LOOPBACK}:{self._ports[0]}"
+        return f"http://{self.host}:{self._ports[0]}"
 
     @property
     def grpc_address(self) -> str:
-        return f"{LOOPBACK}:{self._ports[1]}"
+        return f"{self.host}:{self._ports[1]}"
 
     @property
     def redis_url(self) -> str:
         """As router and workers have it."""
         port = self.proxies["redis"].port if "redis" in self.proxies else self.redis_port
-        return f"redis://{LOOPBACK}:{port}/0"
+        return f"redis://{self.host}:{port}/0"
 
     @property
     def state(self) -> ClusterState:
@@ -107,39 +129,51 @@ class FakeModelCluster(Cluster):
 
     def start(self, name: str, command: list[str] | None = None) -> None:
         """Start a process, or start it again as it was."""
-        self.commands[name] = command or self.commands[name]
+        self.commands[name] = [*self._prefix(name), *command] if command else self.commands[name]
         self.processes[name] = spawn(
-            self.commands[name], log=self.root / f"{name}.log", env=self.env, cwd=self.root
+            self.commands[name], log=self._log or self.root / f"{name}.log", env=self.env, cwd=self.root
         )
 
     def start_redis(self) -> None:
-        command = [str(server_binary()), "--port", str(self.redis_port), "--bind", LOOPBACK]
-        self.start("redis", [*command, "--save", "", "--appendonly", "no", "--daemonize", "no"])
+        command = [str(server_binary()), "--port", str(self.redis_port), "--bind", self.host]
+        self.start(
+            "redis", [*command, "--protected-mode", "no", "--save", "", "--appendonly", "no", "--daemonize", "no"]
+        )
 
     def start_router(self, **settings: object) -> None:
         given = {
             "http_port": self._ports[0], "grpc_port": self._ports[1], "redis_url": self.redis_url,
-            "model": self.model_folder, "secret_file": self._secret, "local_prefill_max_tokens": 0,
+            "model": self.model_folder, "secret_file": self._secret, "local_prefill_max_tokens": 0, "host": self.host,
         } | settings  # fmt: skip
         flags = [text for name, value in given.items() for text in (f"--{name.replace('_', '-')}", str(value))]
-        self.start("router", [sys.executable, "-P", "-m", "diptych.cli", "router", *flags])
+        self.start("router", [sys.executable, "-P", "-m", "diptych.cli", "router", "--insecure", *flags])
 
     def worker_command(self, name: str, role: str, port: int, **settings: object) -> list[str]:
         given = WORKER | {
-            "role": role, "worker_id": name, "port": port, "host": LOOPBACK, "model": str(self.model_folder),
+            "role": role, "worker_id": name, "port": port, "host": self._hosts.get(name, self.host),
+            "model": str(self.model_folder),
             "redis_url": self.redis_url, "secret_file": str(self._secret), "fault_step_gates": str(self.gates.folder),
             "stall_bound_s": 3600.0,
         } | settings  # fmt: skip
         return [sys.executable, "-P", "-m", "diptych_tests.worker_process", json.dumps(given)]
 
     async def add_worker(
-        self, name: str, role: str, stack: AsyncExitStack, *, proxied: bool = False, kv_proxied: bool = False, **settings: Any
+        self,
+        name: str,
+        role: str,
+        stack: AsyncExitStack,
+        *,
+        proxied: bool = False,
+        kv_proxied: bool = False,
+        **settings: Any,
     ) -> None:
         fake = dict(settings.pop("fake", {}))
         port = free_port(LOOPBACK)
-        address = f"{LOOPBACK}:{port}"
+        address = f"{self._hosts.get(name, self.host)}:{port}"
         if proxied:
-            self.proxies[name] = await stack.enter_async_context(fault_proxy(lambda: (LOOPBACK, port), host=SHOWN, port=port))
+            self.proxies[name] = await stack.enter_async_context(
+                fault_proxy(lambda: (LOOPBACK, port), host=SHOWN, port=port)
+            )
             settings["advertise_host"] = SHOWN
             address = f"{SHOWN}:{port}"
         if kv_proxied:
@@ -233,9 +267,37 @@ class FakeModelCluster(Cluster):
         return AsyncClient(self.grpc_address, timeout_s=timeout_s)
 
 
-def until_steps(cluster: FakeModelCluster, name: str, after: int) -> None:
-    """Hold a worker after so many steps more."""
-    cluster.gates.hold(cluster, name, after_steps=after)
+def ask(number: int = 0, *, num_prompt: int = 150, max_tokens: int = 20, **more: Any) -> dict[str, Any]:
+    """A request over the SDK; no two numbers share a prefix."""
+    rng = random.Random(number)
+    return {
+        "token_ids": [rng.randrange(3, POISON) for _ in range(num_prompt)], "max_tokens": max_tokens, "temperature": 1.0,
+        "seed": number, "ignore_eos": True, "explain": True,
+    } | more  # fmt: skip
+
+
+def body_of(asked: Mapping[str, Any], **more: Any) -> dict[str, Any]:
+    """The same request as a body of /v1/completions, with the ids in the answer."""
+    plain = {name: value for name, value in asked.items() if name not in ("token_ids", "explain")}
+    return plain | {"prompt": asked["token_ids"], "return_token_ids": True} | more
+
+
+def expected(asked: Mapping[str, Any], **fake: Any) -> list[int]:
+    """What one undisturbed engine answers. `fake`: of the workers."""
+    model = pd.fake_model(num_blocks=256, **fake)
+    engine = OfflineEngine(LocalExecutor(model.runner), EngineConfig(num_blocks=256), model.identity, clock=FakeClock())
+    names = {field.name for field in fields(SamplingParams)}
+    sampling = SamplingParams(**{name: value for name, value in asked.items() if name in names})
+    request = EngineRequest("a", Prompt(tuple(asked["token_ids"])), sampling, mode=KvMode.LOCAL)
+    return engine.generate([request])[0].token_ids
+
+
+def check(answer: Completion, asked: Mapping[str, Any], **fake: Any) -> None:
+    """The answer is whole, the undisturbed one, and counted once."""
+    tokens = expected(asked, **fake)
+    assert list(answer.token_ids) == tokens
+    assert answer.finish_reason == "length"
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (len(asked["token_ids"]), len(tokens))
 
 
 @asynccontextmanager
@@ -246,6 +308,11 @@ async def fake_model_cluster(
     decode: int = 1,
     proxied: tuple[str, ...] = (),
     router: Mapping[str, object] | None = None,
+    log: Path | None = None,
+    model_folder: Path | None = None,
+    prefix: Prefix | None = None,
+    host: str = LOOPBACK,
+    hosts: Mapping[str, str] | None = None,
     **settings: Any,
 ) -> AsyncIterator[FakeModelCluster]:
     """Runs until the block ends; ready at its begin.
@@ -253,15 +320,22 @@ async def fake_model_cluster(
     Args:
         proxied: in front of what there are proxies, see FakeModelCluster.
         router: settings of the router.
+        log: one file for the output of all processes; None: one each.
+        model_folder: with a tokenizer; None: one of 1,000 words, and a context of 512.
+        prefix: what stands in front of the command of a process, by its name; it has to exec the command.
+        host: address of Redis and the router.
+        hosts: addresses of workers that are elsewhere, by name.
         settings: of every worker; those of one by its name with an underscore, as `decode_0={...}`.
     """
     own = {name.replace("_", "-"): settings.pop(name) for name in [*settings] if name[-1].isdigit()}
-    cluster = FakeModelCluster(folder)
+    cluster = FakeModelCluster(folder, log=log, model_folder=model_folder, prefix=prefix, host=host, hosts=hosts)
     async with AsyncExitStack() as stack:
         stack.push_async_callback(cluster.close)
         cluster.start_redis()
         if "redis" in proxied:
-            cluster.proxies["redis"] = await stack.enter_async_context(fault_proxy(lambda: (LOOPBACK, cluster.redis_port)))
+            cluster.proxies["redis"] = await stack.enter_async_context(
+                fault_proxy(lambda: (LOOPBACK, cluster.redis_port))
+            )
         for role, count in (("prefill", prefill), ("decode", decode)):
             for name in (f"{role}-{i}" for i in range(count)):
                 await cluster.add_worker(
@@ -271,6 +345,3 @@ async def fake_model_cluster(
         cluster.start_router(**(router or {}))
         await cluster.until_usable()
         yield cluster
-
-
-__all__ = ["FakeModelCluster", "ProcessIdentity", "fake_model_cluster"]

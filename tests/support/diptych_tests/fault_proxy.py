@@ -95,7 +95,9 @@ def reset_at(offset: int) -> Change:
 class FaultProxy:
     """Listens at `host`:`port` for `target`, which is asked for at each connection. `up` and `down` are the directions."""
 
-    def __init__(self, target: Callable[[], tuple[str, int]], *, host: str = "127.0.0.1", port: int = 0, seed: int = 1) -> None:
+    def __init__(
+        self, target: Callable[[], tuple[str, int]], *, host: str = "127.0.0.1", port: int = 0, seed: int = 1
+    ) -> None:
         self.target, self.host, self.port = target, host, port
         self.up, self.down = Link(), Link()
         self.connections = 0

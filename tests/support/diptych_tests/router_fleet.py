@@ -24,14 +24,14 @@ BLOCK_SIZE = 16
 VOCAB = 64
 
 
-def make_model_folder(path, vocab=VOCAB):
+def make_model_folder(path, vocab=VOCAB, context=512):
     """A model folder without weights: 64 words, and a template that lists the messages."""
     path.mkdir()
     words = {f"w{i}": i for i in range(vocab - 1)} | {"[UNK]": vocab - 1}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.save(str(path / "tokenizer.json"))
-    (path / "config.json").write_text(json.dumps({"vocab_size": vocab, "max_position_embeddings": 512}))
+    (path / "config.json").write_text(json.dumps({"vocab_size": vocab, "max_position_embeddings": context}))
     (path / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }} {% endfor %}")
     return path
 

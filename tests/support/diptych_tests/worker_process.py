@@ -3,6 +3,7 @@
 Its argument is JSON: settings of WorkerConfig; under "fake" those of FakeRunner, and
 
 step_s    least seconds of a step
+poison    a row that computes this token comes out bad, as NaN logits would
 kv_proxy  [FILE, PORT]: peers are told that UCX is at PORT, where a proxy listens; the file gets the port of UCX
 """
 
@@ -26,7 +27,6 @@ from diptych.common.text.revision import tokenizer_revision
 from diptych.common.text.tokenizer import ModelTokenizer
 from diptych.engine.messages import ScheduledSeq
 from diptych.kvtransfer.api import Transfer
-from diptych.kvtransfer.peer_book import TOKEN_BYTES
 from diptych.worker import process
 from diptych.worker.config import WorkerConfig
 from diptych.worker.model import LoadedModel, identity_key, make_grammars
@@ -35,15 +35,18 @@ from diptych.worker.runtime import WorkerRuntime
 from diptych_tests import pd
 
 
-def load(config: WorkerConfig, *, step_s: float = 0.0, **fake: Any) -> LoadedModel:
+def load(config: WorkerConfig, *, step_s: float = 0.0, poison: int = -1, **fake: Any) -> LoadedModel:
     """A fake model with the tokenizer of the model folder."""
 
-    def take_time(seqs: Sequence[ScheduledSeq]) -> None:
-        time.sleep(step_s)  # sleep: how long a step takes
+    def before_execute(seqs: Sequence[ScheduledSeq]) -> None:
+        if step_s:
+            time.sleep(step_s)  # sleep: how long a step takes
+        model.runner.bad_attempts |= {seq.attempt for seq in seqs if poison in seq.token_ids}
 
     folder = Path(config.model)
-    blocks = {"block_size": config.block_size, **({"num_blocks": config.num_blocks} if config.num_blocks else {})}
-    model = pd.fake_model(before_execute=take_time if step_s else None, **(blocks | fake))
+    model = pd.fake_model(
+        before_execute=before_execute, block_size=config.block_size, num_blocks=config.num_blocks, **fake
+    )
     compat = replace(model.compat, tokenizer_revision=tokenizer_revision(folder), model=config.model_name)
     identity, compat = identified(compat, identity_key(config))
     model = replace(model, compat=compat, identity=identity)
@@ -65,10 +68,11 @@ def show_proxy(port_file: str, proxy: int) -> None:
         transfer = await make(runtime)
         listening = {c.laddr.port for c in psutil.Process().net_connections() if c.status == psutil.CONN_LISTEN}
         blob = transfer.address.blob
-        (port,) = (port for port in listening if struct.pack("!H", port) in blob[TOKEN_BYTES:])
-        Path(port_file).write_text(str(port), encoding="ascii")
-        shown = blob[:TOKEN_BYTES] + blob[TOKEN_BYTES:].replace(struct.pack("!H", port), struct.pack("!H", proxy))
-        transfer.address = replace(transfer.address, blob=shown)
+        port = max(listening, key=lambda port: blob.rfind(struct.pack("!H", port)))  # it is one of the last fields
+        head, there, tail = blob.rpartition(struct.pack("!H", port))
+        assert there, "UCX's address does not name its port"
+        Path(port_file).write_text(str(port), encoding="ascii")  # noqa: ASYNC240 - a few bytes, once
+        transfer.address = replace(transfer.address, blob=head + struct.pack("!H", proxy) + tail)
         return transfer
 
     process.make_transfer = make_transfer
