@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
+import time
 from collections.abc import Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
@@ -27,11 +28,13 @@ from diptych.router.config import RouterConfig
 from diptych.router.frontend import Frontend
 from diptych.router.server import ApiServers
 from diptych_tests import waiting
+from diptych_tests.kill_run import model_folder
 
 pytestmark = pytest.mark.multiproc
 
 ANSWER_S, AGAIN_S = 300.0, 240.0
 """Deadlines of what takes seconds on an idle machine."""
+STOPPED_S = 20.0
 DECODES = ("decode-0", "decode-1")
 STEPS, NUM_TOKENS = 20, 48
 """Steps of the answer before its worker is lost, about one a token; tokens of the whole answer."""
@@ -64,14 +67,6 @@ CASES: dict[str, dict[str, Any]] = {
 }
 WITHHELD = ("best_of", "beams")
 """No token of these is sent before their end."""
-TEMPLATE = """{%- if tools %}<|im_start|>system
-Call a function by <tool_call>
-{"name": ..., "arguments": ...}
-</tool_call>.{% for tool in tools %}{{ tool.function | tojson }}{% endfor %}<|im_end|>
-{% endif %}{%- for message in messages %}<|im_start|>{{ message.role }}
-{{ message.content }}<|im_end|>
-{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
-{% endif %}"""
 
 
 @dataclass(frozen=True)
@@ -249,7 +244,7 @@ async def test_a_plain_http_client_sees_one_stream(movable: Movable) -> None:
 
 
 @pytest.mark.slow
-async def test_stopped_and_continued(movable: Movable) -> None:
+async def test_stopped_for_twenty_seconds_and_continued(movable: Movable) -> None:
     """Eight answers. The stopped worker goes on when all have ended elsewhere: its late tokens reach no client, and it holds
     nothing."""
     asks = [ASK | {"seed": seed} for seed in range(8)]
@@ -259,7 +254,11 @@ async def test_stopped_and_continued(movable: Movable) -> None:
         answers = asyncio.gather(*(client.generate(**ask) for ask in asks))
         lost = await movable.holder(answers)
         movable.cluster.kill(lost, signal.SIGSTOP)
+        stopped_at = time.monotonic()
         got = await answers
+        took_s = time.monotonic() - stopped_at
+        print(f"all have ended elsewhere {took_s:.1f} s after the stop")
+        await asyncio.sleep(max(0.0, STOPPED_S - took_s))  # sleep: longer than anything waits for a silent worker
         moved = [answer for answer in got if answer.explanation is not None and answer.explanation.attempts]
         assert moved
         for answer in moved:
@@ -283,27 +282,34 @@ async def test_drained_with_answers_left(movable: Movable) -> None:
 
 @pytest.mark.slow
 async def test_all_decode_workers_killed(movable: Movable) -> None:
-    """A typed error event, no [DONE], and no wait for workers that cannot come; then the cluster serves again."""
-    body = {name: value for name, value in ASK.items() if name != "explain"} | {"stream": True}
-    movable.hold()
-    streamed = asyncio.create_task(over_http(movable.cluster.http_url, body))
-    await movable.holder(streamed)
-    for name in DECODES:
-        movable.cluster.kill(name)
-        movable.gates.open(name)
-    lines, chunks = await streamed
-    assert "[DONE]" not in lines
-    assert chunks[-1]["error"]["code"] == "worker_lost"
-
-
-def folder_with_template(root: Path, model: Path) -> Path:
-    """The model's folder, with TEMPLATE."""
-    root.mkdir()
-    for file in model.iterdir():
-        if file.name != "chat_template.jinja":
-            (root / file.name).symlink_to(file)
-    (root / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
-    return root
+    """While nobody starts them again: a typed error event without [DONE], and for a new request an error with the time after
+    which to ask again. A client that does so has its answer once one of them is back."""
+    body = {name: value for name, value in ASK.items() if name != "explain"}
+    url = movable.cluster.http_url
+    async with httpx.AsyncClient(base_url=url, timeout=ANSWER_S) as http:
+        want = (await http.post("/v1/completions", json=body)).json()["choices"][0]["text"]
+        movable.hold()
+        streamed = asyncio.create_task(over_http(url, body | {"stream": True}))
+        await movable.holder(streamed)
+        movable.cluster.process.send_signal(signal.SIGSTOP)  # the supervisor
+        try:
+            for name in DECODES:
+                movable.cluster.kill(name)
+                movable.gates.open(name)
+            lines, chunks = await streamed
+            refused = await http.post("/v1/completions", json=body)
+        finally:
+            movable.cluster.process.send_signal(signal.SIGCONT)
+        assert "[DONE]" not in lines
+        assert chunks[-1]["error"]["code"] == "worker_lost"
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "no_worker")
+        until = time.monotonic() + AGAIN_S
+        while refused.status_code != 200:
+            assert refused.status_code == 503, refused.text
+            assert time.monotonic() < until
+            await asyncio.sleep(int(refused.headers["retry-after"]))  # sleep: as it is told to
+            refused = await http.post("/v1/completions", json=body)
+        assert refused.json()["choices"][0]["text"] == want
 
 
 @asynccontextmanager
@@ -315,7 +321,7 @@ async def router_with_template(movable: Movable, root: Path, monkeypatch: pytest
     config = RouterConfig(
         redis_url=movable.cluster.state.redis_url,
         secret_file=str(movable.cluster.folder.secret),
-        model=str(folder_with_template(root, model)),
+        model=str(model_folder(root, str(model))),
         served_model_name=movable.cluster.model,
         reasoning_parser="think",
         tool_call_parser="hermes",
