@@ -19,7 +19,7 @@ from diptych.common.errors import (
     RequestCancelledError,
     WorkerLostError,
 )
-from diptych.common.grammar import Grammar
+from diptych.common.grammar import Grammar, check_grammar
 from diptych.decode.attempt import Attempt, CompileGrammar
 from diptych.decode.outbox import Events, Outbox
 from diptych.decode.remote_prefill import RemotePrefillContext
@@ -36,6 +36,7 @@ from diptych.engine.messages import (
     RangeUnpacked,
     TokensOut,
 )
+from diptych.rpc.convert import grammar_from_proto
 from diptych.rpc.errors import to_failure
 from diptych.rpc.v1 import decode_pb2
 from diptych.worker.incoming import Limits
@@ -64,6 +65,8 @@ class Session:
                 self._intake.submit(self, command.submit)
             case "cancel":
                 self._intake.cancel(self, command.cancel.attempt)
+            case "prepare":
+                self._intake.prepare(command.prepare)
             case _:
                 log.warning("a command of an unknown kind was ignored")
 
@@ -105,6 +108,7 @@ class AttemptManager:
         self._idle = asyncio.Event()
         self._idle.set()
         self._accepting = True
+        self._preparing: set[asyncio.Task[None]] = set()
 
     @property
     def num_attempts(self) -> int:
@@ -171,6 +175,20 @@ class AttemptManager:
         self._idle.clear()
         attempt.start()
 
+    def prepare(self, message: decode_pb2.Prepare) -> None:
+        """Compile a grammar in advance. Attempts that come with it learn whether that is possible."""
+        task = asyncio.create_task(self._prepare(message), name="compile a grammar in advance")
+        self._preparing.add(task)
+        task.add_done_callback(self._preparing.discard)
+
+    async def _prepare(self, message: decode_pb2.Prepare) -> None:
+        try:
+            grammar = check_grammar(grammar_from_proto(message.grammar))
+            if grammar is not None:
+                await self._compile_grammar(grammar)
+        except DiptychError as error:
+            log.info("a grammar was not compiled in advance", reason=error.reason, error=error.message)
+
     def cancel(self, session: Session, attempt: str) -> None:
         """Only the session that submitted an attempt may cancel it; an unknown one has ended."""
         if attempt in session.attempts:
@@ -234,5 +252,7 @@ class AttemptManager:
 
     def fail_all(self, error: DiptychError | None = None) -> None:
         """End every attempt, and every router's stream after its pending messages."""
+        for task in self._preparing:
+            task.cancel()
         for session in list(self._sessions):
             session.close(error or WorkerLostError("this decode worker shuts down"))

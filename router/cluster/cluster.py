@@ -15,6 +15,7 @@ import structlog
 
 from diptych.common.clock import Clock
 from diptych.common.errors import NoWorkerError, WorkerLostError
+from diptych.common.grammar import Grammar
 from diptych.common.ids import new_incarnation
 from diptych.common.store.interface import Store, StoreError
 from diptych.common.store.worker_record import WorkerRecord
@@ -45,6 +46,8 @@ from diptych.router.placement.types import Placement, PlacementRequest, Rejected
 from diptych.router.placement.what_if import pool_snapshot
 from diptych.router.placement.worker_arrays import ClusterSnapshot
 from diptych.router.requests.retry_budget import RetryBudget
+from diptych.router.requests.slow_grammars import SlowGrammars
+from diptych.rpc.convert import grammar_to_proto
 from diptych.rpc.v1 import decode_pb2
 
 log = structlog.get_logger(__name__)
@@ -129,6 +132,7 @@ class Cluster:
         self.retry_budget = RetryBudget()
         self.admission = admission or Admission("off")
         self.decisions = Decisions()
+        self.slow_grammars = SlowGrammars()
         self._event_watch = EventWatch()
         self._follower = IndexFollower(
             store, self._index, self._members, self._event_watch, clock=clock, poll_s=poll_s, dead_s=dead_s
@@ -394,6 +398,23 @@ class Cluster:
         attempt = member.link.decode.open(submit)
         self.hold(placement, attempt.id, tenant, len(submit.prompt_token_ids) + len(submit.output_token_ids))
         return attempt
+
+    def on_grammar_compiled(self, grammar: Grammar, at: Incarnation, took_s: float) -> None:
+        """An attempt with a grammar was accepted after so many seconds: see SlowGrammars."""
+        for worker_id, _ in self.slow_grammars.on_accepted(grammar, at, took_s, self._decode_incarnations()):
+            member = self._members.get(worker_id)
+            if member is not None and member.link.decode is not None:
+                member.link.decode.prepare(decode_pb2.Prepare(grammar=grammar_to_proto(grammar)))
+
+    def _decode_incarnations(self) -> list[Incarnation]:
+        """Of the usable decode workers."""
+        fleet = self._refresh().fleet
+        return [(record.worker_id, record.incarnation) for record in fleet.records[fleet.num_prefill :]]
+
+    def without_grammar(self, grammar: Grammar) -> frozenset[Incarnation]:
+        """Usable decode workers that would have to compile this slow grammar first; empty: it is not slow."""
+        compiled = self.slow_grammars.compiled_at(grammar)
+        return frozenset(self._decode_incarnations()) - compiled if compiled else frozenset()
 
     def hold(
         self, placement: Placement, attempt: str, tenant: str, num_prompt_tokens: int, *, doubtful: bool = False

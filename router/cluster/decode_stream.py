@@ -255,6 +255,11 @@ class DecodeStream:
         self._commands.put_nowait(decode_pb2.Command(submit=submit))
         return attempt
 
+    def prepare(self, message: decode_pb2.Prepare) -> None:
+        """Have a grammar compiled in advance, unless the stream is down."""
+        if self._commands is not None:
+            self._commands.put_nowait(decode_pb2.Command(prepare=message))
+
     def forget(self, attempt: str, *, cancel: bool) -> None:
         if self._attempts.pop(attempt, None) is not None and cancel and self._commands is not None:
             self._commands.put_nowait(decode_pb2.Command(cancel=decode_pb2.Cancel(attempt=attempt)))

@@ -59,6 +59,7 @@ class FakeDecode(decode_pb2_grpc.DecodeServicer, worker_pb2_grpc.WorkerServicer)
     accept: asyncio.Event = field(default_factory=asyncio.Event)
     submits: list[decode_pb2.Submit] = field(default_factory=list)
     cancels: list[str] = field(default_factory=list)
+    prepared: list[str] = field(default_factory=list)
     sent: dict[str, int] = field(default_factory=dict)
     cancelled: asyncio.Event = field(default_factory=asyncio.Event)
     num_streams: int = 0
@@ -115,6 +116,8 @@ class FakeDecode(decode_pb2_grpc.DecodeServicer, worker_pb2_grpc.WorkerServicer)
             async for command in request_iterator:
                 if command.HasField("submit"):
                     self.take(command.submit, out)
+                elif command.HasField("prepare"):
+                    self.prepared.append(command.prepare.grammar.source)
                 else:
                     self.drop(command.cancel.attempt, out)
 

@@ -280,8 +280,13 @@ class Relay:
         return self._lifecycle.num_tokens - len(self._request.resume_after)
 
     def _exclusion(self) -> frozenset[Incarnation]:
-        """Incarnations that must not be chosen. One that was lost may be, if it is usable again and no other is."""
-        both = self._lost_on | self._refused_by
+        """Incarnations that must not be chosen. One that was lost may be, if it is usable again and no other is; and one that
+        would have to compile a slow grammar in mid-answer, if no other has it."""
+        both, grammar = self._lost_on | self._refused_by, self._request.sampling.grammar
+        if self._loss is not None and grammar is not None:
+            ready_only = both | self._cluster.without_grammar(grammar)
+            if self._cluster.snapshot(exclude=ready_only).decode:
+                return ready_only
         return both if not both or self._cluster.snapshot(exclude=both).decode else self._refused_by
 
     async def _wait_for_another(self, error: DiptychError) -> None:
@@ -340,6 +345,7 @@ class Relay:
         kind = event.WhichOneof("event")
         if kind == "accepted":
             self._lifecycle.on(Move.ACCEPT)
+            self._on_accepted()
             if self._loss is not None:
                 self._metrics.moved(self._loss.reason, self._clock.now() - self._lost_at)
                 self._loss = None
@@ -383,6 +389,15 @@ class Relay:
         self._metrics.count_deviations(self._trace, [fault.reason for fault in event.end.prefill_faults])
         self._drop_attempt()
         return finished
+
+    def _on_accepted(self) -> None:
+        grammar, placement = self._request.sampling.grammar, self._trace.placement
+        if self._answer is not None and grammar is not None and placement is not None:
+            record, waited_s = (
+                placement.decode.record,
+                self._clock.now() - self._request.arrived - self._trace.submitted_s,
+            )
+            self._cluster.on_grammar_compiled(grammar, (record.worker_id, record.incarnation), waited_s)
 
     def _on_first_tokens(self, attempt: Attempt | ChoiceAttempts, event: decode_pb2.Event, now: float) -> None:
         """Of the attempt. Those of the request count once, in its times and its cached tokens."""

@@ -45,12 +45,14 @@ class DirectEndpoint(_message.Message):
     def __init__(self, address: _Optional[str] = ..., tls: _Optional[bool] = ..., ticket_epoch: _Optional[int] = ...) -> None: ...
 
 class Command(_message.Message):
-    __slots__ = ("submit", "cancel")
+    __slots__ = ("submit", "cancel", "prepare")
     SUBMIT_FIELD_NUMBER: _ClassVar[int]
     CANCEL_FIELD_NUMBER: _ClassVar[int]
+    PREPARE_FIELD_NUMBER: _ClassVar[int]
     submit: Submit
     cancel: Cancel
-    def __init__(self, submit: _Optional[_Union[Submit, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ...) -> None: ...
+    prepare: Prepare
+    def __init__(self, submit: _Optional[_Union[Submit, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., prepare: _Optional[_Union[Prepare, _Mapping]] = ...) -> None: ...
 
 class Placement(_message.Message):
     __slots__ = ("decode", "prefill", "local_prefill", "local_prefill_max_tokens")
@@ -149,6 +151,12 @@ class Event(_message.Message):
     prompt_logprobs: _types_pb2.PromptLogprobs
     cached_tokens: int
     def __init__(self, attempt: _Optional[str] = ..., accepted: _Optional[_Union[Accepted, _Mapping]] = ..., tokens: _Optional[_Union[_router_pb2.TokenDelta, _Mapping]] = ..., end: _Optional[_Union[End, _Mapping]] = ..., choice_finished: _Optional[_Union[_types_pb2.ChoiceFinished, _Mapping]] = ..., prompt_logprobs: _Optional[_Union[_types_pb2.PromptLogprobs, _Mapping]] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
+
+class Prepare(_message.Message):
+    __slots__ = ("grammar",)
+    GRAMMAR_FIELD_NUMBER: _ClassVar[int]
+    grammar: _types_pb2.Grammar
+    def __init__(self, grammar: _Optional[_Union[_types_pb2.Grammar, _Mapping]] = ...) -> None: ...
 
 class Accepted(_message.Message):
     __slots__ = ()

@@ -13,8 +13,10 @@ from diptych.common.errors import (
     StaleReferenceError,
     WorkerLostError,
 )
+from diptych.common.grammar import Grammar, GrammarKind
 from diptych.common.secret import tenant_salt
 from diptych.common.tiers import TierState
+from diptych.router.requests import slow_grammars
 from diptych.router.requests.messages import (
     ChoiceFinishedEvent,
     FinishedEvent,
@@ -190,6 +192,34 @@ async def test_it_goes_on_where_the_most_of_its_prompt_and_its_tokens_is_held(fl
     assert [len(worker.submits) for worker in others] == [0, 0, 1, 0]
     (chosen,) = [one for one in whole[-1].explanation.candidates if one.chosen]
     assert (chosen.decode_worker_id, chosen.decode_hit_tokens) == ("d3", 32)
+
+
+async def test_a_grammar_that_takes_long_is_compiled_elsewhere_before_it_is_needed_there(fleet, monkeypatch):
+    monkeypatch.setattr(slow_grammars, "SLOW_S", 0.0)
+    await fleet.add("p0", "prefill")
+    workers = [await fleet.add(f"d{i}") for i in range(5)]
+    await fleet.until_ready(decode=5)
+    for worker in workers:
+        worker.hold_from = AT
+    grammar = Grammar(GrammarKind.REGEX, "a{1,200}b")
+    sampling = {"max_tokens": NUM_TOKENS}
+    spec = UncheckedRequest(token_ids=[1] * 20, sampling=sampling, grammar=grammar, explain=True)
+    events = fleet.frontend.generate(await fleet.frontend.prepare(spec))
+    seen = [await anext(events)]
+    while num_tokens(seen) < AT:
+        seen.append(await anext(events))
+    (first,) = [worker for worker in workers if worker.submits]
+    await fleet.until(lambda: sum(bool(worker.prepared) for worker in workers) == 2)
+    ready = [worker for worker in workers if worker.prepared]
+    assert first not in ready
+    assert [worker.prepared for worker in ready] == [[grammar.source]] * 2
+    for worker in workers:
+        worker.hold_from = -1
+        worker.go.set()
+    await first.kill()
+    check_whole(seen + await rest_of(events))
+    (second,) = [worker for worker in workers if worker.submits and worker is not first]
+    assert second in ready
 
 
 async def test_killed_again_and_again(fleet):
