@@ -55,6 +55,10 @@ def _up(config: UpConfig, detach: bool = False) -> int:
 
 
 def _router(config: RouterConfig) -> int:
+    if config.router_processes > 1:
+        from diptych.cli.router_processes import run_router_processes
+
+        return run_router_processes(config)
     from diptych.router.server import run_router
 
     return run_router(config) or 0

@@ -14,6 +14,7 @@ PLACEMENT_POLICIES = ("cost", "round-robin", "random", "least-loaded", "power-of
 """The names of router.placement.policies, which is not imported for them: a command reads its settings before it loads numpy."""
 ADMISSION_MODES = ("off", "shadow", "on")
 """Those of router.fairness.admission."""
+MOST_PROCESSES = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +25,8 @@ class RouterConfig:
         host: interface of the two servers.
         http_port: of the OpenAI API, the status page and /metrics.
         grpc_port: of the SDK.
+        router_processes: processes of this router, each a router of its own, behind the same two ports: about one core
+            each. The kernel gives each its part of the connections.
         redis_url: redis://, rediss://, unix://, or redis+sentinel://HOST:PORT,HOST:PORT/SERVICE.
         redis_ca: PEM file with the authority of Redis's certificate, for rediss:// and rediss+sentinel://; empty: the system's.
         redis_cert: PEM file with our certificate, where Redis asks for one.
@@ -96,6 +99,7 @@ class RouterConfig:
     host: str = "127.0.0.1"
     http_port: int = 8000
     grpc_port: int = 50050
+    router_processes: int = 1
     redis_url: str = "redis://127.0.0.1:6379/0"
     redis_ca: str = ""
     redis_cert: str = ""
@@ -190,6 +194,8 @@ class RouterConfig:
             raise ConfigError("local_prefill_max_tokens", self.local_prefill_max_tokens, "must be 0 or more")
         if not 0 <= self.migration_attempts <= 100:
             raise ConfigError("migration_attempts", self.migration_attempts, "must be between 0 and 100")
+        if not 1 <= self.router_processes <= MOST_PROCESSES:
+            raise ConfigError("router_processes", self.router_processes, f"must be between 1 and {MOST_PROCESSES}")
         if self.max_model_len is not None and not 2 <= self.max_model_len < 2**31:
             raise ConfigError("max_model_len", self.max_model_len, "must be at least 2 and below 2^31")
         if not 1 <= self.max_prompt_bytes <= 1 << 30:

@@ -6,7 +6,7 @@ import asyncio
 import random
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
-from contextlib import ExitStack, aclosing
+from contextlib import AsyncExitStack, aclosing, suppress
 from dataclasses import replace
 from functools import partial
 from itertools import groupby
@@ -36,6 +36,7 @@ from diptych.router.observe.metrics import RequestTimer, RouterMetrics
 from diptych.router.observe.request_span import RequestSpan, traced
 from diptych.router.placement.native.library import choose_library
 from diptych.router.placement.placer import PromptBlocks
+from diptych.router.processes.siblings import Siblings
 from diptych.router.requests.idempotency import IdempotencyKeys
 from diptych.router.requests.lookaside import RETRIES_AT_ROUTER
 from diptych.router.requests.messages import (
@@ -62,6 +63,7 @@ class Frontend:
 
     Args:
         store, clock, rng: the production ones by default.
+        siblings: the other processes of this router; None: it is one process.
     """
 
     def __init__(
@@ -71,6 +73,7 @@ class Frontend:
         store: Store | None = None,
         clock: Clock | None = None,
         rng: random.Random | None = None,
+        siblings: Siblings | None = None,
     ) -> None:
         self._config = config
         self._store = store
@@ -81,7 +84,8 @@ class Frontend:
         self._all_were_ready = False
         self._secret: bytes | None = None
         self._rollout = config.rollout
-        self._keys = IdempotencyKeys(self._clock)
+        self._siblings = siblings
+        self._keys = siblings or IdempotencyKeys(self._clock)
         self.metrics = RouterMetrics(
             degraded=lambda: any(cluster.degraded for cluster in self._clusters()),
             mode_degraded=lambda: any(cluster.untracked_workers for cluster in self._clusters()),
@@ -90,6 +94,8 @@ class Frontend:
             kv_usage=lambda: max((cluster.kv_usage() for cluster in self._clusters()), default=0.0),
             by_tenant=config.tenant_metrics,
         )
+        if siblings is not None:
+            self.metrics.processes(siblings.count)
         self._lookup = {"backend": "", "wanted": config.placement_backend}
         self._shadow_metrics = RouterMetrics()
         """Not exposed: copies are not traffic."""
@@ -120,7 +126,8 @@ class Frontend:
             tls = load_redis_tls(config.redis_ca, config.redis_cert, config.redis_key)
             self._store = RedisStore(config.redis_url, cluster=config.cluster, tls=tls)
         router_id, checks = new_router_id(), [folder.check for folder in folders]
-        self.metrics.identify({"role": "router", "worker": router_id})
+        process = {} if self._siblings is None else {"process": str(self._siblings.number)}
+        self.metrics.identify({"role": "router", "worker": router_id, **process})
         for number, folder in enumerate(folders):
             named = router_id if not number else f"{router_id}.{number}"
             self._models[folder.name] = make_model(
@@ -247,9 +254,9 @@ class Frontend:
 
     async def _generate_once(self, request: ValidatedRequest) -> AsyncGenerator[GenerateEvent, None]:
         """As `generate`, under the request's idempotency key."""
-        with ExitStack() as stack:
+        async with AsyncExitStack() as stack:
             try:
-                outcome = stack.enter_context(self._keys.running(request.tenant, request.idempotency_key))
+                outcome = await stack.enter_async_context(self._keys.hold(request.tenant, request.idempotency_key))
             except DiptychError as err:
                 self.metrics.refused(err.reason, request.tenant)
                 raise
@@ -330,12 +337,24 @@ class Frontend:
             if model.lookaside is not None:
                 model.lookaside.left(attempts)
 
-    def explain(self, request_id: str, tenant: str) -> router_pb2.ExplainResponse:
-        """The explanation of a recent request. Raises: InvalidRequestError for an unknown one."""
+    async def explain(self, request_id: str, tenant: str) -> router_pb2.ExplainResponse:
+        """The explanation of a recent request, of any process of this router. Raises: InvalidRequestError for an unknown
+        one."""
+        if self._siblings is None:
+            return self.explain_own(request_id, tenant)
+        found = await self._siblings.explain(request_id, tenant)
+        with suppress(InvalidRequestError):
+            found.append(self.explain_own(request_id, tenant))
+        if not found:
+            raise _unknown_request()
+        return min(found, key=attrgetter("age_s"))  # of a label that several requests have: the latest
+
+    def explain_own(self, request_id: str, tenant: str) -> router_pb2.ExplainResponse:
+        """As `explain`, of this process's requests."""
         found = (cluster.decisions.get(request_id) for cluster in self._clusters())
         decision = next(filter(None, found), None)
         if decision is None or self._secret is None or decision.owner != tenant_salt(self._secret, tenant):
-            raise InvalidRequestError("this router has no recent request of yours with that id", param="request_id")
+            raise _unknown_request()
         return router_pb2.ExplainResponse(
             explanation=decision.explain(),
             outcome=decision.outcome,
@@ -389,6 +408,10 @@ class Frontend:
             "counters": self.metrics.totals(),
         }
 
+    def exposition(self) -> bytes:
+        """The body of /metrics, of this process."""
+        return self.metrics.expose()
+
     def what_if(self, request: ValidatedRequest, pool: str) -> router_pb2.WhatIfResponse:
         """Where the request would be placed now, or (`pool` like "4P4D") on as many idle workers. Nothing is run.
         Raises: InvalidRequestError naming the pool, NoWorkerError."""
@@ -399,6 +422,10 @@ class Frontend:
             placement = cluster.place(query, PromptBlocks(request.prompt))
             trace = RequestTrace(request.request_id, placement, cluster.index_mode(placement))
         return router_pb2.WhatIfResponse(explanation=trace.explanation(), prompt_tokens=len(request.prompt.token_ids))
+
+
+def _unknown_request() -> InvalidRequestError:
+    return InvalidRequestError("this router has no recent request of yours with that id", param="request_id")
 
 
 def _compiler() -> str:

@@ -48,12 +48,14 @@ from diptych.router.frontend import Frontend
 from diptych.router.observe import access_log
 from diptych.router.observe.metrics import RouterMetrics
 from diptych.router.observe.status_page import Status
+from diptych.router.processes.siblings import Siblings
 from diptych.rpc.channels import bind, new_server
 from diptych.rpc.health import Health
 
 DRAIN_S = 10.0
 CLOSE_S = 2.0
 HEALTH_INTERVAL_S = 0.25
+READY_INTERVAL_S = 0.02
 
 log = structlog.get_logger(__name__)
 
@@ -66,22 +68,24 @@ class RouterAddresses:
     grpc: str
 
 
-def run_router(config: RouterConfig) -> int:
+def run_router(config: RouterConfig, siblings: Siblings | None = None) -> int:
     """Serve until SIGTERM or SIGINT, then drain. Returns: the exit code, 128 + the signal's number.
 
+    Args:
+        siblings: the other processes of this router; None: it is one process.
     Raises: ConfigError when a port is taken or the model cannot be read.
     """
-    setup_logging(role="router")
+    setup_logging(role="router", **({} if siblings is None else {"process": siblings.number}))
     if tracing.configure("router"):
         log.info("traces are exported")
     try:
-        code: int = uvloop.run(_run(config))
+        code: int = uvloop.run(_run(config, siblings))
     finally:
         tracing.close()
     return code
 
 
-async def _run(config: RouterConfig) -> int:
+async def _run(config: RouterConfig, siblings: Siblings | None) -> int:
     stop, hurry = asyncio.Event(), asyncio.Event()
     received: list[int] = []
     loop = asyncio.get_running_loop()
@@ -97,7 +101,7 @@ async def _run(config: RouterConfig) -> int:
         set_collector()
         log.info("router serves", http=addresses.http, grpc=addresses.grpc)
 
-    await serve(config, stop, hurry, on_started=announce)
+    await serve(config, stop, hurry, on_started=announce, siblings=siblings)
     log.info("router stopped")
     return 128 + received[0]
 
@@ -109,11 +113,14 @@ async def serve(
     *,
     on_started: Callable[[RouterAddresses], None] = lambda _: None,
     store: Store | None = None,
+    siblings: Siblings | None = None,
 ) -> None:
     """Run the frontend and its servers until `stop` is set, then drain; `hurry` ends the drain.
 
     Args:
         store: None: the Redis of the settings.
+        siblings: the other processes of this router. The ports are then bound last, once requests could be served: the
+            kernel gives each process that listens its part of the connections.
     Raises: ConfigError; the error that ended one of the servers before `stop`.
     """
     raise_open_files()
@@ -124,7 +131,9 @@ async def serve(
         tls = load_server_tls(config.tls_cert, config.tls_key)
     if not is_loopback(config.host) and (keys is None or tls is None):
         log.warning("other machines can reach this router", keys=keys is not None, tls=tls is not None)
-    servers = ApiServers(
+    servers: ApiServers | None = None
+    bound = partial(
+        ApiServers,
         config.host,
         config.http_port,
         config.grpc_port,
@@ -133,16 +142,37 @@ async def serve(
         open_metrics=config.open_metrics,
         reflection=config.serves_reflection,
         options=config.http,
+        siblings=siblings,
     )
-    frontend = Frontend(config, store=store)
+    if siblings is None:
+        servers = bound()
+    else:
+        siblings.connect()
+    frontend = Frontend(config, store=store, siblings=siblings)
     try:
         await frontend.start()
         if keys is not None:
             frontend.use_shares(keys.share)
-        on_started(await servers.start(frontend, frontend.metrics, frontend.status, frontend.budgets))
+        if servers is None:
+            await _until_ready(frontend, stop, config.worker_settle_s)
+            servers = bound()
+        addresses = await servers.start(frontend, frontend.metrics, frontend.status, frontend.budgets)
+        if siblings is not None:
+            await siblings.serve(frontend)
+        on_started(addresses)
         await servers.until(stop)
     finally:
-        await drain(servers, frontend.close, hurry)
+        await (frontend.close() if servers is None else drain(servers, frontend.close, hurry))
+        if siblings is not None:
+            await siblings.close()
+
+
+async def _until_ready(frontend: Frontend, stop: asyncio.Event, within_s: float) -> None:
+    """Wait until requests could be served, at most as long as they would wait for a worker."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(within_s):
+            while not frontend.ready()[0] and not stop.is_set():  # noqa: ASYNC110 - readiness is polled
+                await asyncio.sleep(READY_INTERVAL_S)
 
 
 async def drain(
@@ -167,6 +197,7 @@ class ApiServers:
         open_metrics: /metrics and /ready need no key.
         reflection: the gRPC server describes its methods and messages.
         options: HTTP settings.
+        siblings: the other processes of this router, which listen on the same ports; None: the ports are its own.
     Raises: ConfigError naming the port that cannot be bound.
     """
 
@@ -181,16 +212,20 @@ class ApiServers:
         open_metrics: bool = False,
         reflection: bool = False,
         options: HttpOptions | None = None,
+        siblings: Siblings | None = None,
     ) -> None:
+        self._siblings = siblings
         self._reflection = reflection
         self._host = host
         self._options = options or HttpOptions()
         self._keys = keys
         self._open_metrics = open_metrics
         self._tls = tls
-        self._socket = listen(host, http_port)
+        shared = siblings is not None
+        self._socket = listen(host, http_port, reuse_port=shared)
         try:
-            self._grpc: grpc.aio.Server = new_server(() if keys is None else (KeyInterceptor(keys),))
+            interceptors = () if keys is None else (KeyInterceptor(keys),)
+            self._grpc: grpc.aio.Server = new_server(interceptors, reuse_port=shared)
             credentials = None if tls is None else grpc.ssl_server_credentials([(tls.key, tls.cert)])
             self._grpc_port = bind(self._grpc, host, grpc_port, credentials)
         except BaseException:
@@ -232,7 +267,14 @@ class ApiServers:
         options = self._options
         refuse = options.unknown_fields == "refuse"
         app = create_app(
-            router_api, metrics, metered, status, self._bodies, refuse_unknown_fields=refuse, parsing=parsing
+            router_api,
+            metrics,
+            metered,
+            status,
+            self._bodies,
+            refuse_unknown_fields=refuse,
+            parsing=parsing,
+            siblings=self._siblings,
         )
         self._http = _HttpServer(
             uvicorn.Config(
@@ -297,8 +339,11 @@ class _HttpServer(uvicorn.Server):
         yield
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """A listening socket. Raises: ConfigError when the address cannot be bound."""
+def listen(host: str, port: int, *, reuse_port: bool = False) -> socket.socket:
+    """A listening socket. `reuse_port`: others with it may listen there, too, and take their part.
+
+    Raises: ConfigError when the address cannot be bound.
+    """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         found = socket.socket(family, kind, protocol)
@@ -306,6 +351,7 @@ def listen(host: str, port: int) -> socket.socket:
         raise ConfigError("host", host, f"cannot be listened on: {error}") from None
     try:
         found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, int(reuse_port))
         found.bind(address)
         found.listen(2048)
         found.setblocking(False)

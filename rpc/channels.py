@@ -41,14 +41,15 @@ def channel_options() -> list[tuple[str, int]]:
     ]
 
 
-def server_options() -> list[tuple[str, int]]:
-    """so_reuseport is off: a port in use must be an error, instead of taking half of the connections."""
+def server_options(*, reuse_port: bool = False) -> list[tuple[str, int]]:
+    """so_reuseport is off, except for the processes of one router: a port in use must be an error, instead of taking half
+    of the connections."""
     return [
         *_COMMON,
         ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
         ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
         ("grpc.http2.max_ping_strikes", 0),
-        ("grpc.so_reuseport", 0),
+        ("grpc.so_reuseport", int(reuse_port)),
         ("grpc.max_metadata_size", 32 * 1024),
     ]
 
@@ -103,8 +104,8 @@ def trace_context(metadata: Iterable[tuple[str, str | bytes]] | None) -> str:
     return ""
 
 
-def new_server(interceptors: Sequence[grpc.aio.ServerInterceptor] = ()) -> grpc.aio.Server:
-    return grpc.aio.server(options=server_options(), interceptors=tuple(interceptors))
+def new_server(interceptors: Sequence[grpc.aio.ServerInterceptor] = (), *, reuse_port: bool = False) -> grpc.aio.Server:
+    return grpc.aio.server(options=server_options(reuse_port=reuse_port), interceptors=tuple(interceptors))
 
 
 def bind(server: grpc.aio.Server, host: str, port: int, credentials: grpc.ServerCredentials | None = None) -> int:

@@ -118,6 +118,7 @@ class ClusterPlan:
                 "host": config.host,
                 "http-port": config.http_port,
                 "grpc-port": config.grpc_port,
+                "router-processes": config.router_processes if config.router_processes > 1 else None,
                 "max-model-len": config.max_model_len,
                 "local-prefill-max-tokens": config.local_prefill_max_tokens,
                 **_files(config, "keys_file", "tls_cert", "tls_key"),

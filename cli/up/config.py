@@ -11,6 +11,7 @@ from diptych.common.checkpoint.modes import VERIFY_MODES
 from diptych.common.errors import ConfigError
 from diptych.common.kv_format import COMPUTE_DTYPES
 from diptych.kvtransfer import ciphers
+from diptych.router.config import MOST_PROCESSES
 from diptych.worker.config import AUTO, MOST, WorkerConfig
 
 _WORKER = WorkerConfig()
@@ -30,6 +31,7 @@ class UpConfig:
         host: interface of the router's two servers.
         http_port: of the OpenAI API, the status page and /metrics.
         grpc_port: of the SDK.
+        router_processes: processes of the router, about one core each, behind the same two ports.
         prefill_workers: number of prefill processes.
         decode_workers: number of decode processes.
         local_prefill_max_tokens: decode computes prompts with at most this many uncached tokens itself; 0: never.
@@ -87,6 +89,7 @@ class UpConfig:
     redis_cert: Path | None = None
     redis_key: Path | None = None
     secret_file: Path | None = None
+    router_processes: int = 1
     prefill_workers: int = 1
     decode_workers: int = 1
     transport: str = ""
@@ -113,6 +116,8 @@ class UpConfig:
         for name in ("prefill_workers", "decode_workers"):
             if not 1 <= getattr(self, name) <= 64:
                 raise ConfigError(name, getattr(self, name), "must be 1 to 64")
+        if not 1 <= self.router_processes <= MOST_PROCESSES:
+            raise ConfigError("router_processes", self.router_processes, f"must be 1 to {MOST_PROCESSES}")
         for name in ("http_port", "grpc_port"):
             if not 1 <= getattr(self, name) <= 65535:
                 raise ConfigError(name, getattr(self, name), "must be 1 to 65535")

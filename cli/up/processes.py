@@ -52,15 +52,17 @@ class ProcessIdentity:
             os.kill(self.pid, signum)
 
 
-def spawn(command: Sequence[str], *, log: Path, env: Mapping[str, str], cwd: Path) -> subprocess.Popen[bytes]:
-    """Start a child that writes to `log`, in a new session: a Ctrl-C does not reach it, so the supervisor chooses the
-    order.
+def spawn(command: Sequence[str], *, log: Path | None, env: Mapping[str, str], cwd: Path) -> subprocess.Popen[bytes]:
+    """Start a child that writes to `log`, or where this process does, in a new session: a Ctrl-C does not reach it, so
+    the supervisor chooses the order.
 
     The kernel kills it when the calling thread ends: call it on the main thread. Raises: RuntimeError on another
     thread.
     """
     if threading.current_thread() is not threading.main_thread():
         raise RuntimeError("a child started here would end with this thread")
+    if log is None:
+        return child.start(command, env=env, cwd=cwd, new_session=True)
     with log.open("ab", buffering=0) as output:
         return child.start(command, env=env, cwd=cwd, stdout=output, stderr=subprocess.STDOUT, new_session=True)
 
@@ -105,8 +107,10 @@ def require_free_port(field: str, host: str, port: int) -> None:
             raise ConfigError(field, port, rule) from None
 
 
-def tail(path: Path, lines: int = 25) -> str:
-    """The last lines of a log; empty when it does not exist."""
+def tail(path: Path | None, lines: int = 25) -> str:
+    """The last lines of a log; empty when there is none."""
+    if path is None:
+        return ""
     try:
         return "\n".join(path.read_text(errors="replace").splitlines()[-lines:])
     except OSError:

@@ -33,6 +33,7 @@ class ChildSpec:
 
     Args:
         command: makes the command line; called for every start, so that the port may change.
+        log: the file that its output is appended to; None: it goes where this process's does.
         stop_group: children of one group are stopped together, groups in ascending order.
         env: additional variables of this child.
     """
@@ -40,7 +41,7 @@ class ChildSpec:
     name: str
     role: str
     command: Callable[[], Sequence[str]]
-    log: Path
+    log: Path | None
     stop_group: int
     env: Mapping[str, str] = field(default_factory=dict)
 

@@ -7,8 +7,8 @@ Panel = tuple[str, str, list[Series]]
 
 WORKERS = 'role=~"prefill|decode"'
 WINDOW = "[$__rate_interval]"
-# Only there with --tenant-metrics, --shadow-workers or a GPU. Their panels are empty otherwise.
-OPTIONAL = ("diptych_tenant_", "diptych_shadow_", "diptych_gpu_")
+# Only there with --tenant-metrics, --shadow-workers, --router-processes or a GPU. Their panels are empty otherwise.
+OPTIONAL = ("diptych_tenant_", "diptych_shadow_", "diptych_router_processes", "diptych_gpu_")
 # Objectives of the overview's first panels; the alerts of prometheus/rules.yml use the same.
 TTFT_SLO_S, ITL_SLO_S = "1.0", "0.1"
 
@@ -164,6 +164,10 @@ ROUTER: list[Panel] = [
     ("Tokens of unfinished answers", "short", rate("unfinished_tokens_total", "of")),
     ("Shadow requests by outcome", "reqps", rate("shadow_requests_total", "outcome")),
     ("Cache events missing from some worker", "bool", [("diptych_mode_degraded", "{{worker}}")]),
+    ("Processes of each router", "short", [
+        ("count by (instance) (diptych_router_processes)", "{{instance}} answering"),
+        ("max by (instance) (diptych_router_processes)", "{{instance}}"),
+    ]),
 ]  # fmt: skip
 
 # Only with `diptych router --tenant-metrics`, which adds the tenant's name as a label.
@@ -318,6 +322,10 @@ DESCRIPTIONS: dict[str, str] = {
     "Arrived requests": "Every request, answered or not: equal to answers and errors together, and what still runs.",
     "Tokens of unfinished answers": "Prompt and generated tokens of requests that failed or whose client disconnected.",
     "Shadow requests by outcome": "Copies sent to workers under trial (--shadow-workers); clients never see them.",
+    "Processes of each router": (
+        "With --router-processes only: how many a router should have, and how many answered the scrape. A gap is a process that "
+        "is starting again; the router's log says why it ended."
+    ),
     "Cache events missing from some worker": (
         "1 while a worker's cache events do not arrive: placement there goes by load alone."
     ),

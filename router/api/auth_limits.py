@@ -158,8 +158,8 @@ class MeteredRouterApi:
             self._on_refused(error.reason, tenant)
             raise
 
-    def explain(self, request_id: str, tenant: str) -> router_pb2.ExplainResponse:
-        return self._router_api.explain(request_id, tenant)
+    async def explain(self, request_id: str, tenant: str) -> router_pb2.ExplainResponse:
+        return await self._router_api.explain(request_id, tenant)
 
     def what_if(self, request: ValidatedRequest, pool: str) -> router_pb2.WhatIfResponse:
         return self._router_api.what_if(request, pool)

@@ -136,7 +136,7 @@ class FakeRouterApi:
         self.prepared += 1
         return replace(before, prompt=Prompt(unpack(prompt.packed, prompt.count)[0]))
 
-    def explain(self, request_id: str, tenant: str) -> router_pb2.ExplainResponse:
+    async def explain(self, request_id: str, tenant: str) -> router_pb2.ExplainResponse:
         """Knows only the last request."""
         if request_id != REQUEST_ID or not self.specs or self.specs[-1].tenant != tenant:
             raise InvalidRequestError("this router has no recent request of yours with that id", param="request_id")

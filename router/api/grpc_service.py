@@ -123,7 +123,7 @@ class RouterService:
     async def explain(self, body: bytes, context: grpc.aio.ServicerContext) -> router_pb2.ExplainResponse:
         async with errors_to_status(context):
             request = parse(router_pb2.ExplainRequest, body)
-            return self._router_api.explain(request.request_id, current_caller.get().tenant)
+            return await self._router_api.explain(request.request_id, current_caller.get().tenant)
 
     async def what_if(self, body: bytes, context: grpc.aio.ServicerContext) -> router_pb2.WhatIfResponse:
         access = Access("grpc", f"/{SERVICE}/WhatIf", tenant=current_caller.get().tenant)

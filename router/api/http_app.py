@@ -51,6 +51,7 @@ from diptych.router.api.openai_responses import ResponsesRequest, responses_call
 from diptych.router.api.openai_tokenize import DetokenizeRequest, TokenizeRequest, tokenize_spec
 from diptych.router.observe.access_log import current_access
 from diptych.router.observe.status_page import Status, add_status
+from diptych.router.processes.siblings import Siblings
 from diptych.router.requests.messages import ModelInfo, UncheckedRequest
 
 EXPLAIN_HEADER = "x-diptych-explain"
@@ -106,6 +107,7 @@ def create_app(
     *,
     refuse_unknown_fields: bool = False,
     parsing: Callable[[], AbstractContextManager[None]] = nullcontext,
+    siblings: Siblings | None = None,
 ) -> FastAPI:
     """The ASGI application.
 
@@ -117,6 +119,7 @@ def create_app(
         bodies: parses large bodies; closed by its owner.
         refuse_unknown_fields: reject them; else name them in a response header.
         parsing: entered while the body of a request for an answer is read; an error leaves it.
+        siblings: the other processes of this router, which /metrics and /status.json speak for, too.
     """
     app = _App(title="Diptych", version=package_version(), docs_url=None, redoc_url=None)
     http_errors.install(app)
@@ -125,9 +128,9 @@ def create_app(
     _add_generation(app, router_api, bodies, quotas, unknown, parsing)
     _add_tokens(app, router_api, bodies, unknown)
     _add_models(app, router_api)
-    _add_operations(app, router_api, metrics)
+    _add_operations(app, router_api, metrics, siblings)
     if status is not None:
-        add_status(app, status, package_version())
+        add_status(app, status, package_version(), siblings)
     add_index(app, package_version())
     app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
     return app
@@ -251,7 +254,7 @@ def _add_models(app: FastAPI, router_api: RouterApi) -> None:
         raise ModelNotFoundError(f"model {name!r} is not served here", param="model")
 
 
-def _add_operations(app: FastAPI, router_api: RouterApi, metrics: Metrics) -> None:
+def _add_operations(app: FastAPI, router_api: RouterApi, metrics: Metrics, siblings: Siblings | None) -> None:
     @app.get("/health")
     @app.get("/live")
     async def live() -> Response:
@@ -266,7 +269,8 @@ def _add_operations(app: FastAPI, router_api: RouterApi, metrics: Metrics) -> No
 
     @app.get("/metrics")
     async def show_metrics() -> Response:
-        return Response(metrics.expose(), media_type=CONTENT_TYPE)
+        own = metrics.expose()
+        return Response(own if siblings is None else await siblings.exposition(own), media_type=CONTENT_TYPE)
 
     @app.get("/version")
     async def show_version() -> Response:

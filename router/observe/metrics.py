@@ -150,6 +150,10 @@ class RouterMetrics(Metrics):
             "degraded", "1 while the store is unavailable or read-only: the view of the cluster may be stale"
         ).set_function(lambda: float(degraded()))
 
+    def processes(self, count: int) -> None:
+        """Expose the number of this router's processes."""
+        self.gauge("router_processes", "Processes of this router; each of them that answers has this series").set(count)
+
     def parsing(self) -> AbstractContextManager[None]:
         """Counts an error of the block as a request that could not be read."""
         return self._parsing

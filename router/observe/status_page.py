@@ -15,6 +15,7 @@ from starlette.responses import Response
 
 from diptych.router.api.auth import current_caller
 from diptych.router.api.http_errors import json_response
+from diptych.router.processes.siblings import Siblings
 
 Status = Callable[[str], dict[str, Any]]
 """The status for a tenant."""
@@ -40,8 +41,8 @@ def _read(name: str) -> bytes:
     return resources.files("diptych.router.observe").joinpath("static", name).read_bytes()
 
 
-def add_status(app: FastAPI, status: Status, version: str) -> None:
-    """Add the page's routes to the application."""
+def add_status(app: FastAPI, status: Status, version: str, siblings: Siblings | None = None) -> None:
+    """Add the page's routes to the application. `siblings`: the other processes of this router."""
 
     def add(path: str, name: str, media_type: str) -> None:
         @app.get(path, include_in_schema=False)
@@ -54,5 +55,8 @@ def add_status(app: FastAPI, status: Status, version: str) -> None:
     @app.get("/status.json")
     async def status_json() -> Response:
         """The cluster in this router's view, and its last minutes."""
-        content = status(current_caller.get().tenant) | {"version": version}
-        return json_response(content, headers={"cache-control": "no-store"})
+        tenant = current_caller.get().tenant
+        content = status(tenant)
+        if siblings is not None:
+            content = await siblings.status(content, tenant)
+        return json_response(content | {"version": version}, headers={"cache-control": "no-store"})

@@ -8,8 +8,8 @@ begin while RUNNING or DONE: DuplicateRequestError
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 
 from diptych.common.clock import Clock
@@ -66,3 +66,9 @@ class IdempotencyKeys:
             self._running.discard(name)
             if outcome.well:
                 self._done[name] = self._clock.now() + self._window_s
+
+    @asynccontextmanager
+    async def hold(self, tenant: str, key: str) -> AsyncIterator[Outcome]:
+        """As `running`, in the form that a router of several processes has, too (processes/siblings.py)."""
+        with self.running(tenant, key) as outcome:
+            yield outcome

@@ -175,6 +175,7 @@ def registries() -> list[Metrics]:
         metrics.gpu = GpuMonitor(UUID, FakeNvml())
         metrics.gpu.read_once()
     router = RouterMetrics(by_tenant=True)
+    router.processes(2)
     Shadows(_no_events, router)
     return [router, *workers]
 

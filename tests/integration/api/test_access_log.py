@@ -196,12 +196,12 @@ async def test_5_3_explain_takes_every_id_that_a_user_sees(world: Any) -> None:
     assert sorted(name[:4] for name in ids) == ["chat", "cmpl", "msg_", "resp"]
     for shown, request_id in ids.items():
         for name in (shown, request_id):
-            assert fleet.frontend.explain(name, "acme").explanation.request_id == request_id
+            assert (await fleet.frontend.explain(name, "acme")).explanation.request_id == request_id
         with pytest.raises(InvalidRequestError):
-            fleet.frontend.explain(shown, "another")
+            await fleet.frontend.explain(shown, "another")
     for name in ("cmpl-", "cmpl-req-", "chatcmpl-req-00", "xcmpl-" + request_id):
         with pytest.raises(InvalidRequestError):
-            fleet.frontend.explain(name, "acme")
+            await fleet.frontend.explain(name, "acme")
 
 
 async def test_5_4_a_planned_drain_is_no_warning(world: Any, lines: Lines) -> None:

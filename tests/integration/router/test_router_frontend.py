@@ -56,8 +56,8 @@ async def test_decisions_are_explained_afterwards_to_their_owner(fleet):
     await fleet.add("d0")
     await fleet.until_ready()
     started = (await fleet.ask(request_id="mine"))[0]
-    reported = fleet.frontend.explain("mine", "")
-    assert fleet.frontend.explain(started.request_id, "").explanation == reported.explanation
+    reported = await fleet.frontend.explain("mine", "")
+    assert (await fleet.frontend.explain(started.request_id, "")).explanation == reported.explanation
     why = reported.explanation
     assert (reported.outcome, reported.label, reported.prompt_tokens) == ("finished", "mine", 40)
     assert (why.request_id, why.policy, why.decode, why.cached_tokens) == (started.request_id, "cost", "d0", 16)
@@ -66,7 +66,7 @@ async def test_decisions_are_explained_afterwards_to_their_owner(fleet):
     assert [c.prefill_worker_id for c in why.candidates] == ["p0"]
     for name, tenant in (("mine", "another"), ("nobody", "")):
         with pytest.raises(InvalidRequestError, match="has no recent request"):
-            fleet.frontend.explain(name, tenant)
+            await fleet.frontend.explain(name, tenant)
     assert fleet.frontend.metrics.value("placement_regret_seconds_count") == 1.0
 
 

@@ -58,7 +58,7 @@ async def test_the_answer_is_the_routers_own_and_the_router_never_sees_it(world)
     assert facts.ttft_s > 0
     await fleet.until(fleet.no_reservations)
     assert tickets(fleet, "finished") == 1
-    assert fleet.frontend.explain("mine", "").outcome == "finished"
+    assert (await fleet.frontend.explain("mine", "")).outcome == "finished"
     assert decode.submits[0].prompt_token_ids == decode.submits[1].prompt_token_ids
 
 
@@ -89,7 +89,7 @@ async def test_the_routers_metrics_and_explanations_cover_it(world):
         assert value(f"diptych_{name}_total") == total, name
     assert sum(point["finished"] for point in fleet.frontend.status("")["series"]) == 2
     for name in ("mine", "mine too", answer.request_id):
-        reported = fleet.frontend.explain(name, "")
+        reported = await fleet.frontend.explain(name, "")
         assert reported.outcome == "finished"
         assert reported.explanation.ttft_s > 0
         assert reported.explanation.cached_tokens == 16

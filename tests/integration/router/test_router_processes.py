@@ -1,0 +1,273 @@
+"""`diptych router --router-processes 2`: real processes behind one address, before decode workers without an engine."""
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import sys
+import time
+
+import grpc
+import httpx
+import psutil
+import pytest
+
+from diptych.cli.up.processes import free_port
+from diptych.common import child
+from diptych.common.store.redis_store import RedisStore
+from diptych.router.api.auth_keys import add_key
+from diptych.rpc.v1 import router_pb2
+from diptych_tests import router_fleet, waiting
+
+pytestmark = pytest.mark.multiproc
+TIMEOUT_S = 300.0
+N = 2
+
+
+class Router:
+    """The parent, and clients of its address."""
+
+    def __init__(self, process, port, grpc_port, log):
+        self.process, self.port, self.grpc_port, self.log = process, port, grpc_port, log
+        self.url = f"http://127.0.0.1:{port}"
+
+    @property
+    def children(self):
+        """The processes that serve, by number."""
+        found = {}
+        for process in psutil.Process(self.process.pid).children():
+            with contextlib.suppress(psutil.Error):
+                line = process.cmdline()
+                if "diptych.router.processes.child" in line:
+                    found[int(line[-1])] = process
+        return found
+
+    async def ask(self, client, max_tokens=2, headers=None, **more):
+        body = {"prompt": [1] * 20, "max_tokens": max_tokens, **more}
+        return await client.post("/v1/completions", json=body, headers=headers or {})
+
+    def client(self):
+        """One connection, kept open."""
+        limits = httpx.Limits(max_connections=1)
+        return httpx.AsyncClient(base_url=self.url, timeout=TIMEOUT_S, limits=limits)
+
+    async def once(self, **more):
+        """A request over a connection of its own."""
+        async with self.client() as client:
+            return await self.ask(client, **more)
+
+    async def requests(self):
+        """Counted requests by process, as /metrics shows them."""
+        async with self.client() as client:
+            text = (await client.get("/metrics")).text
+        return requests_of(text)
+
+    @contextlib.asynccontextmanager
+    async def client_of_each(self):
+        """A kept connection to each process, by its number."""
+        async with contextlib.AsyncExitStack() as stack:
+            found = {}
+            while len(found) < N:
+                client = await stack.enter_async_context(self.client())
+                before = await self.requests()
+                assert (await self.ask(client)).status_code == 200
+                after = await self.requests()
+                found[next(n for n in after if after[n] > before.get(n, 0))] = client
+            yield found
+
+
+def requests_of(text):
+    lines = [line for line in text.splitlines() if line.startswith("diptych_requests_total{")]
+    return {line.partition('process="')[2].partition('"')[0]: float(line.rpartition(" ")[2]) for line in lines}
+
+
+@contextlib.asynccontextmanager
+async def running_router(fleet, tmp_path, valkey_url, *flags):
+    port, grpc_port = free_port("127.0.0.1"), free_port("127.0.0.1")
+    command = [
+        sys.executable, "-P", "-m", "diptych.cli", "router", "--model", str(fleet.folder), "--secret-file",
+        str(tmp_path / "secret"), "--redis-url", valkey_url, "--http-port", str(port), "--grpc-port", str(grpc_port),
+        "--router-processes", str(N), "--local-prefill-max-tokens", "0", *flags,
+    ]  # fmt: skip
+    log = tmp_path / "router.log"
+    with log.open("wb") as output:
+        process = child.start(command, stdout=output, stderr=output, new_session=True)
+    router = Router(process, port, grpc_port, log)
+    try:
+        await waiting.until(lambda: "router processes serve" in log.read_text() or process.poll() is not None)
+        assert process.poll() is None, log.read_text()
+        yield router
+    finally:
+        left = router.children.values() if process.poll() is None else []
+        for _ in range(2):  # the second ends the drain
+            process.terminate()
+        await waiting.until(lambda: process.poll() is not None, "the router ends")
+        await waiting.until(lambda: not any(one.is_running() for one in left), "its processes end with it")
+
+
+@pytest.fixture
+async def workers(model_folder, tmp_path, valkey_url, raw):
+    """A fleet whose records are in a real store; its own frontend does not run."""
+    fleet = router_fleet.Fleet(model_folder, tmp_path)
+    fleet.store = RedisStore(valkey_url, cluster="diptych")
+    await fleet.add("p0", "prefill")
+    fleet.decode = await fleet.add("d0")
+    yield fleet
+    for worker in fleet.workers:
+        await worker.kill()
+    await fleet.store.close()
+
+
+@pytest.fixture
+async def router(workers, tmp_path, valkey_url):
+    async with running_router(workers, tmp_path, valkey_url) as router:
+        yield router
+
+
+async def test_each_process_takes_connections_and_any_answers_for_all(router):
+    async with router.client_of_each() as each:
+        ids = [(await router.ask(each[n])).json()["id"] for n in each for _ in range(3)]
+        answers = [(await client.get("/status.json")).json() for client in each.values()]
+        counted = await router.requests()
+        metrics = (await next(iter(each.values())).get("/metrics")).text
+    total = sum(counted.values())
+    assert set(counted) == {"0", "1"}
+    assert all(count >= 4 for count in counted.values())
+    for status in answers:
+        assert status["processes"] == {"number": N, "answering": N}
+        assert status["ready"]
+        assert status["reasons"] == []
+        assert sum(status["counters"]["requests"].values()) == total
+        assert {one["request_id"] for one in status["cluster"]["placements"]} >= {one[5:] for one in ids}
+        assert sum(point["finished"] for point in status["series"]) == total
+    assert metrics.count("# TYPE diptych_requests_total counter") == 1
+    assert metrics.count("\ndiptych_router_processes{") == N
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{router.grpc_port}") as channel:
+        explain = channel.unary_unary(
+            "/diptych.rpc.v1.Router/Explain",
+            request_serializer=router_pb2.ExplainRequest.SerializeToString,
+            response_deserializer=router_pb2.ExplainResponse.FromString,
+        )
+        for name in ids:  # one connection is of one process
+            found = await explain(router_pb2.ExplainRequest(request_id=name), timeout=TIMEOUT_S)
+            assert (found.outcome, found.explanation.request_id) == ("finished", name[5:])
+        with pytest.raises(grpc.aio.AioRpcError, match="no recent request"):
+            await explain(router_pb2.ExplainRequest(request_id="req-00"), timeout=TIMEOUT_S)
+
+
+async def test_an_idempotency_key_is_one_for_all_processes_and_outlives_them(router, workers):
+    decode, held = workers.decode, {"headers": {"idempotency-key": "k"}}
+    async with router.client_of_each() as each:
+        decode.go.clear()
+        asked = len(decode.submits)
+        first = asyncio.create_task(router.ask(each["0"], **held))
+        await waiting.until(lambda: len(decode.submits) > asked)
+        assert [(await router.ask(each["1"], **held)).status_code for _ in range(2)] == [409, 409]
+        first.cancel()
+        await waiting.until(lambda: decode.cancels)
+        decode.go.set()
+
+        async def succeeds():
+            return (await router.once(**held)).status_code == 200
+
+        await waiting.until(succeeds)  # the key of a request that was left is given back
+        refused = await router.ask(each["1"], **held)
+        assert (refused.status_code, refused.json()["error"]["type"]) == (409, "conflict_error")
+    async with router.client_of_each() as each:  # a process dies that holds a key
+        decode.go.clear()
+        asked = len(decode.submits)
+        holder = asyncio.create_task(router.ask(each["0"], headers={"idempotency-key": "other"}))
+        await waiting.until(lambda: len(decode.submits) > asked)
+        router.children[0].send_signal(signal.SIGKILL)
+        with pytest.raises(httpx.HTTPError):
+            await holder
+        decode.go.set()
+        assert (await router.ask(each["1"], headers={"idempotency-key": "other"})).status_code == 200
+        assert (await router.ask(each["1"], **held)).status_code == 409
+
+
+async def test_a_process_that_dies_is_started_again_and_the_others_go_on(router, workers):
+    async with router.client_of_each() as each:
+        dead = router.children[0]
+        workers.decode.go.clear()
+        running = asyncio.create_task(router.ask(each["1"], max_tokens=5))
+        await waiting.until(lambda: workers.decode.submits[-1].sampling.max_tokens == 5)
+        dead.send_signal(signal.SIGKILL)
+        await waiting.until(lambda: not dead.is_running() or dead.status() == psutil.STATUS_ZOMBIE)
+        workers.decode.go.set()
+        assert (await running).json()["usage"]["completion_tokens"] == 5
+        status = (await each["1"].get("/status.json")).json()
+        assert (status["processes"]["answering"] == N) == (not status["reasons"])
+        for _ in range(6):  # no connection reaches a process that does not serve
+            assert (await router.once()).status_code == 200
+        await waiting.until(lambda: 0 in router.children and router.children[0].pid != dead.pid)
+
+        async def complete():
+            return len(await router.requests()) == N
+
+        await waiting.until(complete)
+    async with router.client_of_each() as each:
+        assert set(each) == {"0", "1"}
+    ended = [json.loads(line) for line in router.log.read_text().splitlines() if "a router process ended" in line]
+    assert [(line["child"], line["why"]) for line in ended] == [("process 0", "killed by SIGKILL")]
+
+
+async def test_sigterm_drains_all_processes(router, workers):
+    async with router.client_of_each() as each:
+        workers.decode.go.clear()
+        asked = len(workers.decode.submits)
+        answers = [asyncio.create_task(router.ask(client, max_tokens=4)) for client in each.values()]
+        await waiting.until(lambda: len(workers.decode.submits) == asked + N)
+        children = router.children
+        router.process.send_signal(signal.SIGTERM)
+
+        async def refused():
+            try:
+                await router.once()
+            except httpx.ConnectError:
+                return True
+            return False
+
+        await waiting.until(refused)
+        workers.decode.go.set()
+        for answer in await asyncio.gather(*answers):
+            assert answer.json()["usage"]["completion_tokens"] == 4
+    await waiting.until(lambda: router.process.poll() is not None)
+    assert router.process.returncode == 128 + signal.SIGTERM
+    assert not any(process.is_running() for process in children.values())
+
+
+async def test_a_tenants_quota_is_not_multiplied(workers, tmp_path, valkey_url):
+    keys = tmp_path / "keys.json"
+    quota = 40
+    key, _ = add_key(keys, "acme", now=0.0, requests_per_minute=quota)
+    async with running_router(workers, tmp_path, valkey_url, "--keys-file", str(keys)) as router:
+        headers = {"authorization": f"Bearer {key}"}
+        began = time.monotonic()
+        answers = await asyncio.gather(*(router.once(headers=headers) for _ in range(3 * quota)))
+        codes = [answer.status_code for answer in answers]
+        assert set(codes) == {200, 429}
+        # two slices, half a bucket where the processes hear of each other late, and what refills meanwhile
+        most = quota * (1.5 + (time.monotonic() - began) / 60) + N
+        assert quota / 2 <= codes.count(200) <= most
+        async with router.client() as client:
+            assert (await client.get("/metrics")).status_code == 401
+
+
+@pytest.mark.parametrize("fault", ["a folder without a model", "a port in use"])
+async def test_a_start_that_fails_says_so_and_leaves_nothing(workers, tmp_path, valkey_url, fault):
+    port = free_port("127.0.0.1")
+    folder = tmp_path / "empty" if "folder" in fault else workers.folder
+    (tmp_path / "empty").mkdir()
+    command = [
+        sys.executable, "-P", "-m", "diptych.cli", "router", "--model", str(folder), "--secret-file",
+        str(tmp_path / "secret"), "--redis-url", valkey_url, "--http-port", str(port), "--grpc-port",
+        workers.decode.address.rpartition(":")[2] if "port" in fault else "0", "--router-processes", str(N),
+    ]  # fmt: skip
+    env = os.environ | {"TMPDIR": str(tmp_path)}
+    ended = await asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.PIPE, env=env)
+    _, said = await ended.communicate()
+    assert ended.returncode == 1
+    assert ("grpc_port" if "port" in fault else "model") in said.decode()
+    assert [path.name for path in tmp_path.glob("diptych-router-*")] == []
