@@ -36,7 +36,7 @@ PIP := $(BIN)/python -m pip --quiet
 STEP := .ci/with_progress.sh
 PROTO_SOURCES := $(wildcard proto/diptych/rpc/v1/*.proto)
 
-.PHONY: help check sdk-reference test test-full test-hostile up down proto model golden chaos-kill sim sdk-wheel bench bench-router bench-beside bench-peers bench-engine bench-kv bench-vllm test-gpu bench-gpu bench-gpu-batch-invariant bench-gpu-pair bench-gpu-http wheels wheels-gpu secrets images charts test-clients test-containers clean
+.PHONY: help check sdk-reference test test-full test-hostile up down proto model golden chaos-kill sim sdk-wheel bench bench-router bench-beside bench-router-processes bench-peers bench-engine bench-kv bench-vllm test-gpu bench-gpu bench-gpu-batch-invariant bench-gpu-pair bench-gpu-http wheels wheels-gpu secrets images charts test-clients test-containers clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 27
@@ -186,6 +186,9 @@ bench-router: $(VENV)/.dev ## the router's decisions: speed and memory, and how 
 
 bench-beside: $(VENV)/.dev model ## a short request's time to first token beside long prompts of other tenants and its own
 	@$(BIN)/python -P -m diptych.bench.router.beside_long_prompts $(ARGS)
+
+bench-router-processes: $(VENV)/.dev ## throughput of a router at 1, 2, 4 and 8 processes, with mock workers: on a machine with 40 cores or more
+	@$(BIN)/python -P -m diptych.bench.router.processes $(ARGS)
 
 PEERS_VENV ?= .venv-peers
 bench-peers: $(VENV)/.dev model $(PEERS_VENV)/.peers ## our router through the wire beside sglang-router and vllm-router, with the same mock workers

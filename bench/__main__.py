@@ -45,6 +45,9 @@ BENCHMARKS: dict[str, Benchmark] = {
     "router-decision": Benchmark("router.decision", "placement decisions a second, and memory", "bench-router"),
     "router-quality": Benchmark("router.quality", "how well policies place, in simulation", "bench-router"),
     "router-beside": Benchmark("router.beside_long_prompts", "a short request beside long prompts", "bench-beside"),
+    "router-processes": Benchmark(
+        "router.processes", "throughput of a router by the number of its processes", "bench-router-processes"
+    ),
     "router-peers": Benchmark("peers.routers", "our router beside sglang-router and vllm-router", "bench-peers"),
     "worker-calls": Benchmark("router.worker_calls", "what the token of calls to workers costs"),
     "large-bodies": Benchmark("router.large_bodies", "stalls of the router's loop by large bodies"),

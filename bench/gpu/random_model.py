@@ -81,7 +81,7 @@ def write_model(folder: Path, shape: Shape, device: str) -> Path:
         for job in jobs:
             job.result()
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
-    _write_tokenizer(folder, shape.vocab)
+    write_tokenizer(folder, shape.vocab)
     config = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -138,13 +138,13 @@ def write_window_model(folder: Path, device: str, *, tiny: bool) -> Path:
         model = Gemma3ForCausalLM(config).float()
     unfinished = folder.with_name(f"{folder.name}-unfinished")
     unfinished.mkdir(parents=True, exist_ok=True)
-    _write_tokenizer(unfinished, shape.vocab)
+    write_tokenizer(unfinished, shape.vocab)
     model.cpu().save_pretrained(unfinished)
     unfinished.rename(folder)
     return folder
 
 
-def _write_tokenizer(folder: Path, vocab: int) -> None:
+def write_tokenizer(folder: Path, vocab: int) -> None:
     """Every id is a word, so no text waits for the rest of a character."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 

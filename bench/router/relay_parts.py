@@ -48,15 +48,8 @@ async def run_router(folder: Path, decode_address: str, given_secret: Path | Non
         secret = create_secret(secret_file)
         clock = MonotonicClock()
         store = MemoryStore(clock)
-        header = IdentityHeader(
-            key=derive_key(secret, "block identity"),
-            model_revision=model_fingerprint(folder),
-            tokenizer_revision=tokenizer_revision(folder),
-            kv_rule="float32",
-            block_size=BLOCK_SIZE,
-        )
-        for worker_id, role in (("d0", "decode"), ("p0", "prefill")):
-            await store.put_worker(_record(worker_id, role, decode_address, header), ttl_s=86_400.0)
+        for record in worker_records(folder, secret, decode_address):
+            await store.put_worker(record, ttl_s=86_400.0)
         config = RouterConfig(model=str(folder), secret_file=str(secret_file), local_prefill_max_tokens=0)
         frontend = Frontend(config, store=store, clock=clock)
         servers = ApiServers("127.0.0.1", 0, 0)
@@ -70,6 +63,21 @@ async def run_router(folder: Path, decode_address: str, given_secret: Path | Non
         set_collector()
         print("serves", addresses.http, addresses.grpc, flush=True)
         await asyncio.Event().wait()
+
+
+def worker_records(
+    folder: Path, secret: bytes, address: str, number: int = 0, model_revision: str = ""
+) -> list[WorkerRecord]:
+    """The leases of a decode and a prefill worker of the model, both at one address. `model_revision`: "": of the weights
+    in the folder."""
+    header = IdentityHeader(
+        key=derive_key(secret, "block identity"),
+        model_revision=model_revision or model_fingerprint(folder),
+        tokenizer_revision=tokenizer_revision(folder),
+        kv_rule="float32",
+        block_size=BLOCK_SIZE,
+    )
+    return [_record(f"{role[0]}{number}", role, address, header) for role in ("decode", "prefill")]
 
 
 def _record(worker_id: str, role: str, address: str, header: IdentityHeader) -> WorkerRecord:
