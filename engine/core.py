@@ -23,6 +23,7 @@ from diptych.engine.messages import (
     Cancel,
     Command,
     CopyKind,
+    EndPull,
     EngineEvent,
     EngineRequest,
     EngineStats,
@@ -32,6 +33,7 @@ from diptych.engine.messages import (
     GrantSlabs,
     KvComplete,
     PublishCached,
+    PullBlocks,
     RangeUnpacked,
     RunLocally,
     UnpackRange,
@@ -164,6 +166,12 @@ class EngineCore:
                 scheduler.add(request, self._clock.now())
             case PublishCached():
                 scheduler.publish_cached(command, self._clock.now())
+            case PullBlocks():
+                scheduler.pull_blocks(command, self._clock.now())
+            case EndPull(attempt):
+                new = scheduler.end_pull(attempt)
+                if new is not None:
+                    self._executor.note_pulled(new.table, new.token_ids, new.first_new, new.first_block)
             case Cancel(attempt):
                 scheduler.cancel(attempt)
             case GrantSlabs(grants, overlap):

@@ -61,6 +61,10 @@ class Executor(Protocol):
         part: int = 0,
     ) -> CopyHandle | None: ...
 
+    def note_pulled(
+        self, block_table: Sequence[int], token_ids: Sequence[int], first_new: int, first_block: int = 0
+    ) -> None: ...
+
     def close(self) -> None:
         """End the ranks' processes, if there are any. Idempotent; nothing else is called afterwards."""
         ...
@@ -115,6 +119,11 @@ class LocalExecutor:
         part: int = 0,
     ) -> CopyHandle | None:
         return self.runner.unpack(block_ids, num_tokens, src, layers, group)
+
+    def note_pulled(
+        self, block_table: Sequence[int], token_ids: Sequence[int], first_new: int, first_block: int = 0
+    ) -> None:
+        self.runner.note_pulled(block_table, token_ids, first_new, first_block)
 
     def close(self) -> None:
         pass

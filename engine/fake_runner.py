@@ -165,6 +165,12 @@ class FakeRunner:
             rest = data[full * size : num_tokens * (size // self.block_size)]
             pool[block_ids[full], :, :, :tail] = rest.reshape(shape[0], 2, tail, 1, shape[4])
 
+    def note_pulled(
+        self, block_table: Sequence[int], token_ids: Sequence[int], first_new: int, first_block: int = 0
+    ) -> None:
+        self._provenance = self._provenance or Provenance(self.block_size)
+        self._provenance.pulled(block_table, token_ids, first_new, first_block)
+
     def _part(self, layers: range | None, group: int) -> npt.NDArray[np.uint8]:
         """A view of the group's pool, of these layers only."""
         pool = self.pools[group]

@@ -25,6 +25,7 @@ from diptych.engine.messages import (
     Failed,
     GrantSlabs,
     PublishCached,
+    PullBlocks,
     RangeUnpacked,
     UnpackRange,
 )
@@ -243,7 +244,7 @@ class StepThread:
                 item = self._inbox.get_nowait()
             except Empty:
                 break
-            if isinstance(item, EngineRequest | PublishCached):
+            if isinstance(item, EngineRequest | PublishCached | PullBlocks):
                 refused.append(Failed(item.attempt, error))
             elif isinstance(item, UnpackRange):
                 refused.append(RangeUnpacked(item.attempt, item.job, False))

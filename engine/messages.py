@@ -8,12 +8,13 @@ A request's life by mode:
     PREFILL  EngineRequest -> Admitted -> (RangePacked | PromptComputed TokensOut[first token])* -> PrefillComplete
              slabs are granted in advance by GrantSlabs; without a free slab computed blocks wait with the request
     cached   PublishCached -> Admitted -> RangePacked* -> PrefillComplete, of blocks of the prefix cache
+    pull     PullBlocks -> PullStarted -> UnpackRange/RangeUnpacked* -> EndPull -> Pulled, into the prefix cache
     REMOTE   EngineRequest -> Admitted (block count reserved, own prefix pinned)
              -> UnpackRange/RangeUnpacked* and FirstToken (any order) -> KvComplete -> TokensOut* -> Finished
              RunLocally at any time before KvComplete: drop what has arrived, compute the prompt here
 
 Cancel is safe in every state; it ends with Failed(RequestCancelledError), and no event of the attempt follows. Every
-request ends with exactly one of Finished, PrefillComplete, Failed. With several choices (n > 1) and with beam search
+request ends with exactly one of Finished, PrefillComplete, Pulled, Failed. With several choices (n > 1) and with beam search
 each choice ends with ChoiceFinished first. Beam search has FirstCandidates wherever others have first tokens."""
 
 from __future__ import annotations
@@ -136,6 +137,30 @@ class PublishCached:
 
 
 @dataclass(frozen=True, slots=True)
+class PullBlocks:
+    """Take the KV of a prompt's leading blocks from another worker's prefix cache into this one's. Blocks that are missing are
+    reserved now or not at all: PullStarted follows, or Pulled where none is missing or there is no room.
+
+    Args:
+        prompt: its tokens end where the pull ends, at the border of a block.
+        tenant: whose share of the prefix cache it uses.
+        vouch: what comes is recorded as computed from these tokens (see engine.provenance).
+    """
+
+    attempt: str
+    prompt: Prompt
+    tenant: str = ""
+    vouch: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class EndPull:
+    """The leading blocks that have arrived enter the prefix cache, the others are free. Pulled follows."""
+
+    attempt: str
+
+
+@dataclass(frozen=True, slots=True)
 class SlabGrant:
     """A free slab of the staging ring for the step thread to pack into. `payload` is writable."""
 
@@ -223,6 +248,8 @@ class FetchAgain:
 Command = (
     EngineRequest
     | PublishCached
+    | PullBlocks
+    | EndPull
     | Cancel
     | GrantSlabs
     | UnpackRange
@@ -309,6 +336,26 @@ class PrefillComplete(AttemptEvent):
     """All ranges are packed; the attempt's blocks are free or in the prefix cache."""
 
     attempt: str
+
+
+@dataclass(frozen=True, slots=True)
+class PullStarted(AttemptEvent):
+    """Blocks are reserved. `num_cached_tokens`: leading tokens that are cached here. `keys`: of all the blocks of its tokens."""
+
+    attempt: str
+    num_cached_tokens: int
+    keys: tuple[bytes, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Pulled(AttemptEvent):
+    """The end of a pull. Its leading `num_tokens` tokens are in the prefix cache, `num_new` of them by this pull. `note`: why
+    nothing was reserved; empty: it was."""
+
+    attempt: str
+    num_tokens: int
+    num_new: int = 0
+    note: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -412,6 +459,8 @@ EngineEvent = (
     | PromptLogprobs
     | RangePacked
     | PrefillComplete
+    | PullStarted
+    | Pulled
     | Preempted
     | RangeUnpacked
     | ChoiceFinished

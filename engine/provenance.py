@@ -44,6 +44,25 @@ class Provenance:
             else:
                 self._blocks[block] = (before, [*kept[:offset], *some])
 
+    def pulled(
+        self, block_table: Sequence[int], token_ids: Sequence[int], first_new: int, first_block: int = 0
+    ) -> None:
+        """The sequence's blocks from index `first_new` on came from another worker, under the keys of these tokens. What is
+        recorded of the block before them stays as it is: rows showed it."""
+        size = self._block_size
+        before = b""
+        for index in range(len(token_ids) // size):
+            tokens = list(token_ids[index * size : (index + 1) * size])
+            if index >= max(first_new, first_block):
+                self._blocks[block_table[index - first_block]] = (before, tokens)
+            elif index >= first_block:
+                known = self._blocks.get(block_table[index - first_block])
+                if known is None or len(known[1]) < size:
+                    return  # unknown, and so is all that follows
+                before = block_digest(*known)
+                continue
+            before = block_digest(before, tokens)
+
     def copied(self, copies: Sequence[BlockCopy]) -> None:
         for copy in copies:
             if copy.group:

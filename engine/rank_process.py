@@ -17,7 +17,7 @@ from dataclasses import asdict, replace
 
 from diptych.engine import step_codec
 from diptych.engine.messages import ScheduledSeq
-from diptych.engine.ranks import COPY, EXECUTE, FAILED, HEAD, NO_MEMORY, OK, PACK, READY, UNPACK
+from diptych.engine.ranks import COPY, EXECUTE, FAILED, HEAD, NO_MEMORY, OK, PACK, PULLED, READY, UNPACK
 from diptych.engine.runner import ModelRunner, OutOfDeviceMemory
 
 _log = logging.getLogger(__name__)
@@ -52,6 +52,9 @@ class Rank:
                 head, _, data = body.partition(b"\n")
                 block_ids, num_tokens = json.loads(head)
                 self._runner.unpack(block_ids, num_tokens, memoryview(data))
+                return b""
+            case k if k == PULLED:
+                self._runner.note_pulled(*json.loads(body))
                 return b""
         raise ValueError(f"no frame has kind {kind}")
 

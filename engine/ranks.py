@@ -34,7 +34,7 @@ from diptych.engine.messages import BlockCopy, Payload, ScheduledSeq, StepResult
 from diptych.engine.runner import OutOfDeviceMemory, RunnerCapabilities, StepAborted, StepInFlight
 
 _log = logging.getLogger(__name__)
-READY, EXECUTE, COPY, PACK, UNPACK, OK, NO_MEMORY, FAILED = range(8)
+READY, EXECUTE, COPY, PACK, UNPACK, PULLED, OK, NO_MEMORY, FAILED = range(9)
 """Kinds of frames."""
 HEAD = struct.Struct(">BI")
 _END_S = 5.0
@@ -181,6 +181,13 @@ class RanksExecutor:
         head = json.dumps([list(block_ids), num_tokens]).encode() + b"\n"
         size = num_tokens * self._parts[part].kv_bytes_per_token
         self._call_some(UNPACK, {part: head + bytes(src[:size])}, self._deadline_s)
+
+    def note_pulled(
+        self, block_table: Sequence[int], token_ids: Sequence[int], first_new: int, first_block: int = 0
+    ) -> None:
+        """The sampling rank records it: it says what KV was computed from."""
+        body = json.dumps([list(block_table), list(token_ids), first_new, first_block]).encode()
+        self._call_some(PULLED, {self._sampler: body}, self._deadline_s)
 
     def close(self) -> None:
         """Ends the ranks' processes. Idempotent."""

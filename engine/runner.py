@@ -161,3 +161,10 @@ class ModelRunner(Protocol):
         Returns: None: done, `src` is free. A handle (only of a DeviceRange): the copy has begun; `src` and the blocks
         are in use until it is done."""
         ...
+
+    def note_pulled(
+        self, block_table: Sequence[int], token_ids: Sequence[int], first_new: int, first_block: int = 0
+    ) -> None:
+        """A sequence's blocks of the first KV group from `first_block` on; those from `first_new` on hold KV that came from
+        another worker under the keys of these tokens. See Provenance.pulled."""
+        ...

@@ -99,6 +99,8 @@ class EngineStats:
     """Preempted requests that went back to a prefill worker."""
     restored_tokens_total: int = 0
     """Tokens whose KV came back from a lower tier's prefix cache."""
+    pulled_tokens_total: int = 0
+    """Tokens whose KV came into the prefix cache from another worker's."""
     tier_usage: tuple[tuple[str, float], ...] = ()
     """Part of each lower tier that is in use."""
     copy_bytes_per_s: float = 0.0

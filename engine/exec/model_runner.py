@@ -368,3 +368,10 @@ class TorchModelRunner:
             return self.pool.unpack(block_ids, num_tokens, src, layers, group)
         except ValueError as error:
             raise InternalError(f"unpack: {error}") from error
+
+    def note_pulled(
+        self, block_table: Sequence[int], token_ids: Sequence[int], first_new: int, first_block: int = 0
+    ) -> None:
+        """See ModelRunner.note_pulled."""
+        self._provenance = self._provenance or Provenance(self.block_size)
+        self._provenance.pulled(block_table, token_ids, first_new, first_block)

@@ -76,6 +76,11 @@ class KvCacheManager:
     def num_groups(self) -> int:
         return len(self.pools)
 
+    @property
+    def caches(self) -> bool:
+        """The prefix cache is on."""
+        return self._caching
+
     def set_time(self, now: float) -> None:
         """Of what happens from here on; only the ages of blocks depend on it."""
         for pool in self.pools:

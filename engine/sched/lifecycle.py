@@ -108,7 +108,7 @@ class Lifecycle:
 
     def free_slots(self) -> int:
         """Sequences that may be admitted; negative after a fork beyond max_num_seqs."""
-        return self.config.max_num_seqs - len(self.running) - len(self.remote)
+        return self.config.max_num_seqs - len(self.running) - self.remote.num_sequences
 
     def set_detokenizer(self, factory: DetokenizerFactory | None) -> None:
         self.detokenizer_factory = factory
@@ -132,6 +132,13 @@ class Lifecycle:
         request.move(State.RUNNING)
         self.packing.offer(request)
         self.prompt_computed(request)
+
+    def enter_pull(self, request: Request) -> None:
+        """A request that has its blocks and waits for KV, and computes nothing."""
+        self._requests[request.attempt] = request
+        self.policy.entered(request)
+        request.move(State.WAITING_FOR_REMOTE_KV)
+        self.remote.admit(request, pull=True)
 
     def fork_choices(self, request: Request) -> list[Request]:
         """The other choices of a request whose prompt is computed; they decode, and have no token of their own yet."""

@@ -11,7 +11,8 @@ from diptych.engine.messages import EngineEvent, Failed
 
 @dataclass(slots=True)
 class Totals:
-    """Counters since the start. `computed`: prompt tokens; `generated`: sampled tokens."""
+    """Counters since the start. `computed`: prompt tokens; `generated`: sampled tokens; `pulled`: tokens whose KV
+    came into the prefix cache from another worker's."""
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -20,6 +21,7 @@ class Totals:
     preemptions: int = 0
     swaps: int = 0
     refetches: int = 0
+    pulled: int = 0
 
 
 class Outbox:

@@ -57,6 +57,7 @@ class RemoteRequests:
         self._limits = limits
         self._arriving: dict[str, _Arriving] = {}
         self._requests: dict[str, Request] = {}
+        self._pulls: set[str] = set()
 
     @property
     def requests(self) -> Mapping[str, Request]:
@@ -66,13 +67,24 @@ class RemoteRequests:
     def __len__(self) -> int:
         return len(self._requests)
 
+    @property
+    def num_sequences(self) -> int:
+        """Without pulls, which never run."""
+        return len(self._requests) - len(self._pulls)
+
     def get(self, attempt: str) -> Request | None:
         return self._requests.get(attempt)
 
-    def admit(self, request: Request) -> None:
-        """Its blocks are counted; its KV may arrive."""
+    def admit(self, request: Request, *, pull: bool = False) -> None:
+        """Its blocks are counted; its KV may arrive. `pull`: it ends when its KV has arrived."""
         self._arriving[request.attempt] = _Arriving(request)
         self._requests[request.attempt] = request
+        if pull:
+            self._pulls.add(request.attempt)
+
+    def pull(self, attempt: str) -> Request | None:
+        """The pull of this name, if there is one."""
+        return self._requests[attempt] if attempt in self._pulls else None
 
     def remove(self, request: Request) -> bool:
         """It joins the running batch, or has ended. Waits for what still writes into its blocks.
@@ -83,6 +95,7 @@ class RemoteRequests:
         if arriving is None:
             return False
         del self._requests[request.attempt]
+        self._pulls.discard(request.attempt)
         for copy in arriving.copies:
             copy.wait()
         return arriving.complete
@@ -164,6 +177,17 @@ class RemoteRequests:
                 named = f" of KV group {group}" if self._kv.num_groups > 1 else ""
                 parts.append(f"{len(gaps)} blocks{named} from block {gaps[0]} on")
         return ", ".join(parts)
+
+    def arrived_until(self, request: Request) -> int:
+        """Tokens before this are here, in every group; with several groups all of them or none that were not here before."""
+        if not self.missing(request):
+            return request.kv_target
+        if self._kv.num_groups > 1 or self._kv.slides:
+            return request.num_computed
+        covered, block = self._arriving[request.attempt].covered, request.num_computed // self._kv.block_size
+        while (0, block) in covered:
+            block += 1
+        return block * self._kv.block_size
 
     def set_complete(self, request: Request) -> None:
         arriving = self._arriving[request.attempt]

@@ -28,6 +28,7 @@ def stats(live: Lifecycle, *, steps: int, steps_ahead: int, busy_since: float | 
         prompt_tokens_total=totals.prompt_tokens,
         cached_tokens_total=totals.cached_tokens,
         computed_tokens_total=totals.computed,
+        pulled_tokens_total=totals.pulled,
         generation_tokens_total=totals.generated,
         preemptions_total=totals.preemptions,
         swaps_total=totals.swaps,

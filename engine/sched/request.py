@@ -7,6 +7,7 @@
        |                |  +--KvComplete + FirstToken, or RunLocally--+            |
        +--admit REMOTE--|---------> WAITING_FOR_REMOTE_KV ------------+------------+ (first token ends it)
                         |                  +--RunLocally, window groups--> PREEMPTED
+                        |                  +--EndPull, of a pull---------> FINISHED_HANDED_OFF
                         +--PREFILL computed--> PACKING --all packed--> FINISHED_HANDED_OFF
 
 Every state that is not final may also go to FINISHED_CANCELLED or FINISHED_FAILED. A forked choice or beam begins
@@ -40,7 +41,9 @@ _ENDED_WELL = frozenset({State.FINISHED_STOPPED, State.FINISHED_LENGTH})
 
 LEGAL_MOVES: dict[State, frozenset[State]] = {
     State.WAITING: frozenset({State.RUNNING, State.WAITING_FOR_REMOTE_KV}) | _ENDED_WELL | _ENDED_BADLY,
-    State.WAITING_FOR_REMOTE_KV: frozenset({State.RUNNING, State.PREEMPTED}) | _ENDED_WELL | _ENDED_BADLY,
+    State.WAITING_FOR_REMOTE_KV: frozenset({State.RUNNING, State.PREEMPTED, State.FINISHED_HANDED_OFF})
+    | _ENDED_WELL
+    | _ENDED_BADLY,
     State.RUNNING: frozenset({State.PREEMPTED, State.PACKING, State.FINISHED_HANDED_OFF}) | _ENDED_WELL | _ENDED_BADLY,
     State.PREEMPTED: frozenset({State.RUNNING, State.WAITING}) | _ENDED_BADLY,
     State.PACKING: frozenset({State.FINISHED_HANDED_OFF}) | _ENDED_BADLY,

@@ -33,6 +33,7 @@ from diptych.engine.messages import (
     FirstToken,
     KvMode,
     PublishCached,
+    PullBlocks,
     StepResult,
     UnpackRange,
 )
@@ -44,6 +45,7 @@ from diptych.engine.sched.output import DetokenizerFactory
 from diptych.engine.sched.packing import PackJob
 from diptych.engine.sched.passing import Passing
 from diptych.engine.sched.publishing import publish_cached
+from diptych.engine.sched.pulls import NewBlocks, begin_pull, end_pull
 from diptych.engine.sched.remote import UnpackJob
 from diptych.engine.sched.request import Request, State
 from diptych.engine.sched.step import SchedulerOutput
@@ -122,12 +124,33 @@ class Scheduler:
 
     def publish_cached(self, command: PublishCached, now: float = 0.0) -> None:
         """The blocks are packed like those of a PREFILL request whose prompt is computed."""
-        if self.live.knows(command.attempt):
-            self.live.end_attempt(command.attempt, State.FINISHED_FAILED)
-            self.outbox.fail(command.attempt, InternalError(f"attempt {command.attempt} was submitted twice"))
+        if self._is_new(command.attempt):
+            publish_cached(self.live, command, self._identity, self._arrivals, now)
+
+    def pull_blocks(self, command: PullBlocks, now: float = 0.0) -> None:
+        """See PullBlocks. No step is needed for it."""
+        if not self._is_new(command.attempt):
             return
+        try:
+            header = header_of_request(self._identity, command.prompt, self.limits.adapters)
+        except DiptychError as error:
+            self.outbox.fail(command.attempt, error)
+            return
+        self.kv.set_time(now)
+        begin_pull(self.live, command, header, self._arrivals, now)
+
+    def end_pull(self, attempt: str) -> NewBlocks | None:
+        """See EndPull. Returns: what is new, if what it was computed from is to be recorded."""
+        return end_pull(self.live, attempt)
+
+    def _is_new(self, attempt: str) -> bool:
+        """Of what the engine is sent; both fail otherwise."""
+        if self.live.knows(attempt):
+            self.live.end_attempt(attempt, State.FINISHED_FAILED)
+            self.outbox.fail(attempt, InternalError(f"attempt {attempt} was submitted twice"))
+            return False
         self._arrivals += 1
-        publish_cached(self.live, command, self._identity, self._arrivals, now)
+        return True
 
     def cancel(self, attempt: str) -> None:
         """Free everything of the attempt; unknown or ended ones are ignored."""

@@ -1,0 +1,316 @@
+"""Blocks that come from another engine's prefix cache, by their identities."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from diptych.common.errors import RequestCancelledError
+from diptych.common.request import Prompt
+from diptych.common.text.prompt_digest import prompt_digest
+from diptych.engine.messages import (
+    BlocksStored,
+    Cancel,
+    EndPull,
+    Failed,
+    GrantSlabs,
+    KvMode,
+    PrefillComplete,
+    PromptComputed,
+    PublishCached,
+    PullBlocks,
+    Pulled,
+    PullStarted,
+    RangePacked,
+    RangeUnpacked,
+    UnpackRange,
+)
+
+WINDOWS = ((), (0, 6, 6, 9), (7, 7, 7, 7))
+TURN_1 = tuple(range(100, 130))
+NEW = tuple(range(700, 709))
+
+
+class Source:
+    """Publishes an engine's cached blocks, as `Source.Fetch` does."""
+
+    def __init__(self, kit, engine, slabs: int = 8, slab_tokens: int = 8) -> None:
+        self.engine = engine
+        grants = kit.make_grants(slabs, slab_tokens * engine.core.scheduler.limits.kv_bytes_per_token)
+        self._slabs = {grant.slab: grant for grant in grants}
+        engine.send(GrantSlabs(grants))
+
+    def fetch(self, keys, held: int) -> list[UnpackRange]:
+        """Ranges of the leading blocks that it has, behind the `held` tokens; of the attempt "pull"."""
+        self.engine.send(PublishCached("source/pull", tuple(keys), held, "reader"))
+        ranges: list[UnpackRange] = []
+        while True:
+            self.engine.core.step()
+            events = self.engine.core.take_events()
+            for event in events:
+                if isinstance(event, RangePacked):
+                    grant = self._slabs[event.slab]
+                    ranges.append(
+                        UnpackRange(
+                            "pull", len(ranges), event.first_token, event.num_tokens,
+                            memoryview(bytes(grant.payload[: event.size_bytes])), group=event.group,
+                        )
+                    )  # fmt: skip
+                    self.engine.send(GrantSlabs((grant,)))
+            if any(isinstance(event, PrefillComplete) for event in events):
+                return ranges
+
+
+def events_of(engine, *commands) -> list:
+    for command in commands:
+        engine.send(command)
+    return engine.core.take_events()
+
+
+def pull(
+    source: Source, reader, tokens, salt: bytes = b"", keep: Callable[[UnpackRange], bool] = lambda part: True
+) -> Pulled:
+    """Pull the whole blocks of `tokens`. `keep`: which ranges arrive."""
+    whole = tuple(tokens)[: len(tokens) // 4 * 4]
+    [event] = events_of(reader, PullBlocks("pull", Prompt(whole, salt), vouch=True))
+    if isinstance(event, Pulled):
+        return event
+    assert isinstance(event, PullStarted)
+    parts = [part for part in source.fetch(event.keys, event.num_cached_tokens) if keep(part)]
+    events = events_of(reader, *parts, EndPull("pull"))
+    [done] = [e for e in events if isinstance(e, Pulled)]
+    return done
+
+
+def nothing_held(engine) -> None:
+    for pool in engine.core.scheduler.kv.pools:
+        assert (pool.counts.running, pool.counts.reserved) == (0, 0)
+    assert not engine.core.scheduler.requests
+    assert not engine.core.scheduler.check()
+
+
+def turn_1(kit, windows, tokens=TURN_1, num_blocks=64, **fields):
+    """A decode engine that has answered, and prompt and answer."""
+    holder = kit.make_engine(windows=windows, num_blocks=num_blocks)
+    [answer] = holder.generate([kit.make_request("turn-1", tokens, 11, **fields)])
+    return holder, (*tokens, *answer.token_ids)
+
+
+def computed_by_prefill(kit, engine, prompt, **fields) -> tuple[PromptComputed, int]:
+    """What it vouches for, and how many tokens it computed."""
+    before = engine.stats().computed_tokens_total
+    engine.send(kit.make_request("turn-2", prompt, mode=KvMode.PREFILL, want_kv=False, **fields))
+    [reported] = [e for e in kit.run_until_idle(engine) if isinstance(e, PromptComputed)]
+    return reported, engine.stats().computed_tokens_total - before
+
+
+@pytest.mark.parametrize("windows", WINDOWS)
+def test_turn_2_computes_at_most_a_block_and_the_new_tokens(kit, windows):
+    holder, history = turn_1(kit, windows)
+    prompt = (*history, *NEW)
+    prefill = kit.make_engine(windows=windows)
+    done = pull(Source(kit, holder), prefill, history)
+    assert done.num_tokens == done.num_new == (len(history) - 1) // 4 * 4  # the last token's KV was never computed
+    reported, computed = computed_by_prefill(kit, prefill, prompt)
+    assert computed <= 4 + len(NEW)
+    assert computed == len(prompt) - done.num_tokens
+    # what it vouches for covers the pulled tokens
+    assert reported.computed_from.digest == prompt_digest(prompt, 4)
+    # and the KV is right: the fake model's tokens depend on all of it
+    request = kit.make_request("again", prompt, 8, seed=3)
+    [again] = prefill.generate([request])
+    assert again.token_ids == kit.undisturbed([request], windows)["again"]
+    nothing_held(prefill)
+    nothing_held(holder)
+
+
+def test_pulled_blocks_are_announced_as_any_others(kit):
+    holder, history = turn_1(kit, ())
+    reader = kit.make_engine()
+    source = Source(kit, holder)
+    [started] = events_of(reader, PullBlocks("pull", Prompt(history[:40])))
+    events = events_of(reader, *source.fetch(started.keys, 0), EndPull("pull"))
+    stored = [key for e in events if isinstance(e, BlocksStored) for key in e.keys]
+    assert stored == list(started.keys)
+    assert reader.stats().pulled_tokens_total == 40
+
+
+@pytest.mark.parametrize("windows", WINDOWS)
+def test_a_gap_ends_what_may_be_used(kit, windows):
+    """The last range never came: with one group what is before it, with several nothing."""
+    holder, history = turn_1(kit, windows)
+    reader = kit.make_engine(windows=windows)
+    done = pull(Source(kit, holder), reader, history[:40], keep=lambda part: part.first_token + part.num_tokens < 40)
+    assert done.num_tokens == done.num_new == (0 if windows else 32)
+    request = kit.make_request("r", (*history, *NEW), 6)
+    [result] = reader.generate([request])
+    assert result.num_cached_tokens == done.num_tokens
+    assert result.token_ids == kit.undisturbed([request], windows)["r"]
+    nothing_held(reader)
+
+
+def test_what_was_evicted_at_the_holder_is_a_miss(kit):
+    holder, history = turn_1(kit, ())
+    source = Source(kit, holder)
+    keys = holder.core.scheduler.kv.pool.dump().tiers[0].keys
+    holder.core.scheduler.kv.pool.discard(holder.core.scheduler.kv.pool.find(keys[:4])[3:])
+    done = pull(source, kit.make_engine(), history[:40])
+    assert (done.num_tokens, done.num_new) == (12, 12)
+    holder.core.scheduler.kv.clear()
+    done = pull(source, kit.make_engine(), history[:40])
+    assert (done.num_tokens, done.num_new) == (0, 0)
+    nothing_held(holder)
+
+
+def test_blocks_that_are_being_packed_cannot_be_evicted(kit):
+    """The source waits for a slab while others need every block: what it sends later is what it found."""
+    holder, history = turn_1(kit, (), num_blocks=16)
+    keys = holder.core.scheduler.kv.pool.dump().tiers[0].keys
+    events_of(holder, PublishCached("source/pull", tuple(keys), 0, "reader"))
+    holder.generate([kit.make_request("other", range(400, 418), 6)])  # takes all other blocks
+    assert holder.core.scheduler.kv.pool.counts.cached == 6
+    grants = kit.make_grants(8, 8 * holder.core.scheduler.limits.kv_bytes_per_token)
+    holder.send(GrantSlabs(grants))
+    packed = [e for e in kit.run_until_idle(holder) if isinstance(e, RangePacked)]
+    reader = kit.make_engine()
+    [started] = events_of(reader, PullBlocks("pull", Prompt(history[:40])))
+    parts = [
+        UnpackRange("pull", i, e.first_token, e.num_tokens, grants[e.slab].payload) for i, e in enumerate(packed)
+    ]
+    [done] = [e for e in events_of(reader, *parts, EndPull("pull")) if isinstance(e, Pulled)]
+    assert done.num_tokens == 40
+    request = kit.make_request("r", (*history, *NEW), 6)
+    [result] = reader.generate([request])
+    assert result.token_ids == kit.undisturbed([request])["r"]
+    nothing_held(holder)
+
+
+def test_what_is_cached_here_is_not_pulled(kit):
+    holder, history = turn_1(kit, ())
+    reader = kit.make_engine()
+    reader.generate([kit.make_request("p", TURN_1, 1)])
+    [started] = events_of(reader, PullBlocks("pull", Prompt(history[:40])))
+    assert started.num_cached_tokens == 28
+    parts = Source(kit, holder).fetch(started.keys, 28)
+    assert sum(part.num_tokens for part in parts) == 12
+    [done] = [e for e in events_of(reader, *parts, EndPull("pull")) if isinstance(e, Pulled)]
+    assert (done.num_tokens, done.num_new) == (40, 12)
+    assert events_of(reader, PullBlocks("pull", Prompt(history[:40]))) == [Pulled("pull", 40)]
+
+
+@pytest.mark.parametrize(
+    ("changes", "num_tokens", "why"),
+    [
+        ({"num_blocks": 9}, 40, "no free blocks"),
+        ({"enable_prefix_caching": False}, 40, "prefix caching is off"),
+        ({}, 39, "no whole blocks"),
+        ({}, 0, "no whole blocks"),
+    ],
+)
+def test_a_pull_that_cannot_be_is_refused_at_once(kit, changes, num_tokens, why):
+    reader = kit.make_engine(**changes)
+    [done] = events_of(reader, PullBlocks("pull", Prompt(tuple(range(num_tokens)))))
+    assert (done.num_tokens, done.num_new) == (0, 0)
+    assert why in done.note
+    nothing_held(reader)
+
+
+def test_a_pull_takes_no_place_of_a_sequence_and_is_counted(kit):
+    reader = kit.make_engine(max_num_seqs=1)
+    [started] = events_of(reader, PullBlocks("pull", Prompt(tuple(range(16)))))
+    assert isinstance(started, PullStarted)
+    assert reader.stats().num_waiting_remote == 1
+    [result] = reader.generate([kit.make_request("r", 9, 3)])
+    assert len(result.token_ids) == 3
+    assert isinstance(events_of(reader, EndPull("pull"))[0], Pulled)
+    nothing_held(reader)
+
+
+def test_every_end_gives_the_blocks_back(kit):
+    holder, history = turn_1(kit, ())
+    reader, source = kit.make_engine(), Source(kit, holder)
+    pull_command = PullBlocks("pull", Prompt(history[:40]))
+    [started] = events_of(reader, pull_command)
+    parts = source.fetch(started.keys, 0)
+    assert isinstance(events_of(reader, parts[0])[0], RangeUnpacked)
+    [failed] = events_of(reader, Cancel("pull"))
+    assert isinstance(failed.error, RequestCancelledError)
+    nothing_held(reader)
+    # late ranges are written nowhere, a second end has no effect
+    late = events_of(reader, parts[1], EndPull("pull"))
+    assert [(type(e), e.unpacked) for e in late] == [(RangeUnpacked, False)]
+    # the same name twice: both end, once
+    events_of(reader, pull_command)
+    assert [type(e) for e in events_of(reader, pull_command)] == [Failed]
+    nothing_held(reader)
+
+
+def test_no_range_outside_of_the_pull_is_written(kit):
+    holder, history = turn_1(kit, ())
+    reader = kit.make_engine()
+    reader.generate([kit.make_request("p", TURN_1, 1)])
+    [started] = events_of(reader, PullBlocks("pull", Prompt(history[:36])))
+    payload = memoryview(bytes(64 * reader.core.scheduler.limits.kv_bytes_per_token))
+    for first, count in ((0, 8), (24, 8), (32, 8), (36, 4), (30, 4)):
+        [answer] = events_of(reader, UnpackRange("pull", 0, first, count, payload))
+        assert not answer.unpacked, (first, count)
+    events_of(reader, EndPull("pull"))
+    nothing_held(reader)
+
+
+@given(data=st.data())
+@settings(max_examples=60, deadline=None)
+def test_a_rewritten_history_never_gets_the_kv_of_the_old_one(kit, data):
+    """Whatever was changed, dropped or inserted, and whatever is asked for, by whichever tenant: the tokens are those of an
+    engine that was alone with this request, and no block behind the change is reused."""
+    windows = data.draw(st.sampled_from(WINDOWS))
+    holder, history = turn_1(kit, windows, cache_salt=b"a")
+    source, rewritten = Source(kit, holder), list(history)
+    at = data.draw(st.integers(0, len(history) - 1))
+    match data.draw(st.sampled_from(["nothing", "change", "drop", "insert", "swap", "other tenant"])):
+        case "change":
+            rewritten[at] += 1
+        case "drop":
+            del rewritten[at]
+        case "insert":
+            rewritten.insert(at, 5)
+        case "swap":
+            rewritten[at], rewritten[0] = rewritten[0], rewritten[at]
+        case "other tenant":
+            at = -1
+    salt = b"b" if at < 0 else b"a"
+    same = 0 if at < 0 else next((i for i, (a, b) in enumerate(zip(history, rewritten, strict=False)) if a != b), 999)
+    reader = kit.make_engine(windows=windows)
+    done = pull(source, reader, rewritten, salt)
+    assert done.num_new <= same // 4 * 4
+    request = kit.make_request("r", (*rewritten, *NEW), 5, seed=2, cache_salt=salt)
+    [result] = reader.generate([request])
+    assert result.num_cached_tokens <= same // 4 * 4
+    assert result.token_ids == kit.undisturbed([request], windows)["r"]
+    nothing_held(reader)
+
+
+def test_a_pull_does_not_hide_a_wrong_block_that_rows_have_shown(kit):
+    """The blocks in front of the pulled ones were computed here: what is recorded of them stays."""
+    holder, history = turn_1(kit, ())
+    prefill = kit.make_engine()
+    computed_by_prefill(kit, prefill, TURN_1)
+    pool = prefill.core.scheduler.kv.pool
+    keys = pool.dump().tiers[0].keys
+    right = pool.find(keys)[6]
+    # A bug of the cache: the last key names a block of another prompt.
+    prefill.send(kit.make_request("other", range(900, 910), mode=KvMode.PREFILL, want_kv=False))
+    kit.run_until_idle(prefill)
+    wrong = next(b for k, b in pool._by_key.items() if k not in keys)
+    pool._by_key[keys[6]], pool._keys[wrong] = wrong, keys[6]
+    pool._keys[right] = None
+    prefill.core._check = False
+    [started] = events_of(prefill, PullBlocks("pull", Prompt(history[:40]), vouch=True))
+    assert started.num_cached_tokens == 28
+    parts = Source(kit, holder).fetch(started.keys, 28)
+    events_of(prefill, *parts, EndPull("pull"))
+    reported, _ = computed_by_prefill(kit, prefill, (*history, *NEW))
+    assert reported.computed_from.digest != prompt_digest((*history, *NEW), 4)
