@@ -8,6 +8,7 @@ from diptych.decode.server import DecodeService
 from diptych.prefill.server import PrefillService, Publishing, SourceService
 from diptych.worker.config import WorkerConfig
 from diptych.worker.process import run_process
+from diptych.worker.reading import Reading
 from diptych.worker.role import ServiceFactories
 from diptych.worker.role_spec import DECODE, PREFILL, SOURCE
 from diptych.worker.runtime import WorkerRuntime
@@ -15,11 +16,13 @@ from diptych.worker.runtime import WorkerRuntime
 
 def services_of(runtime: WorkerRuntime, publishing: Publishing | None = None) -> ServiceFactories:
     """Called once for a worker. What publishes is one object in every role: slabs of it may be out."""
+    reading = Reading(runtime)
     publishing = publishing or Publishing(runtime)
-    source = SourceService(publishing)
+    publishing.sessions.pulls = reading.pulls
+    source = SourceService(publishing, reading)
     return {
         PREFILL: lambda: PrefillService(publishing),
-        DECODE: lambda: DecodeService(runtime),
+        DECODE: lambda: DecodeService(runtime, reading),
         SOURCE: lambda: source,
     }
 

@@ -16,6 +16,7 @@ from diptych.common.errors import (
     PromptTooLongError,
     RequestCancelledError,
 )
+from diptych.worker.block_pulls import KvSource
 from diptych.worker.refs import WorkerRef
 
 
@@ -30,12 +31,15 @@ class FailurePolicy(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The router's decision. `prefill` holds the choice first, then the spares."""
+    """The router's decision. `prefill` holds the choice first, then the spares. Sources: where the prefill worker, and this one,
+    may take leading blocks from."""
 
     decode: WorkerRef
     prefill: tuple[WorkerRef, ...]
     local_prefill: bool
     local_prefill_max_tokens: int
+    prefill_source: KvSource | None = None
+    decode_source: KvSource | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,6 +48,7 @@ from diptych.rpc.convert import logprobs_from_proto, logprobs_to_proto, prompt_f
 from diptych.rpc.errors import to_failure
 from diptych.rpc.v1 import decode_pb2, prefill_pb2, types_pb2
 from diptych.worker import wire
+from diptych.worker.block_pulls import BlockPulls, KvSource, pull_to_proto, source_to_proto
 from diptych.worker.ports import Engine
 from diptych.worker.refs import WorkerRef
 
@@ -89,6 +90,7 @@ class Attempt:
         """Tokens already sent, or held by the client, by choice."""
         self._compile_grammar = compile_grammar
         self._compile_task: asyncio.Task[None] | None = None
+        self._pull_task: asyncio.Task[None] | None = None
         self._first_mask = b""
         self._entered = False
         """The engine has the request."""
@@ -134,9 +136,36 @@ class Attempt:
                 self._enter(program)
 
     def _enter(self, grammar: Program | None) -> None:
+        """Take leading blocks from another worker first, where the placement says so."""
+        self._outbox.accepted(self._sub.attempt)
+        source, pulls = self._sub.placement.decode_source, self._context.pulls
+        if source is None or pulls is None:
+            self._send_to_engine(grammar)
+        else:
+            self._pull_task = asyncio.create_task(
+                self._pull_first(source, pulls, grammar), name=f"pull of {self._sub.attempt}"
+            )
+
+    async def _pull_first(self, source: KvSource, pulls: BlockPulls, grammar: Program | None) -> None:
+        sub = self._sub
+        try:
+            facts = await pulls.pull(
+                source,
+                sub.prompt,
+                attempt=sub.attempt,
+                request_id=sub.request_id,
+                remaining_s=max(sub.remaining_s - self._elapsed(), 0.001),
+            )
+            if facts is not None:
+                self._facts.pulled = pull_to_proto(facts)
+        except Exception:  # a bug must not leave the request hanging
+            self._log.exception("unexpected error in a pull")
+        if not self._lifecycle.ended:
+            self._send_to_engine(grammar)
+
+    def _send_to_engine(self, grammar: Program | None) -> None:
         sub = self._sub
         self._entered = True
-        self._outbox.accepted(sub.attempt)
         self._engine.send(
             EngineRequest(
                 attempt=sub.attempt,
@@ -281,7 +310,7 @@ class Attempt:
     def _close(self) -> None:
         self._lifecycle.move(State.ENDED)
         self._timer.cancel()
-        for task in (self._prefill_task, self._compile_task):
+        for task in (self._prefill_task, self._compile_task, self._pull_task):
             if task is not None:
                 task.cancel()
 
@@ -346,6 +375,7 @@ class Attempt:
             decode=wire.ref_to_proto(sub.placement.decode),
             remaining_s=max(remaining_s - min(_LEG_MARGIN_S, 0.05 * remaining_s), 0.001),
             priority=sub.priority,
+            source=source_to_proto(sub.placement.prefill_source),
             **prompt_fields(sub.prompt),
         )
         return RemotePrefill(

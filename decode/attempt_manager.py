@@ -33,7 +33,6 @@ from diptych.engine.messages import (
     Finished,
     Preempted,
     PromptLogprobs,
-    RangeUnpacked,
     TokensOut,
 )
 from diptych.rpc.convert import grammar_from_proto
@@ -204,9 +203,6 @@ class AttemptManager:
     def on_step(self, events: Sequence[EngineEvent]) -> None:
         """All events of one step, in order. Their messages to one outbox leave in one batch."""
         for event in events:
-            if isinstance(event, RangeUnpacked):
-                self._context.unpacker.on_unpacked(event)
-                continue
             if not isinstance(
                 event, (Admitted, Preempted, TokensOut, ChoiceFinished, PromptLogprobs, Finished, Failed)
             ):

@@ -24,6 +24,8 @@ class Facts:
     local: bool = False
     cached_decode: int = 0
     remote: RemotePrefillFacts = field(default_factory=RemotePrefillFacts)
+    pulled: types_pb2.KvPull | None = None
+    """What this worker took from another one first."""
     notes: list[str] = field(default_factory=list)
     prefill_faults: list[tuple[str, str]] = field(default_factory=list)
     """(worker id, reason) of each failed remote prefill."""
@@ -51,6 +53,20 @@ class Facts:
     def faults(self) -> list[decode_pb2.PrefillFault]:
         return [decode_pb2.PrefillFault(worker_id=name, reason=reason) for name, reason in self.prefill_faults]
 
+    @property
+    def pulls(self) -> list[types_pb2.KvPull]:
+        return [pull for pull in (self.remote.pulled, self.pulled) if pull is not None]
+
+    def _notes_on_kv(self) -> list[str]:
+        notes = [self.remote.converted] if self.remote.converted and self.remote.kv_bytes else []
+        notes += [
+            f"KV of {pull.num_tokens} tokens came from decode worker {pull.holder}: without --batch-invariant its last bits may "
+            "differ from what prefill computes"
+            for pull in self.pulls
+            if pull.other_bits and pull.num_tokens
+        ]
+        return notes
+
     def explanation(self, transport_path: str) -> types_pb2.Explanation:
         return types_pb2.Explanation(
             prefill=self.prefill,
@@ -62,7 +78,8 @@ class Facts:
             kv_ranges=self.remote.kv_ranges,
             kv_ranges_overlapped=self.remote.kv_ranges_overlapped,
             local_prefill=self.local,
-            notes=[*self.notes, *([self.remote.converted] if self.remote.converted and self.remote.kv_bytes else [])],
+            notes=[*self.notes, *self._notes_on_kv()],
+            pulls=self.pulls,
             request_id=self.request_id,
             prefill_pid=self.decode_pid if self.local else self.remote.prefill_pid,
             decode_pid=self.decode_pid,

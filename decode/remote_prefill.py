@@ -16,67 +16,50 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from contextlib import aclosing
 from dataclasses import dataclass
 
-import grpc
 import structlog
 
-from diptych.common.clock import Clock
 from diptych.common.errors import (
     DiptychError,
     IncompatibleWorkersError,
     InternalError,
-    RequestDeadlineError,
     StaleReferenceError,
     TransferError,
     WorkerLostError,
 )
-from diptych.common.kv_format import KvFormat
 from diptych.common.text.prompt_digest import prompt_digest
-from diptych.decode.coverage import KvCoverage
-from diptych.decode.link_rate import LinkRates
-from diptych.decode.liveness_timer import LivenessTimer
 from diptych.decode.refetch_policy import PrefillRates
 from diptych.decode.remote_prefill_facts import RemotePrefillFacts
-from diptych.decode.slab_unpacker import SlabUnpacker
 from diptych.decode.spans import RemotePrefillSpan
 from diptych.engine.messages import DeviceRange
-from diptych.kvtransfer.api import ReceivedSlab, SlabReader
+from diptych.kvtransfer.api import ReceivedSlab
 from diptych.kvtransfer.convert import RangeConverter
 from diptych.kvtransfer.handle import SlabHandle
 from diptych.kvtransfer.planner import first_token_to_ask
 from diptych.rpc.convert import later_fields_of
-from diptych.rpc.errors import describe, from_failure, typed_error
 from diptych.rpc.v1 import prefill_pb2, types_pb2
 from diptych.worker import wire
-from diptych.worker.peers import Peer, PeerDirectory
+from diptych.worker.block_pulls import BlockPulls
+from diptych.worker.coverage import KvCoverage
+from diptych.worker.liveness_timer import LivenessTimer
+from diptych.worker.peers import Peer
+from diptych.worker.range_reads import RangeReads, ReadContext, first_error, follow
 from diptych.worker.refs import WorkerRef
 
 log = structlog.get_logger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class RemotePrefillContext:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RemotePrefillContext(ReadContext):
     """Shared by all remote prefills of a worker."""
 
-    peers: PeerDirectory
-    reader: SlabReader
-    unpacker: SlabUnpacker
-    links: LinkRates
-    clock: Clock
-    kv: KvFormat
-    """The local KV format: groups, and what must arrive of each."""
     rates: PrefillRates
+    pulls: BlockPulls | None = None
+    """None: nothing is pulled."""
     backend: str = ""
     """The local back ends, for explanations."""
-    kv_parts: tuple[KvFormat, ...] = ()
-    """The ranks' formats, where there are several: what must arrive of each. A peer's are the same."""
-    reads_in_flight: int = 4
-    read_base_s: float = 10.0
-    silence_s: float = 3.0
-    """After this many seconds without a message from prefill its worker counts as lost."""
-    renew_every_s: float = 5.0
-    """Interval at which the leases of announced slabs are renewed: a fraction of the slab lease."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +101,7 @@ class RemotePrefill:
         self._request = request
         self._num_tokens = num_tokens
         self._first = first = request.decode_cached_tokens if request.want_kv else num_tokens
-        self._source = context.kv_parts or (context.kv,)
+        self._source = context.parts
         """The formats in which KV arrives, by rank."""
         self._converter: RangeConverter | None = None
         self._announced = KvCoverage(self._source, first, num_tokens)
@@ -136,8 +119,6 @@ class RemotePrefill:
         self._called = 0.0
         self._given = 0
         """Tokens times layers of the KV handed to the engine for unpacking."""
-        self._held: dict[tuple[int, int, int], SlabHandle] = {}
-        """Announced, not yet unpacked: by rank, since each may have slabs of its own, by slab and generation."""
         self.complete = False
         self.facts = RemotePrefillFacts()
         self._span = RemotePrefillSpan(traceparent, ref.worker_id, request.attempt)
@@ -163,9 +144,13 @@ class RemotePrefill:
         self._expect_layout(peer)
         self._request.layer_groups = self._converter is None
         self._request.link_bytes_per_s = self._context.links.link(self._ref.worker_id)
+        self._reads = reads = RangeReads(
+            self._context, self._ref, self._request.attempt, self._source, self._announced,
+            some_layers=self._request.layer_groups, most_s=self._request.remaining_s,
+        )  # fmt: skip
         try:
             async with asyncio.TaskGroup() as group:
-                beside = [group.create_task(self._watch()), group.create_task(self._renew(peer))]
+                beside = [group.create_task(self._watch()), group.create_task(reads.renew(peer))]
                 try:
                     await self._follow(peer, group)
                 finally:
@@ -173,7 +158,7 @@ class RemotePrefill:
                         task.cancel()
                 # Running fetches end on their own: each has a deadline.
         except BaseExceptionGroup as errors:
-            error = _typed(errors)
+            error = first_error(errors)
             if isinstance(error, (WorkerLostError, StaleReferenceError)):
                 self._context.peers.drop(self._ref)
             if not self.complete:
@@ -208,50 +193,26 @@ class RemotePrefill:
         await self._silence.expired()
         raise WorkerLostError(f"prefill worker {self._ref.worker_id} sent nothing for {self._context.silence_s:g} s")
 
-    async def _renew(self, peer: Peer) -> None:
-        """A slab must not be reclaimed while it waits because the link is slow or the ring is full. Renew while this
-        runs; each read has a separate deadline."""
-        while True:
-            await asyncio.sleep(self._context.renew_every_s)
-            for handle in self._held.values():
-                self._context.reader.renew(peer.feed(handle.part), handle)
-
     async def _follow(self, peer: Peer, group: asyncio.TaskGroup) -> None:
         called = self._called = self._context.clock.now()
         call = peer.prefill.Prefill(self._request, timeout=self._request.remaining_s, metadata=self._span.metadata)
-        try:
-            async for event in call:
-                self._silence.on_message()
+        async with aclosing(follow(call, self._ref, self._silence)) as events:
+            async for event in events:
                 match event.WhichOneof("event"):
                     case "started":
                         self.facts.cached_tokens = event.started.cached_tokens
                         self.facts.prefill_pid = event.started.pid
                         self.facts.queue_s = self._context.clock.now() - called
+                        if event.started.HasField("pulled"):
+                            self.facts.pulled = event.started.pulled
                     case "computed":
                         self._span.announced()
-                        for handle in self._handles(event.computed):
-                            self._held[handle.part, handle.slab, handle.generation] = handle
+                        for handle in self._reads.take(event.computed):
                             group.create_task(self._fetch(peer, handle))
                     case "first_tokens":
                         self._first_token(event.first_tokens)
                     case "prompt_logprobs":
                         self._prompt_logprobs.append(event.prompt_logprobs)
-                    case "failure":
-                        raise from_failure(event.failure)
-        except grpc.RpcError as error:
-            typed = typed_error(error)
-            if typed is None:
-                typed = self._lost(error)
-            raise typed from None
-        except asyncio.CancelledError:
-            task = asyncio.current_task()
-            if task is not None and task.cancelling():
-                raise
-            # Not this task but the call was cancelled: another remote prefill found the worker lost and closed its
-            # channel.
-            raise WorkerLostError(f"prefill worker {self._ref.worker_id} was given up by another request") from None
-        finally:
-            call.cancel()
 
     def _computed(self, message: prefill_pb2.FirstTokens) -> None:
         """Once for each prompt, before the token that may end the answer."""
@@ -262,48 +223,6 @@ class RemotePrefill:
         facts.queue_s = max(0.0, min(facts.queue_s, self._context.clock.now() - self._called - compute_s))
         num_tokens = self._num_tokens - facts.cached_tokens
         self._context.rates.observe(self._ref.worker_id, num_tokens, compute_s=compute_s, queue_s=facts.queue_s)
-
-    def _lost(self, error: grpc.RpcError) -> DiptychError:
-        """grpc generated this status: the deadline passed, or the peer is gone."""
-        if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
-            return RequestDeadlineError(f"prefill worker {self._ref.worker_id} did not answer in time")
-        return WorkerLostError(f"prefill worker {self._ref.worker_id} was lost: {describe(error)}")
-
-    def _handles(self, computed: prefill_pb2.Computed) -> list[SlabHandle]:
-        """The handles of an announced range, checked against the request. Raises: TransferError."""
-        handles = [wire.handle_from_proto(message) for message in computed.handles]
-        position = computed.first_token
-        for handle in handles:
-            if (handle.worker_id, handle.incarnation) != (self._ref.worker_id, self._ref.incarnation):
-                raise TransferError(
-                    f"a handle names {handle.worker_id}/{handle.incarnation}, another worker than the requested one"
-                )
-            if handle.attempt != self._request.attempt:
-                raise TransferError(f"a handle names attempt {handle.attempt}, not {self._request.attempt}")
-            if handle.first_token != position:
-                raise TransferError(f"a handle begins at token {handle.first_token}, expected {position}")
-            if handle.part >= len(self._source):
-                raise TransferError(f"a handle names rank {handle.part} of {len(self._source)}")
-            source = self._source[handle.part]
-            if handle.group >= len(source.groups):
-                raise TransferError(f"a handle names KV group {handle.group} of {len(source.groups)}")
-            kv_group = source.groups[handle.group]
-            all_layers = kv_group.num_layers
-            if handle.num_layers != all_layers and not self._request.layer_groups:
-                raise TransferError(f"a handle covers layers {handle.first_layer}+{handle.num_layers}, not all of them")
-            layer_bytes = kv_group.layer_bytes_per_token(source.shard)
-            if handle.size_bytes != handle.num_tokens * layer_bytes * handle.num_layers:
-                raise TransferError(
-                    f"a handle of {handle.num_tokens} tokens and {handle.num_layers} of {all_layers} layers claims "
-                    f"{handle.size_bytes} bytes"
-                )
-            self._announced.add(
-                handle.group, handle.first_token, handle.num_tokens, handle.first_layer, handle.num_layers, handle.part
-            )
-            position += handle.num_tokens
-        if position != computed.first_token + computed.num_tokens:
-            raise TransferError("the handles do not cover the announced range")
-        return handles
 
     def _check_computed(self, message: prefill_pb2.FirstTokens) -> None:
         """Raises: TransferError when prefill computed other tokens, or does not report them."""
@@ -347,7 +266,7 @@ class RemotePrefill:
     async def _fetch(self, peer: Peer, handle: SlabHandle) -> None:
         async with self._window:
             began = self._context.clock.now()
-            slab = await self._read(peer, handle)
+            slab = await self._reads.read(peer, handle)
             # Counted before unpacking: after the last range the request runs, and may end, before this task continues.
             self.facts.path = slab.path
             self.facts.kv_bytes += handle.size_bytes
@@ -385,7 +304,7 @@ class RemotePrefill:
         return unpacked
 
     def _done_with(self, handle: SlabHandle, slab: ReceivedSlab, unpacked: bool) -> None:
-        self._held.pop((handle.part, handle.slab, handle.generation), None)
+        self._reads.done_with(handle)
         if not unpacked:
             raise TransferError("the engine dropped a range: the attempt does not wait for KV any more")
         self._arrived.add(
@@ -393,35 +312,8 @@ class RemotePrefill:
         )
         self._maybe_complete()
 
-    async def _read(self, peer: Peer, handle: SlabHandle) -> ReceivedSlab:
-        context = self._context
-        limit_s = context.links.read_deadline_s(self._ref.worker_id, handle.size_bytes, base_s=context.read_base_s)
-        began, arrived = context.clock.now(), 0
-        context.links.began(self._ref.worker_id, began)
-        try:
-            slab = await context.reader.read(
-                peer.feed(handle.part), handle, deadline_s=min(limit_s, self._request.remaining_s)
-            )
-            # Bytes that a GPU will copy have not been transferred yet.
-            arrived = 0 if isinstance(slab.payload, DeviceRange) else handle.size_bytes
-        finally:
-            context.links.ended(self._ref.worker_id, arrived, context.clock.now())
-        if not isinstance(slab.payload, DeviceRange):
-            context.links.observe(self._ref.worker_id, handle.size_bytes, began, context.clock.now())
-        return slab
-
     def _maybe_complete(self) -> None:
         if self._vouched and not self._choices_due and self._arrived.complete and not self.complete:
             self.complete = True
             self._span.complete(self.facts)
             self._hooks.on_complete()
-
-
-def _typed(errors: BaseException) -> DiptychError:
-    """The error that ended the group: its first leaf."""
-    while isinstance(errors, BaseExceptionGroup):
-        errors = errors.exceptions[0]
-    if isinstance(errors, DiptychError):
-        return errors
-    log.error("unexpected error in a remote prefill", exc_info=errors)
-    return InternalError(f"unexpected error in a remote prefill: {errors!r}")

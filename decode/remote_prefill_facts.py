@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from diptych.rpc.v1 import types_pb2
+
 
 @dataclass(slots=True)
 class RemotePrefillFacts:
@@ -22,3 +24,5 @@ class RemotePrefillFacts:
     """From the call until prefill started."""
     compute_s: float = 0.0
     """Compute time reported by prefill."""
+    pulled: types_pb2.KvPull | None = None
+    """What prefill took from another worker first."""

@@ -12,51 +12,32 @@ from diptych.common.secret import derive_key, load_secret
 from diptych.common.ticket import PURPOSE
 from diptych.decode.attempt_manager import AttemptManager, no_grammars
 from diptych.decode.direct_server import DirectEndpoint
-from diptych.decode.link_rate import LinkRates
 from diptych.decode.refetch_policy import PrefillRates
 from diptych.decode.remote_prefill import RemotePrefillContext
 from diptych.decode.service import DecodeServicer
-from diptych.decode.slab_unpacker import SlabUnpacker
 from diptych.decode.ticket_verifier import TicketVerifier
 from diptych.engine.grammar.compiler import GrammarCompiler
 from diptych.engine.grammar.program import Program
 from diptych.engine.messages import EngineEvent
-from diptych.rpc.channels import open_channel
+from diptych.rpc.fields import same_fields
 from diptych.rpc.stubs import add_decode
-from diptych.worker.peers import PeerDirectory
+from diptych.worker.range_reads import ReadContext
+from diptych.worker.reading import Reading
 from diptych.worker.runtime import WorkerRuntime
 
 
 class DecodeService:
     """See worker.role.Service."""
 
-    def __init__(self, runtime: WorkerRuntime) -> None:
+    def __init__(self, runtime: WorkerRuntime, reading: Reading) -> None:
         config = runtime.config
-        reader = runtime.metrics.metered(runtime.transfer)
-        self._links = LinkRates()
-        self._runtime = runtime
+        self._runtime, self._reading = runtime, reading
         self._grammars: GrammarCompiler | None = None
-        self._peers = PeerDirectory(
-            runtime.compat,
-            forget=runtime.transfer.forget,
-            handshake_timeout_s=config.handshake_timeout_s,
-            allow_conversion=config.allow_kv_conversion,
-            open_channel=lambda address: open_channel(address, runtime.cluster_tls, runtime.call_token(address)),
-        )
-        self._unpacker = SlabUnpacker(runtime.engine, reader)
         context = RemotePrefillContext(
-            peers=self._peers,
-            reader=reader,
-            unpacker=self._unpacker,
-            links=self._links,
+            **same_fields(ReadContext, reading.context),
             rates=PrefillRates(),
-            clock=runtime.clock,
-            kv=runtime.compat.kv,
+            pulls=reading.pulls,
             backend=runtime.compat.backend,
-            kv_parts=runtime.compat.kv_parts,
-            read_base_s=config.read_base_s,
-            silence_s=config.leg_silence_s,
-            renew_every_s=config.slab_lease_s / 6,
         )
         self.intake = AttemptManager(
             runtime.engine,
@@ -98,7 +79,7 @@ class DecodeService:
         return self.intake.states()
 
     def link_rates(self) -> dict[str, float]:
-        return self._links.snapshot()
+        return self._reading.links.snapshot()
 
     def accept(self) -> None:
         self.intake.accept()
@@ -108,7 +89,7 @@ class DecodeService:
 
     async def drained(self) -> None:
         await self.intake.drained()
-        await self._unpacker.drained()
+        await self._reading.unpacker.drained()
 
     def fail_all(self, error: DiptychError | None = None) -> None:
         self.intake.fail_all(error)
@@ -116,6 +97,5 @@ class DecodeService:
     async def close(self) -> None:
         if self._endpoint is not None:
             await self._endpoint.close()
-        await self._peers.close()
         if self._grammars is not None:
             await self._grammars.close()

@@ -10,6 +10,7 @@ from diptych.common.sampling import MAX_CHOICES, SamplingParams
 from diptych.decode.admission import FailurePolicy, Placement
 from diptych.rpc import convert
 from diptych.rpc.v1 import decode_pb2, router_pb2, types_pb2
+from diptych.worker.block_pulls import KvSource, parse_source
 from diptych.worker.incoming import Limits, check_addressed
 from diptych.worker.refs import WorkerRef
 
@@ -76,6 +77,8 @@ def parse_submit(message: decode_pb2.Submit, limits: Limits) -> Submission:
             prefill=tuple(_ref(ref) for ref in message.placement.prefill),
             local_prefill=message.placement.local_prefill,
             local_prefill_max_tokens=message.placement.local_prefill_max_tokens,
+            prefill_source=_source(message.placement, "prefill_source"),
+            decode_source=_source(message.placement, "decode_source"),
         ),
         remaining_s=convert.check_remaining(message.remaining_s),
         priority=message.priority,
@@ -84,6 +87,10 @@ def parse_submit(message: decode_pb2.Submit, limits: Limits) -> Submission:
         output_token_ids=outputs,
         choice=message.choice,
     )
+
+
+def _source(placement: decode_pb2.Placement, name: str) -> KvSource | None:
+    return parse_source(getattr(placement, name), f"placement.{name}") if placement.HasField(name) else None
 
 
 def _ref(message: types_pb2.WorkerRef) -> WorkerRef:

@@ -11,23 +11,26 @@ from diptych.engine.grammar.program import FirstToken, mask_words
 from diptych.engine.messages import EngineRequest, KvMode, PublishCached
 from diptych.rpc import convert
 from diptych.rpc.v1 import prefill_pb2
+from diptych.worker.block_pulls import SOURCE_ATTEMPT, KvSource, parse_source
 from diptych.worker.incoming import Limits, check_addressed
 from diptych.worker.refs import WorkerRef
 from diptych.worker.role_spec import PREFILL, SOURCE
 
 MAX_ATTEMPT_ID = 160
-SOURCE_ATTEMPT = "source/"
-"""In front of the attempt of a fetch: the worker itself may run the request that the reader's attempt names."""
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillSessionRequest:
-    """Args: decode: the worker that will read the KV."""
+    """Args:
+    decode: the worker that will read the KV.
+    source: where leading blocks may be taken from before the prompt is computed.
+    """
 
     engine_request: EngineRequest | PublishCached
     request_id: str
     decode: WorkerRef
     remaining_s: float
+    source: KvSource | None = None
 
     @property
     def service(self) -> str:
@@ -83,6 +86,7 @@ def parse_request(message: prefill_pb2.PrefillRequest, limits: Limits) -> Prefil
         request_id=message.request_id,
         decode=WorkerRef(message.decode.worker_id, message.decode.incarnation, message.decode.address),
         remaining_s=convert.check_remaining(message.remaining_s),
+        source=parse_source(message.source, "source") if message.HasField("source") else None,
     )
 
 

@@ -12,6 +12,7 @@ from diptych.kvtransfer.layout import payload_capacity
 from diptych.prefill.service import PrefillServicer, SourceServicer
 from diptych.prefill.sessions import PrefillSessions
 from diptych.rpc.stubs import add_prefill, add_source
+from diptych.worker.reading import Reading
 from diptych.worker.role_spec import PREFILL, SOURCE
 from diptych.worker.runtime import WorkerRuntime
 
@@ -88,7 +89,11 @@ class PrefillService:
 
 
 class SourceService(PrefillService):
-    """See worker.role.Service: blocks of the prefix cache, by their identities."""
+    """See worker.role.Service: blocks of the prefix cache, by their identities. And the other way: pulls from other workers."""
+
+    def __init__(self, publishing: Publishing, reading: Reading) -> None:
+        super().__init__(publishing)
+        self._reading = reading
 
     def add_to(self, server: Any) -> None:
         add_source(SourceServicer(self.handoffs, self._publishing.begin), server)
@@ -97,7 +102,14 @@ class SourceService(PrefillService):
         """Slabs are granted with the first fetch: a worker that nobody reads from needs none."""
 
     def on_step(self, events: Sequence[EngineEvent]) -> None:
+        self._reading.pulls.on_step(events)
         self.handoffs.on_step(events)
+
+    def link_rates(self) -> dict[str, float]:
+        return self._reading.links.snapshot()
+
+    async def close(self) -> None:
+        await self._reading.peers.close()
 
     def states(self) -> dict[str, int]:
         return self.handoffs.states(SOURCE)

@@ -12,6 +12,8 @@
        |
     CLOSED      normal end of the call
 
+    before QUEUED   with a source, leading blocks are pulled from another worker's cache (worker.block_pulls); then they are a hit
+
     from any state: the call is cancelled (decode's cancel), its deadline passes, the engine fails, the worker stops,
                     or decode sends nothing for a whole slab lease
                     -> CLOSED: engine Cancel, transfer.release; ranges that are packed later are returned as free grants
@@ -48,6 +50,7 @@ from diptych.engine.messages import (
     AttemptEvent,
     Cancel,
     EngineEvent,
+    EngineRequest,
     Failed,
     FirstCandidates,
     PrefillComplete,
@@ -62,6 +65,7 @@ from diptych.prefill.request import PrefillSessionRequest, parse_fetch, parse_re
 from diptych.rpc.convert import logprobs_to_proto
 from diptych.rpc.v1 import prefill_pb2, types_pb2
 from diptych.worker import wire
+from diptych.worker.block_pulls import BlockPulls, PullFacts, pull_to_proto
 from diptych.worker.incoming import Limits
 from diptych.worker.ports import Engine
 
@@ -106,6 +110,7 @@ class PrefillSession:
         self._num_settled = 0
         self._computed: prefill_pb2.FirstTokens | None = None
         """What every message of first tokens says about the prompt; None: it is not computed."""
+        self.pulled: PullFacts | None = None
 
     async def next_event(self, within_s: float) -> prefill_pb2.PrefillEvent | None:
         """The next event; None: everything is settled. Raises: the error that ended the session; TimeoutError: no event
@@ -120,7 +125,8 @@ class PrefillSession:
         match event:
             case Admitted(num_cached_tokens=cached):
                 self.state = SessionState.COMPUTING
-                started = prefill_pb2.PrefillStarted(cached_tokens=cached, pid=os.getpid())
+                pulled = None if self.pulled is None else pull_to_proto(self.pulled)
+                started = prefill_pb2.PrefillStarted(cached_tokens=cached, pid=os.getpid(), pulled=pulled)
                 self._put(prefill_pb2.PrefillEvent(started=started))
             case RangePacked():
                 self._publish(event)
@@ -217,6 +223,8 @@ class PrefillSessions:
         self._accepting = True
         self._idle = asyncio.Event()
         self._idle.set()
+        self.pulls: BlockPulls | None = None
+        """None: sources of requests are ignored."""
 
     @property
     def num_sessions(self) -> int:
@@ -261,7 +269,11 @@ class PrefillSessions:
         timer = asyncio.get_running_loop().call_later(
             request.remaining_s, session.fail, RequestDeadlineError("the session's deadline passed")
         )
-        self._engine.send(request.engine_request)
+        entering: asyncio.Task[None] | None = None
+        if request.source is None or self.pulls is None:
+            self._engine.send(request.engine_request)
+        else:
+            entering = asyncio.create_task(self._pull_first(self.pulls, session), name=f"pull of {attempt}")
         try:
             while True:
                 try:
@@ -275,7 +287,26 @@ class PrefillSessions:
                 yield event
         finally:
             timer.cancel()
+            if entering is not None:
+                entering.cancel()
             self._close(attempt, session)
+
+    async def _pull_first(self, pulls: BlockPulls, session: PrefillSession) -> None:
+        request = session.request
+        assert isinstance(request.engine_request, EngineRequest)
+        assert request.source is not None
+        try:
+            session.pulled = await pulls.pull(
+                request.source,
+                request.engine_request.prompt,
+                attempt=request.engine_request.attempt,
+                request_id=request.request_id,
+                remaining_s=request.remaining_s,
+                vouch=True,
+            )
+        except Exception:  # a bug must not leave the request hanging
+            log.exception("unexpected error in a pull", attempt=request.engine_request.attempt)
+        self._engine.send(request.engine_request)
 
     def _close(self, attempt: str, session: PrefillSession) -> None:
         self._sessions.pop(attempt, None)

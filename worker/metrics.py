@@ -23,10 +23,12 @@ from diptych.common.addresses import host_port
 from diptych.common.clock import Clock
 from diptych.common.errors import ConfigError, DiptychError
 from diptych.common.observe.metrics import PREFIX, TOKEN_BUCKETS, Metrics
+from diptych.common.observe.series import Counter
 from diptych.engine.messages import EngineStats
 from diptych.engine.stats import AGE_BUCKETS_S, Ages
 from diptych.kvtransfer.api import PeerRef, ReceivedSlab, SlabReader, Transfer, TransferAudit
 from diptych.kvtransfer.handle import SlabHandle
+from diptych.worker.block_pulls import PullFacts
 from diptych.worker.gpu import GpuMonitor, gpu_families
 
 log = structlog.get_logger(__name__)
@@ -56,7 +58,8 @@ class WorkerMetrics(Metrics):
         self.gpu: GpuMonitor | None = None
         self.registry.register(_Snapshot(self))  # first: it counts the last steps before their histogram is read
         if role == "decode":
-            self._register_reads()
+            self.register_reads()
+        self._pulls: tuple[Counter, Counter, Counter] | None = None
         self.iteration_tokens = self.histogram(
             "iteration_tokens_total", "Tokens computed or sampled by an engine step", TOKEN_BUCKETS
         )
@@ -66,14 +69,30 @@ class WorkerMetrics(Metrics):
     def set_role(self, role: str) -> None:
         """Counters go on; those of reads stay once they were there."""
         self.role = role
-        if role == "decode" and not hasattr(self, "read_seconds"):
-            self._register_reads()
+        if role == "decode":
+            self.register_reads()
 
-    def _register_reads(self) -> None:
+    def register_reads(self) -> None:
+        """At the latest with the first read. Idempotent."""
+        if hasattr(self, "read_seconds"):
+            return
         self.read_seconds = self.histogram(
             "kv_transfer_seconds", "Time of one slab read, from its request to the verified KV", TRANSFER_BUCKETS_S
         )
         self.read_failures = self.counter("kv_transfer_failures", "Reads of slabs that failed, by reason", ["reason"])
+
+    def pulled(self, facts: PullFacts) -> None:
+        """A pull has ended. Its series are there from the first one on."""
+        if self._pulls is None:
+            self._pulls = (
+                self.counter("kv_pulls", "Pulls of cached blocks from another worker, by outcome", ["outcome"]),
+                self.counter("kv_pulled_tokens", "Prompt tokens whose KV was pulled, by holder", ["holder"]),
+                self.counter("kv_pulled_bytes", "Bytes of KV that pulls have read, by holder", ["holder"]),
+            )
+        pulls, tokens, size = self._pulls
+        pulls.labels("whole" if not facts.note else "part" if facts.num_tokens else "none").inc()
+        tokens.labels(facts.holder).inc(facts.num_tokens)
+        size.labels(facts.holder).inc(facts.kv_bytes)
 
     def describe_cache(self, **labels: object) -> None:
         """The pool's constants, as labels of one series that is always 1 (for gateways' endpoint pickers)."""
@@ -132,7 +151,7 @@ class WorkerMetrics(Metrics):
         )
         sources.add_metric(["local_compute"], now.computed_tokens_total - since.computed_tokens_total)
         sources.add_metric(["local_cache_hit"], cached)
-        if self.role == "decode":
+        if self.role == "decode" or self.external_tokens:
             sources.add_metric(["external_kv_transfer"], self.external_tokens)
         yield sources
         generated = now.generation_tokens_total - since.generation_tokens_total
@@ -216,6 +235,7 @@ class _MeteredReader:
         self._reader, self._metrics, self._clock = reader, metrics, clock
 
     async def read(self, peer: PeerRef, handle: SlabHandle, *, deadline_s: float) -> ReceivedSlab:
+        self._metrics.register_reads()
         began = self._clock.now()
         try:
             slab = await self._reader.read(peer, handle, deadline_s=deadline_s)

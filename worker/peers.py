@@ -1,4 +1,4 @@
-"""Peers of a decode worker: one handshake per incarnation of a prefill worker.
+"""Peers of a worker that reads KV: one handshake per incarnation of a worker that publishes it.
 
 connect(ref) -> GetInfo -> another incarnation?  StaleReferenceError
                         -> facts differ?         IncompatibleWorkersError (cached until the worker restarts)
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
@@ -24,7 +24,7 @@ from diptych.kvtransfer.planner import convertible_group
 from diptych.rpc import convert
 from diptych.rpc.channels import open_channel
 from diptych.rpc.errors import describe, typed_error
-from diptych.rpc.stubs import PrefillStub, WorkerStub
+from diptych.rpc.stubs import PrefillStub, SourceStub, WorkerStub
 from diptych.rpc.v1 import worker_pb2
 from diptych.worker import wire
 from diptych.worker.refs import WorkerRef
@@ -35,7 +35,7 @@ log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """A prefill worker that passed the handshake."""
+    """A worker that passed the handshake."""
 
     ref: WorkerRef
     pid: int
@@ -43,11 +43,15 @@ class Peer:
     """Where the KV of each rank is read; one: that of all ranks, by part."""
     prefill: Any
     """Its PrefillStub."""
+    source: Any
+    """Its SourceStub."""
     channel: grpc.aio.Channel
     kv_format: KvFormat | None = None
     """Its KV format, if conversion is needed; None: the same as here."""
     request_fields: frozenset[str] = frozenset()
     """Later than the first version, that it knows."""
+    services: set[str] = field(default_factory=set)
+    """Full names of those that it offers; asked for again where one is missing, as its role may have changed."""
 
     def feed(self, part: int) -> PeerRef:
         """Where the KV of this rank is read."""
@@ -80,9 +84,20 @@ class PeerDirectory:
         self._peers: dict[WorkerRef, asyncio.Task[Peer]] = {}
         self._closing: set[asyncio.Task[None]] = set()
 
-    async def connect(self, ref: WorkerRef) -> Peer:
-        """The peer of `ref`; the handshake is done once. Raises: StaleReferenceError, IncompatibleWorkersError,
-        WorkerLostError (cannot be reached in time)."""
+    async def connect(self, ref: WorkerRef, service: str = PREFILL) -> Peer:
+        """The peer of `ref`, which offers `service`; the handshake is done once. Raises: StaleReferenceError,
+        IncompatibleWorkersError, WorkerLostError (cannot be reached in time)."""
+        peer = await self._connect(ref)
+        if FULL_NAMES[service] not in peer.services:
+            info = await self._ask(ref, peer.channel)
+            self._check_life(ref, info)
+            peer.services.clear()
+            peer.services.update(_services(info))
+            if FULL_NAMES[service] not in peer.services:
+                raise StaleReferenceError(f"{ref.worker_id} offers no {FULL_NAMES[service]} now")
+        return peer
+
+    async def _connect(self, ref: WorkerRef) -> Peer:
         task = self._peers.get(ref)
         if task is None:
             task = self._peers[ref] = asyncio.create_task(self._handshake(ref), name=f"handshake {ref.worker_id}")
@@ -132,10 +147,7 @@ class PeerDirectory:
     async def _handshake(self, ref: WorkerRef) -> Peer:
         channel = self._open_channel(ref.address)
         try:
-            try:
-                info = await WorkerStub(channel).GetInfo(worker_pb2.GetInfoRequest(), timeout=self._timeout_s)
-            except grpc.RpcError as error:
-                raise self._unreachable(ref, error) from None
+            info = await self._ask(ref, channel)
             feeds, kv_format = self._check(ref, info)
         except BaseException:
             await channel.close()
@@ -148,7 +160,19 @@ class PeerDirectory:
             incarnation=ref.incarnation,
             transport=info.transport_path,
         )
-        return Peer(ref, info.pid, feeds, PrefillStub(channel), channel, kv_format, frozenset(info.request_fields))
+        return Peer(
+            ref, info.pid, feeds, PrefillStub(channel), SourceStub(channel), channel, kv_format,
+            frozenset(info.request_fields), _services(info),
+        )  # fmt: skip
+
+    async def _ask(self, ref: WorkerRef, channel: grpc.aio.Channel) -> worker_pb2.GetInfoResponse:
+        try:
+            info: worker_pb2.GetInfoResponse = await WorkerStub(channel).GetInfo(
+                worker_pb2.GetInfoRequest(), timeout=self._timeout_s
+            )
+            return info
+        except grpc.RpcError as error:
+            raise self._unreachable(ref, error) from None
 
     @staticmethod
     def _unreachable(ref: WorkerRef, error: grpc.RpcError) -> DiptychError:
@@ -156,13 +180,15 @@ class PeerDirectory:
             f"prefill worker {ref.worker_id} at {ref.address} cannot be reached: {describe(error)}"
         )
 
-    def _check(self, ref: WorkerRef, info: worker_pb2.GetInfoResponse) -> tuple[tuple[PeerRef, ...], KvFormat | None]:
+    @staticmethod
+    def _check_life(ref: WorkerRef, info: worker_pb2.GetInfoResponse) -> None:
         if (info.worker_id, info.incarnation) != (ref.worker_id, ref.incarnation):
             raise StaleReferenceError(
                 f"{ref.address} is {info.worker_id}/{info.incarnation}, not {ref.worker_id}/{ref.incarnation}"
             )
-        if info.role != worker_pb2.WORKER_ROLE_PREFILL and FULL_NAMES[PREFILL] not in info.services:
-            raise StaleReferenceError(f"{ref.worker_id} is not a prefill worker now")  # not cached: it may become one
+
+    def _check(self, ref: WorkerRef, info: worker_pb2.GetInfoResponse) -> tuple[tuple[PeerRef, ...], KvFormat | None]:
+        self._check_life(ref, info)
         theirs = convert.compat_from_proto(info.compat)
         different = differences(self._compat, theirs, converting=self._allow_conversion)
         if different:
@@ -175,3 +201,9 @@ class PeerDirectory:
         convertible_group(theirs.kv)
         log.warning("KV of a prefill worker is converted", peer=ref.worker_id, why=differences(self._compat, theirs))
         return (PeerRef(info.worker_id, info.incarnation, address, layout_hash(theirs)),), theirs.kv
+
+
+def _services(info: worker_pb2.GetInfoResponse) -> set[str]:
+    """Of a prefill worker of an early version, which names none, the one that it has."""
+    early = {FULL_NAMES[PREFILL]} if info.role == worker_pb2.WORKER_ROLE_PREFILL else set()
+    return set(info.services) or early

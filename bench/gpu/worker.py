@@ -22,7 +22,6 @@ from diptych.common.compat import Compat, identified
 from diptych.common.observe.logging import setup_logging
 from diptych.decode import attempt
 from diptych.decode import remote_prefill as remote_leg
-from diptych.decode import slab_unpacker as unpack_desk
 from diptych.engine import async_unpacks as pulls
 from diptych.engine import core
 from diptych.engine.exec.attention import attention_version
@@ -36,6 +35,7 @@ from diptych.kvtransfer import publisher as publish_side
 from diptych.kvtransfer import reader as read_side
 from diptych.prefill import sessions as handoff
 from diptych.prefill.server import PrefillService, Publishing
+from diptych.worker import slab_unpacker as unpack_desk
 from diptych.worker.config import WorkerConfig
 from diptych.worker.model import LoadedModel
 from diptych.worker.process import SWITCH_INTERVAL_S, make_transfer

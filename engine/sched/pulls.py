@@ -1,9 +1,9 @@
 """Blocks that come from another worker's prefix cache into this one's (docs/decisions/kv-pulls.md).
 
-    PullBlocks --nothing missing, or no room--> Pulled
-       | PullStarted: the cached blocks are pinned, the missing ones reserved
-       | ranges are unpacked as those of a REMOTE request (RemoteRequests)
-    EndPull -> the leading blocks that are there enter the cache, all are released -> Pulled
+PullBlocks --nothing missing, or no room--> Pulled
+   | PullStarted: the cached blocks are pinned, the missing ones reserved
+   | ranges are unpacked as those of a REMOTE request (RemoteRequests)
+EndPull -> the leading blocks that are there enter the cache, all are released -> Pulled
 """
 
 from __future__ import annotations

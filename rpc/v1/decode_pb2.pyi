@@ -55,16 +55,20 @@ class Command(_message.Message):
     def __init__(self, submit: _Optional[_Union[Submit, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., prepare: _Optional[_Union[Prepare, _Mapping]] = ...) -> None: ...
 
 class Placement(_message.Message):
-    __slots__ = ("decode", "prefill", "local_prefill", "local_prefill_max_tokens")
+    __slots__ = ("decode", "prefill", "local_prefill", "local_prefill_max_tokens", "prefill_source", "decode_source")
     DECODE_FIELD_NUMBER: _ClassVar[int]
     PREFILL_FIELD_NUMBER: _ClassVar[int]
     LOCAL_PREFILL_FIELD_NUMBER: _ClassVar[int]
     LOCAL_PREFILL_MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_SOURCE_FIELD_NUMBER: _ClassVar[int]
+    DECODE_SOURCE_FIELD_NUMBER: _ClassVar[int]
     decode: _types_pb2.WorkerRef
     prefill: _containers.RepeatedCompositeFieldContainer[_types_pb2.WorkerRef]
     local_prefill: bool
     local_prefill_max_tokens: int
-    def __init__(self, decode: _Optional[_Union[_types_pb2.WorkerRef, _Mapping]] = ..., prefill: _Optional[_Iterable[_Union[_types_pb2.WorkerRef, _Mapping]]] = ..., local_prefill: _Optional[bool] = ..., local_prefill_max_tokens: _Optional[int] = ...) -> None: ...
+    prefill_source: _types_pb2.KvSource
+    decode_source: _types_pb2.KvSource
+    def __init__(self, decode: _Optional[_Union[_types_pb2.WorkerRef, _Mapping]] = ..., prefill: _Optional[_Iterable[_Union[_types_pb2.WorkerRef, _Mapping]]] = ..., local_prefill: _Optional[bool] = ..., local_prefill_max_tokens: _Optional[int] = ..., prefill_source: _Optional[_Union[_types_pb2.KvSource, _Mapping]] = ..., decode_source: _Optional[_Union[_types_pb2.KvSource, _Mapping]] = ...) -> None: ...
 
 class Submit(_message.Message):
     __slots__ = ("attempt", "request_id", "prompt_token_ids", "sampling", "placement", "remaining_s", "cache_salt", "failure_policy", "adapter", "output_token_ids", "choice", "traceparent", "priority")

@@ -248,7 +248,7 @@ class RequestAttempt(_message.Message):
     def __init__(self, decode: _Optional[str] = ..., prefill: _Optional[str] = ..., submitted_s: _Optional[float] = ..., num_tokens: _Optional[int] = ..., failure: _Optional[str] = ...) -> None: ...
 
 class Explanation(_message.Message):
-    __slots__ = ("prefill", "decode", "transport", "kv_bytes", "cached_tokens_prefill", "cached_tokens_decode", "kv_ranges", "kv_ranges_overlapped", "local_prefill", "index_mode", "notes", "candidates", "request_id", "prefill_pid", "decode_pid", "reserved_s", "first_token_s", "kv_complete_s", "policy", "predicted_ttft_s", "ttft_s", "predicted_cached_tokens", "cached_tokens", "total_s", "longest_gap_s", "prefill_queue_s", "prefill_compute_s", "backend", "attempts")
+    __slots__ = ("prefill", "decode", "transport", "kv_bytes", "cached_tokens_prefill", "cached_tokens_decode", "kv_ranges", "kv_ranges_overlapped", "local_prefill", "index_mode", "notes", "candidates", "request_id", "prefill_pid", "decode_pid", "reserved_s", "first_token_s", "kv_complete_s", "policy", "predicted_ttft_s", "ttft_s", "predicted_cached_tokens", "cached_tokens", "total_s", "longest_gap_s", "prefill_queue_s", "prefill_compute_s", "backend", "attempts", "pulls")
     PREFILL_FIELD_NUMBER: _ClassVar[int]
     DECODE_FIELD_NUMBER: _ClassVar[int]
     TRANSPORT_FIELD_NUMBER: _ClassVar[int]
@@ -278,6 +278,7 @@ class Explanation(_message.Message):
     PREFILL_COMPUTE_S_FIELD_NUMBER: _ClassVar[int]
     BACKEND_FIELD_NUMBER: _ClassVar[int]
     ATTEMPTS_FIELD_NUMBER: _ClassVar[int]
+    PULLS_FIELD_NUMBER: _ClassVar[int]
     prefill: str
     decode: str
     transport: str
@@ -307,4 +308,35 @@ class Explanation(_message.Message):
     prefill_compute_s: float
     backend: str
     attempts: _containers.RepeatedCompositeFieldContainer[RequestAttempt]
-    def __init__(self, prefill: _Optional[str] = ..., decode: _Optional[str] = ..., transport: _Optional[str] = ..., kv_bytes: _Optional[int] = ..., cached_tokens_prefill: _Optional[int] = ..., cached_tokens_decode: _Optional[int] = ..., kv_ranges: _Optional[int] = ..., kv_ranges_overlapped: _Optional[int] = ..., local_prefill: _Optional[bool] = ..., index_mode: _Optional[str] = ..., notes: _Optional[_Iterable[str]] = ..., candidates: _Optional[_Iterable[_Union[PlacementTerms, _Mapping]]] = ..., request_id: _Optional[str] = ..., prefill_pid: _Optional[int] = ..., decode_pid: _Optional[int] = ..., reserved_s: _Optional[float] = ..., first_token_s: _Optional[float] = ..., kv_complete_s: _Optional[float] = ..., policy: _Optional[str] = ..., predicted_ttft_s: _Optional[float] = ..., ttft_s: _Optional[float] = ..., predicted_cached_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., total_s: _Optional[float] = ..., longest_gap_s: _Optional[float] = ..., prefill_queue_s: _Optional[float] = ..., prefill_compute_s: _Optional[float] = ..., backend: _Optional[str] = ..., attempts: _Optional[_Iterable[_Union[RequestAttempt, _Mapping]]] = ...) -> None: ...
+    pulls: _containers.RepeatedCompositeFieldContainer[KvPull]
+    def __init__(self, prefill: _Optional[str] = ..., decode: _Optional[str] = ..., transport: _Optional[str] = ..., kv_bytes: _Optional[int] = ..., cached_tokens_prefill: _Optional[int] = ..., cached_tokens_decode: _Optional[int] = ..., kv_ranges: _Optional[int] = ..., kv_ranges_overlapped: _Optional[int] = ..., local_prefill: _Optional[bool] = ..., index_mode: _Optional[str] = ..., notes: _Optional[_Iterable[str]] = ..., candidates: _Optional[_Iterable[_Union[PlacementTerms, _Mapping]]] = ..., request_id: _Optional[str] = ..., prefill_pid: _Optional[int] = ..., decode_pid: _Optional[int] = ..., reserved_s: _Optional[float] = ..., first_token_s: _Optional[float] = ..., kv_complete_s: _Optional[float] = ..., policy: _Optional[str] = ..., predicted_ttft_s: _Optional[float] = ..., ttft_s: _Optional[float] = ..., predicted_cached_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., total_s: _Optional[float] = ..., longest_gap_s: _Optional[float] = ..., prefill_queue_s: _Optional[float] = ..., prefill_compute_s: _Optional[float] = ..., backend: _Optional[str] = ..., attempts: _Optional[_Iterable[_Union[RequestAttempt, _Mapping]]] = ..., pulls: _Optional[_Iterable[_Union[KvPull, _Mapping]]] = ...) -> None: ...
+
+class KvSource(_message.Message):
+    __slots__ = ("holder", "num_tokens", "compute_s")
+    HOLDER_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    COMPUTE_S_FIELD_NUMBER: _ClassVar[int]
+    holder: WorkerRef
+    num_tokens: int
+    compute_s: float
+    def __init__(self, holder: _Optional[_Union[WorkerRef, _Mapping]] = ..., num_tokens: _Optional[int] = ..., compute_s: _Optional[float] = ...) -> None: ...
+
+class KvPull(_message.Message):
+    __slots__ = ("reader", "holder", "first_token", "num_tokens", "kv_bytes", "duration_s", "note", "other_bits")
+    READER_FIELD_NUMBER: _ClassVar[int]
+    HOLDER_FIELD_NUMBER: _ClassVar[int]
+    FIRST_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    KV_BYTES_FIELD_NUMBER: _ClassVar[int]
+    DURATION_S_FIELD_NUMBER: _ClassVar[int]
+    NOTE_FIELD_NUMBER: _ClassVar[int]
+    OTHER_BITS_FIELD_NUMBER: _ClassVar[int]
+    reader: str
+    holder: str
+    first_token: int
+    num_tokens: int
+    kv_bytes: int
+    duration_s: float
+    note: str
+    other_bits: bool
+    def __init__(self, reader: _Optional[str] = ..., holder: _Optional[str] = ..., first_token: _Optional[int] = ..., num_tokens: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., duration_s: _Optional[float] = ..., note: _Optional[str] = ..., other_bits: _Optional[bool] = ...) -> None: ...

@@ -20,8 +20,8 @@ import pytest
 
 from diptych.cli.worker_roles import services_of
 from diptych.common.errors import DiptychError, TransferError, WorkerLostError
-from diptych.decode.liveness_timer import LivenessTimer
 from diptych.rpc.v1 import router_pb2
+from diptych.worker.liveness_timer import LivenessTimer
 from diptych.worker.process import make_transfer
 from diptych.worker.runtime import WorkerRuntime
 from diptych_tests import waiting

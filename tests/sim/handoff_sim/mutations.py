@@ -16,8 +16,6 @@ from handoff_sim import reference
 
 from diptych.common import kv_groups
 from diptych.common.errors import TransferError
-from diptych.decode.coverage import Coverage, KvCoverage
-from diptych.decode.slab_unpacker import SlabUnpacker
 from diptych.engine.messages import RangePacked
 from diptych.engine.sched import kv_cache_manager
 from diptych.engine.sched.kv_cache_manager import KvCacheManager
@@ -30,6 +28,8 @@ from diptych.kvtransfer.publisher_ledger import Acked, PublisherLedger, Released
 from diptych.kvtransfer.reader_ledger import FailRead, Finished, ReaderLedger, Received
 from diptych.kvtransfer.reader_ledger import Tick as ReaderTick
 from diptych.prefill.sessions import PrefillSessions
+from diptych.worker.coverage import Coverage, KvCoverage
+from diptych.worker.slab_unpacker import SlabUnpacker
 
 Patch = Callable[[], Any]
 MUTATIONS: dict[str, Patch] = {}

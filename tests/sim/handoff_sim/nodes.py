@@ -12,10 +12,8 @@ from handoff_sim.links import Node
 from handoff_sim.wire import SimTransport
 
 from diptych.decode.attempt_manager import AttemptManager
-from diptych.decode.link_rate import LinkRates
 from diptych.decode.refetch_policy import PrefillRates
 from diptych.decode.remote_prefill import RemotePrefillContext
-from diptych.decode.slab_unpacker import SlabUnpacker
 from diptych.engine.messages import EngineEvent, GrantSlabs, RangePacked, SlabGrant
 from diptych.engine.overlap import Overlap
 from diptych.kvtransfer.api import SlabCounts
@@ -29,8 +27,10 @@ from diptych.rpc import convert
 from diptych.rpc.v1 import worker_pb2
 from diptych.worker import wire
 from diptych.worker.incoming import Limits
+from diptych.worker.link_rate import LinkRates
 from diptych.worker.peers import PeerDirectory
 from diptych.worker.refs import WorkerRef
+from diptych.worker.slab_unpacker import SlabUnpacker
 
 
 class SimTransfer:

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from diptych.decode import liveness_timer as silence_module
-from diptych.decode.liveness_timer import LivenessTimer
+from diptych.worker import liveness_timer as silence_module
+from diptych.worker.liveness_timer import LivenessTimer
 
 
 async def test_silence_ends_the_wait_and_a_message_restarts_it(monkeypatch: pytest.MonkeyPatch) -> None:

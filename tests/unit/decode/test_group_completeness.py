@@ -21,8 +21,6 @@ from diptych.common.kv_format import KvFormat, KvGroup, KvKind, full_format, win
 from diptych.common.kv_groups import GroupRange, expected_ranges
 from diptych.common.kv_parts import split
 from diptych.common.text.prompt_digest import prompt_digest
-from diptych.decode.coverage import Coverage
-from diptych.decode.link_rate import LinkRates
 from diptych.decode.refetch_policy import PrefillRates
 from diptych.decode.remote_prefill import RemotePrefill, RemotePrefillCallbacks, RemotePrefillContext
 from diptych.kvtransfer.api import KvAddress, PeerRef, ReceivedSlab
@@ -31,6 +29,8 @@ from diptych.kvtransfer.layout import HEADER_BYTES, check_slab, message_bytes, w
 from diptych.rpc.v1 import prefill_pb2
 from diptych.worker import peers as workers
 from diptych.worker import wire
+from diptych.worker.coverage import Coverage
+from diptych.worker.link_rate import LinkRates
 from diptych.worker.refs import WorkerRef
 
 BLOCK, LENGTH, CACHED = 4, 26, 4

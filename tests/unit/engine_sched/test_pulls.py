@@ -171,15 +171,13 @@ def test_blocks_that_are_being_packed_cannot_be_evicted(kit):
     keys = holder.core.scheduler.kv.pool.dump().tiers[0].keys
     events_of(holder, PublishCached("source/pull", tuple(keys), 0, "reader"))
     holder.generate([kit.make_request("other", range(400, 418), 6)])  # takes all other blocks
-    assert holder.core.scheduler.kv.pool.counts.cached == 6
+    assert holder.core.scheduler.kv.pool.counts.running == 10
     grants = kit.make_grants(8, 8 * holder.core.scheduler.limits.kv_bytes_per_token)
     holder.send(GrantSlabs(grants))
     packed = [e for e in kit.run_until_idle(holder) if isinstance(e, RangePacked)]
     reader = kit.make_engine()
     [started] = events_of(reader, PullBlocks("pull", Prompt(history[:40])))
-    parts = [
-        UnpackRange("pull", i, e.first_token, e.num_tokens, grants[e.slab].payload) for i, e in enumerate(packed)
-    ]
+    parts = [UnpackRange("pull", i, e.first_token, e.num_tokens, grants[e.slab].payload) for i, e in enumerate(packed)]
     [done] = [e for e in events_of(reader, *parts, EndPull("pull")) if isinstance(e, Pulled)]
     assert done.num_tokens == 40
     request = kit.make_request("r", (*history, *NEW), 6)

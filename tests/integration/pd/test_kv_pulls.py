@@ -1,0 +1,289 @@
+"""A worker takes leading blocks of a prompt from any other one's prefix cache: real engines, gRPC and ledgers, in process."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from diptych.cli.worker_roles import services_of
+from diptych.engine.sched.kv_cache_manager import KvCacheManager
+from diptych.rpc.v1 import decode_pb2, types_pb2
+from diptych.worker import wire
+from diptych.worker.process import make_transfer
+from diptych.worker.runtime import WorkerRuntime
+
+PROMPT = [(7 * i + 3) % 1000 for i in range(100)]
+NEW = [(13 * i + 1) % 1000 for i in range(21)]
+BLOCK = 16
+
+
+def source(holder: WorkerRuntime, num_tokens: int, compute_s: float = 3600.0, **changes: str) -> types_pb2.KvSource:
+    """A plan to take the leading tokens from `holder`. `changes`: of its reference."""
+    ref = wire.ref_to_proto(holder.ref)
+    for name, value in changes.items():
+        setattr(ref, name, value)
+    return types_pb2.KvSource(holder=ref, num_tokens=num_tokens, compute_s=compute_s)
+
+
+def submit(cluster: Any, attempt: str, prompt: list[int], **arguments: Any) -> decode_pb2.Submit:
+    for_prefill, for_decode = arguments.pop("for_prefill", None), arguments.pop("for_decode", None)
+    message: decode_pb2.Submit = cluster.submit_message(attempt=attempt, prompt=prompt, **arguments)
+    if for_prefill is not None:
+        message.placement.prefill_source.CopyFrom(for_prefill)
+    if for_decode is not None:
+        message.placement.decode_source.CopyFrom(for_decode)
+    return message
+
+
+async def undisturbed(pd: ModuleType, *prompts: list[int], **model: Any) -> list[list[int]]:
+    async with pd.cluster(num_prefill=0, decode=lambda: pd.fake_model(**model)) as alone:
+        async with pd.FakeRouter(alone.decode.address) as router:
+            return [
+                (await router.run(alone.submit_message(attempt=f"l{i}", prompt=prompt))).token_ids
+                for i, prompt in enumerate(prompts)
+            ]
+
+
+async def first_turn(pd: ModuleType, cluster: Any, router: Any) -> tuple[list[int], int]:
+    """Returns: the second turn's prompt, and how many of its leading tokens decode holds."""
+    answer = await router.run(submit(cluster, "turn-1", PROMPT, max_tokens=40))
+    history = [*PROMPT, *answer.token_ids]
+    return [*history, *NEW], (len(history) - 1) // BLOCK * BLOCK
+
+
+@asynccontextmanager
+async def second_decode(pd: ModuleType) -> AsyncIterator[WorkerRuntime]:
+    worker = WorkerRuntime(
+        pd.worker_config("decode", "decode-1"), pd.fake_model(), make_transfer=make_transfer, make_services=services_of
+    )
+    await worker.start()
+    try:
+        yield worker
+    finally:
+        await worker.close()
+
+
+@pytest.mark.parametrize("windows", [(), (0, 40, 40)])
+async def test_the_second_turn_computes_at_most_a_block_and_the_new_tokens(pd: ModuleType, windows: Any) -> None:
+    model = {"num_layers": len(windows), "windows": windows} if windows else {}
+    make = lambda: pd.fake_model(**model)  # noqa: E731
+    async with pd.cluster(decode=make, prefill=make) as cluster, pd.FakeRouter(cluster.decode.address) as router:
+        prefill = cluster.prefill[0]
+        turn_2, held = await first_turn(pd, cluster, router)
+        before = prefill.engine.stats().computed_tokens_total
+        answer = await router.run(submit(cluster, "turn-2", turn_2, for_prefill=source(cluster.decode, held)))
+        computed = prefill.engine.stats().computed_tokens_total - before
+        assert computed == len(turn_2) - held <= BLOCK + len(NEW)
+        why = answer.explanation
+        assert why.prefill == prefill.worker_id
+        assert why.cached_tokens_prefill == why.cached_tokens_decode == held
+        [pull] = why.pulls
+        assert (pull.reader, pull.holder, pull.note) == ("prefill-0", "decode-0", "")
+        assert (pull.first_token, pull.num_tokens) == (96, held - 96)  # prefill computed 96 of them in the first turn
+        assert pull.kv_bytes > 0
+        assert answer.finished.usage.cached_tokens == held
+        await cluster.nothing_left()
+    assert [answer.token_ids] == await undisturbed(pd, turn_2, **model)
+
+
+async def test_without_a_source_prefill_computes_the_answer_again(pd: ModuleType) -> None:
+    """What it costs without, with the same prompts."""
+    async with pd.cluster() as cluster, pd.FakeRouter(cluster.decode.address) as router:
+        turn_2, held = await first_turn(pd, cluster, router)
+        before = cluster.prefill[0].engine.stats().computed_tokens_total
+        answer = await router.run(submit(cluster, "turn-2", turn_2))
+        assert cluster.prefill[0].engine.stats().computed_tokens_total - before == len(turn_2) - 96 > len(turn_2) - held
+        assert not answer.explanation.pulls
+
+
+async def test_decode_takes_a_prompt_from_another_decode_worker_and_computes_the_rest(pd: ModuleType) -> None:
+    async with (
+        pd.cluster() as cluster,
+        second_decode(pd) as other,
+        pd.FakeRouter(cluster.decode.address) as router,
+        pd.FakeRouter(other.address) as to_other,
+    ):
+        turn_2, held = await first_turn(pd, cluster, router)
+        message = pd.submit_message(other, [], attempt="turn-2", prompt=turn_2, local=True, local_max=64)
+        message.placement.decode_source.CopyFrom(source(cluster.decode, held))
+        answer = await to_other.run(message)
+        assert answer.explanation.local_prefill
+        assert answer.explanation.cached_tokens_decode == held
+        [pull] = answer.explanation.pulls
+        assert (pull.reader, pull.holder, pull.num_tokens) == ("decode-1", "decode-0", held)
+        assert other.engine.stats().computed_tokens_total - 32 == len(turn_2) - held  # 32: the warm-up
+        # and from a worker that has it by a pull, a prefill worker takes it, too
+        again = await router.run(submit(cluster, "turn-3", turn_2, for_prefill=source(other, held)))
+        assert again.token_ids == answer.token_ids
+        await cluster.nothing_left()
+        await cluster.settle(other)
+    assert [answer.token_ids] == await undisturbed(pd, turn_2)
+
+
+async def test_prefill_takes_a_prompt_from_another_prefill_worker(pd: ModuleType) -> None:
+    async with pd.cluster(num_prefill=2) as cluster, pd.FakeRouter(cluster.decode.address) as router:
+        one, two = cluster.prefill
+        await router.run(submit(cluster, "a", PROMPT, prefill=[one]))
+        await cluster.decode.engine.reset_cache()
+        before = two.engine.stats().computed_tokens_total
+        answer = await router.run(submit(cluster, "b", PROMPT, prefill=[two], for_prefill=source(one, 96)))
+        assert two.engine.stats().computed_tokens_total - before == 4
+        [pull] = answer.explanation.pulls
+        assert (pull.reader, pull.holder, pull.num_tokens) == ("prefill-1", "prefill-0", 96)
+        await cluster.nothing_left()
+    assert [answer.token_ids] == await undisturbed(pd, PROMPT)
+
+
+async def test_two_readers_of_one_request_take_from_one_holder(pd: ModuleType) -> None:
+    """Prefill and decode both lack the prompt: each has a pull of its own name."""
+    async with (
+        pd.cluster(num_prefill=1) as cluster,
+        second_decode(pd) as holder,
+        pd.FakeRouter(holder.address) as to_holder,
+        pd.FakeRouter(cluster.decode.address) as router,
+    ):
+        await to_holder.run(pd.submit_message(holder, [], attempt="a", prompt=PROMPT, local=True, local_max=200))
+        plan = source(holder, 96)
+        answer = await router.run(submit(cluster, "b", PROMPT, for_prefill=plan, for_decode=plan))
+        assert {pull.reader: pull.num_tokens for pull in answer.explanation.pulls} == {"prefill-0": 96, "decode-0": 96}
+        await cluster.nothing_left()
+        await cluster.settle(holder)
+    assert [answer.token_ids] == await undisturbed(pd, PROMPT)
+
+
+async def gone(pd: ModuleType, cluster: Any, held: int) -> types_pb2.KvSource:
+    """A worker that has ended since the placement."""
+    async with second_decode(pd) as worker:
+        return source(worker, held)
+
+
+@pytest.mark.parametrize(
+    ("what", "why"),
+    [
+        ("holder gone", "WORKER_LOST"),
+        ("another incarnation", "STALE"),
+        ("evicted", "had 0 of"),
+        ("other model", "INCOMPATIBLE"),
+        ("no role", "offers no"),
+        ("too slow", "took longer than computing"),
+        ("no room", "no free blocks"),
+        ("damaged", "TRANSFER_FAILED"),
+    ],
+)
+async def test_whatever_happens_to_a_pull_the_answer_is_the_same(
+    pd: ModuleType, what: str, why: str, monkeypatch: Any
+) -> None:
+    config: dict[str, Any] = {}
+    if what == "damaged":
+        config["fault_corrupt_every"] = 1
+    async with (
+        pd.cluster(prefill_config=config) as cluster,
+        pd.FakeRouter(cluster.decode.address) as router,
+    ):
+        turn_2, held = await first_turn(pd, cluster, router)
+        plan = source(cluster.decode, held)
+        match what:
+            case "holder gone":
+                plan = await gone(pd, cluster, held)
+            case "another incarnation":
+                plan = source(cluster.decode, held, incarnation="old")
+            case "evicted":
+                await cluster.decode.engine.reset_cache()
+            case "other model":
+                monkeypatch.setattr(
+                    "diptych.worker.peers.differences", lambda mine, theirs, **_: ["model_revision: mine a, theirs b"]
+                )
+            case "no role":
+                monkeypatch.setattr("diptych.worker.peers._services", lambda info: {"diptych.rpc.v1.Decode"})
+            case "no room":
+                admit = KvCacheManager.admit
+                monkeypatch.setattr(
+                    KvCacheManager,
+                    "admit",
+                    lambda kv, request, **how: "pull/" not in request.attempt and admit(kv, request, **how),
+                )
+            case "too slow":
+                plan.compute_s = 0.0
+                monkeypatch.setattr("diptych.worker.block_pulls.LEAST_S", 1e-6)
+        answer = await router.run(submit(cluster, "turn-2", turn_2, for_prefill=plan, local_max=0))
+        [pull] = answer.explanation.pulls
+        assert why in pull.note, pull
+        assert pull.num_tokens == 0
+        await cluster.nothing_left()
+    assert [answer.token_ids] == await undisturbed(pd, turn_2)
+
+
+async def test_part_of_it_is_used(pd: ModuleType) -> None:
+    """The holder has evicted the last blocks."""
+    async with pd.cluster() as cluster, pd.FakeRouter(cluster.decode.address) as router:
+        turn_2, held = await first_turn(pd, cluster, router)
+
+        def evict_last(core: Any) -> None:
+            pool = core.scheduler.kv.pool
+            pool.discard(pool.find(pool.dump().tiers[0].keys)[-1:])
+
+        await cluster.decode.engine._query(evict_last, pd.DEADLINE_S)
+        answer = await router.run(submit(cluster, "turn-2", turn_2, for_prefill=source(cluster.decode, held)))
+        [pull] = answer.explanation.pulls
+        assert pull.num_tokens == held - 96 - BLOCK
+        assert f"had {held - BLOCK} of {held} tokens" in pull.note
+        await cluster.nothing_left()
+    assert [answer.token_ids] == await undisturbed(pd, turn_2)
+
+
+async def test_a_tenant_never_gets_the_blocks_of_another(pd: ModuleType) -> None:
+    async with pd.cluster() as cluster, pd.FakeRouter(cluster.decode.address) as router:
+        first = submit(cluster, "a", PROMPT, max_tokens=40)
+        first.cache_salt = b"one"
+        await router.run(first)
+        second = submit(cluster, "b", PROMPT, for_prefill=source(cluster.decode, 96))
+        second.cache_salt = b"two"
+        answer = await router.run(second)
+        [pull] = answer.explanation.pulls
+        assert pull.num_tokens == 0
+        assert "had 0 of 96" in pull.note
+        await cluster.nothing_left()
+
+
+async def test_a_request_that_is_cancelled_while_its_blocks_come_leaves_nothing(pd: ModuleType) -> None:
+    async with (
+        pd.cluster() as cluster,
+        second_decode(pd) as holder,
+        pd.FakeRouter(cluster.decode.address) as router,
+    ):
+
+        async def never(self: Any, *_: Any) -> None:
+            started.set()
+            await asyncio.get_running_loop().create_future()
+
+        started = asyncio.Event()
+        pulls = cluster.prefill[0].role.services["source"]._reading.pulls  # type: ignore[attr-defined]
+        pulls._fetch = never.__get__(pulls)
+        router.submit(submit(cluster, "a", PROMPT, for_prefill=source(holder, 96)))
+        await asyncio.wait_for(started.wait(), pd.DEADLINE_S)
+        assert len(pulls) == 1
+        router.cancel("a")
+        await router.ended("a")
+        await cluster.nothing_left()
+        assert len(pulls) == 0
+
+
+async def test_metrics_name_holder_and_outcome(pd: ModuleType) -> None:
+    async with pd.cluster() as cluster, pd.FakeRouter(cluster.decode.address) as router:
+        turn_2, held = await first_turn(pd, cluster, router)
+        await router.run(submit(cluster, "turn-2", turn_2, for_prefill=source(cluster.decode, held)))
+        await cluster.decode.engine.reset_cache()
+        await router.run(submit(cluster, "other", NEW * 2, for_prefill=source(cluster.decode, 32)))
+        registry = cluster.prefill[0].metrics.registry
+
+        def value(name: str, **labels: str) -> float | None:
+            return registry.get_sample_value(f"diptych_{name}", labels)
+
+        assert value("kv_pulls_total", outcome="whole") == value("kv_pulls_total", outcome="none") == 1
+        assert value("kv_pulled_tokens_total", holder="decode-0") == held - 96
+        assert (value("kv_pulled_bytes_total", holder="decode-0") or 0) > 0

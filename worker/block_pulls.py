@@ -1,0 +1,323 @@
+"""Pulls of a prompt's leading blocks from another worker's prefix cache (docs/decisions/kv-pulls.md).
+
+    PullBlocks -> PullStarted(keys) -> connect -> Source.Fetch(keys)
+        started: so many of them the holder has  -> Computed(handles) -> read -> verified -> UnpackRange -> acknowledged
+    finished, failed or too late -> EndPull -> Pulled: the leading blocks that are here are in the prefix cache
+
+A pull has no error: what has not come is computed. It ends when it has taken as long as computing would, or when its
+holder, a handle, a slab or the call is not as it should be. `PullFacts.note` says why.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+
+import msgspec
+import structlog
+
+from diptych.common.errors import (
+    DiptychError,
+    IncompatibleWorkersError,
+    InvalidRequestError,
+    StaleReferenceError,
+    TransferError,
+    WorkerLostError,
+)
+from diptych.common.kv_groups import hit_end
+from diptych.common.request import Prompt
+from diptych.common.secret import tenant_of
+from diptych.engine.messages import EndPull, EngineEvent, Failed, PullBlocks, Pulled, PullStarted, RangeUnpacked
+from diptych.kvtransfer.handle import SlabHandle
+from diptych.rpc.fields import same_fields
+from diptych.rpc.v1 import prefill_pb2, types_pb2
+from diptych.worker import wire
+from diptych.worker.coverage import KvCoverage
+from diptych.worker.liveness_timer import LivenessTimer
+from diptych.worker.peers import Peer
+from diptych.worker.ports import Engine
+from diptych.worker.range_reads import RangeReads, ReadContext, first_error, follow
+from diptych.worker.refs import WorkerRef
+from diptych.worker.role_spec import DECODE, FULL_NAMES, SOURCE
+
+log = structlog.get_logger(__name__)
+
+SOURCE_ATTEMPT = "source/"
+"""In front of the attempt of a fetch: the holder itself may run the request that the reader's attempt names."""
+LEAST_S = 0.05
+"""No pull is given up before."""
+_ALPHA = 0.3
+
+
+@dataclass(frozen=True, slots=True)
+class KvSource:
+    """Where leading blocks of a prompt may be taken from.
+
+    Args:
+        num_tokens: leading tokens of which `holder` has the KV.
+        compute_s: predicted seconds to compute what the reader lacks of them.
+    """
+
+    holder: WorkerRef
+    num_tokens: int
+    compute_s: float
+
+
+def parse_source(message: types_pb2.KvSource, param: str) -> KvSource:
+    """Raises: InvalidRequestError."""
+    ref = message.holder
+    if not (ref.worker_id and ref.incarnation and ref.address):
+        raise InvalidRequestError("a source of KV has no id, incarnation or address", param=f"{param}.holder")
+    if not 0.0 <= message.compute_s < float("inf"):
+        raise InvalidRequestError(f"compute_s={message.compute_s} is no time", param=f"{param}.compute_s")
+    return KvSource(WorkerRef(ref.worker_id, ref.incarnation, ref.address), message.num_tokens, message.compute_s)
+
+
+@dataclass(slots=True)
+class PullFacts:
+    """What a pull did. See proto KvPull."""
+
+    reader: str
+    holder: str
+    first_token: int = 0
+    num_tokens: int = 0
+    kv_bytes: int = 0
+    duration_s: float = 0.0
+    note: str = ""
+    other_bits: bool = False
+
+
+class BlockPulls:
+    """All pulls of a worker.
+
+    Args:
+        me: this worker's reference.
+        on_pulled: called with the facts of each pull that a holder was asked for.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        context: ReadContext,
+        me: Callable[[], WorkerRef],
+        on_pulled: Callable[[PullFacts], None] = lambda facts: None,
+    ) -> None:
+        self._engine, self._context, self._me, self._on_pulled = engine, context, me, on_pulled
+        self._open: dict[str, asyncio.Queue[PullStarted | Pulled | Failed]] = {}
+        self._overheads: dict[str, float] = {}
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def overheads(self) -> dict[str, float]:
+        """By holder: measured seconds of a pull beside the transfer of its bytes."""
+        return dict(self._overheads)
+
+    def on_step(self, events: Sequence[EngineEvent]) -> None:
+        """The engine's events of one step, of all attempts."""
+        for event in events:
+            if isinstance(event, RangeUnpacked):
+                self._context.unpacker.on_unpacked(event)
+            elif isinstance(event, PullStarted | Pulled | Failed) and event.attempt in self._open:
+                self._open[event.attempt].put_nowait(event)
+
+    async def pull(
+        self,
+        source: KvSource,
+        prompt: Prompt,
+        *,
+        attempt: str,
+        request_id: str,
+        remaining_s: float,
+        vouch: bool = False,
+    ) -> PullFacts | None:
+        """Take what this worker lacks of the prompt's leading blocks. They are in its prefix cache then, and may be evicted
+        from it. Returns: None: nothing was lacking. May be cancelled.
+
+        Args:
+            attempt: unique among this worker's pulls.
+            vouch: see PullBlocks.
+        """
+        me, clock = self._me(), self._context.clock
+        size = self._context.kv.groups[0].block_size
+        end = min(source.num_tokens // size * size, hit_end(size, len(prompt.token_ids)))
+        if not end or source.holder.worker_id == me.worker_id:
+            return None
+        name, began = f"pull/{attempt}", clock.now()
+        limit_s = min(max(LEAST_S, source.compute_s), remaining_s)
+        facts = PullFacts(me.worker_id, source.holder.worker_id)
+        events = self._open[name] = asyncio.Queue()
+        reserved = True
+        try:
+            wanted = msgspec.structs.replace(prompt, token_ids=prompt.token_ids[:end])
+            self._engine.send(PullBlocks(name, wanted, tenant_of(prompt.cache_salt), vouch))
+            event = await events.get()
+            if isinstance(event, PullStarted):
+                facts.first_token = event.num_cached_tokens
+                await self._fetch_in_time(_Fetch(source.holder, name, request_id, end, limit_s), event, facts)
+                self._engine.send(EndPull(name))
+                event = await events.get()
+            reserved = False
+            if isinstance(event, Failed):
+                facts.note = event.error.message
+            elif isinstance(event, Pulled):
+                if event.num_tokens == end and not event.num_new:
+                    return None
+                facts.num_tokens = event.num_new
+                facts.note = facts.note or event.note
+        finally:
+            del self._open[name]
+            if reserved:  # this call was cancelled
+                self._engine.send(EndPull(name))
+        facts.duration_s = clock.now() - began
+        if facts.note:
+            log.info(
+                "not all KV was pulled", attempt=attempt, request_id=request_id, holder=facts.holder, why=facts.note
+            )
+        else:
+            self._observe(facts)
+        self._on_pulled(facts)
+        return facts
+
+    def _observe(self, facts: PullFacts) -> None:
+        rate = self._context.links.link(facts.holder)
+        if rate:
+            overhead = max(0.0, facts.duration_s - facts.kv_bytes / rate)
+            known = self._overheads.setdefault(facts.holder, overhead)
+            self._overheads[facts.holder] = known + _ALPHA * (overhead - known)
+
+    async def _fetch_in_time(self, fetch: _Fetch, started: PullStarted, facts: PullFacts) -> None:
+        try:
+            async with asyncio.timeout(fetch.limit_s):
+                await self._fetch(fetch, started, facts)
+        except TimeoutError:
+            facts.note = f"{facts.holder} took longer than computing would have ({fetch.limit_s:.3g} s)"
+        except DiptychError as error:
+            facts.note = f"{facts.holder}: {error.reason}: {error.message}"
+        except Exception as error:  # a bug must not end the request
+            log.exception("unexpected error in a pull", attempt=fetch.name)
+            facts.note = f"{facts.holder}: unexpected error: {error!r}"
+
+    async def _fetch(self, fetch: _Fetch, started: PullStarted, facts: PullFacts) -> None:
+        """Raises: DiptychError; what has arrived is with the engine then."""
+        ref = fetch.holder
+        peer = await self._context.peers.connect(ref, SOURCE)
+        if peer.kv_format is not None:
+            raise IncompatibleWorkersError(f"{ref.worker_id} has another KV format")
+        facts.other_bits = not self._context.same_bits and FULL_NAMES[DECODE] in peer.services
+        request = prefill_pb2.FetchRequest(
+            attempt=fetch.name,
+            request_id=fetch.request_id,
+            block_keys=b"".join(started.keys),
+            cached_tokens=started.num_cached_tokens,
+            source=wire.ref_to_proto(ref),
+            reader=wire.ref_to_proto(self._me()),
+            remaining_s=fetch.limit_s,
+        )
+        silence = LivenessTimer(self._context.silence_s)
+        try:
+            async with asyncio.TaskGroup() as group:
+                watch = group.create_task(_watch(silence, ref, self._context.silence_s))
+                try:
+                    await self._follow(peer, request, fetch, facts, silence, group)
+                finally:
+                    watch.cancel()
+        except BaseExceptionGroup as errors:
+            error = first_error(errors)
+            if isinstance(error, (WorkerLostError, StaleReferenceError)):
+                self._context.peers.drop(ref)
+            raise error from None
+
+    async def _follow(
+        self,
+        peer: Peer,
+        request: prefill_pb2.FetchRequest,
+        fetch: _Fetch,
+        facts: PullFacts,
+        silence: LivenessTimer,
+        group: asyncio.TaskGroup,
+    ) -> None:
+        held, reads, arrived, renewing = request.cached_tokens, None, None, None
+        window = asyncio.Semaphore(self._context.reads_in_flight)
+
+        async def take(handle: SlabHandle, reads: RangeReads, arrived: KvCoverage) -> None:
+            async with window:
+                slab = await reads.read(peer, handle)
+                facts.kv_bytes += handle.size_bytes
+                unpacked = await self._context.unpacker.unpack(fetch.name, slab)
+            reads.done_with(handle)
+            if not unpacked:
+                raise TransferError("the engine dropped a range: the pull has ended")
+            arrived.add(
+                handle.group, handle.first_token, handle.num_tokens, handle.first_layer, handle.num_layers, handle.part
+            )
+
+        call = peer.source.Fetch(request, timeout=fetch.limit_s)
+        taking: list[asyncio.Task[None]] = []
+        try:
+            async with aclosing(follow(call, peer.ref, silence)) as events:
+                async for event in events:
+                    if event.WhichOneof("event") == "alive":
+                        continue
+                    if reads is None or arrived is None:
+                        found = self._check_started(event, held, fetch, facts)
+                        if found <= held:
+                            return
+                        reads = RangeReads(
+                            self._context, peer.ref, SOURCE_ATTEMPT + fetch.name, self._context.parts,
+                            KvCoverage(self._context.parts, held, found), most_s=fetch.limit_s,
+                        )  # fmt: skip
+                        arrived = KvCoverage(self._context.parts, held, found)
+                        renewing = group.create_task(reads.renew(peer))
+                    elif event.WhichOneof("event") == "computed":
+                        taking += [
+                            group.create_task(take(handle, reads, arrived)) for handle in reads.take(event.computed)
+                        ]
+            await asyncio.gather(*taking)
+        finally:
+            if renewing is not None:
+                renewing.cancel()
+        if arrived is None or not arrived.complete:
+            raise WorkerLostError(f"{peer.ref.worker_id} ended the call before all KV had arrived")
+
+    def _check_started(self, event: prefill_pb2.PrefillEvent, held: int, fetch: _Fetch, facts: PullFacts) -> int:
+        """Returns: the leading tokens that will be here; at most `held`: nothing comes. Raises: TransferError."""
+        kind = event.WhichOneof("event")
+        if kind != "started":
+            raise TransferError(f"{fetch.holder.worker_id} sent {kind} before it said what it has")
+        found, size = int(event.started.cached_tokens), self._context.kv.groups[0].block_size
+        if found > fetch.end or found % size:
+            raise TransferError(f"{fetch.holder.worker_id} has {found} of {fetch.end} tokens in blocks of {size}")
+        if found < fetch.end:
+            facts.note = f"{fetch.holder.worker_id} had {found} of {fetch.end} tokens"
+            if any(group.window for group in self._context.kv.groups):
+                return held  # what the token at `found` sees has no place here
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Fetch:
+    holder: WorkerRef
+    name: str
+    request_id: str
+    end: int
+    limit_s: float
+
+
+async def _watch(silence: LivenessTimer, ref: WorkerRef, silence_s: float) -> None:
+    await silence.expired()
+    raise WorkerLostError(f"{ref.worker_id} sent nothing for {silence_s:g} s")
+
+
+def source_to_proto(source: KvSource | None) -> types_pb2.KvSource | None:
+    if source is None:
+        return None
+    return types_pb2.KvSource(
+        holder=wire.ref_to_proto(source.holder), num_tokens=source.num_tokens, compute_s=source.compute_s
+    )
+
+
+def pull_to_proto(facts: PullFacts) -> types_pb2.KvPull:
+    return types_pb2.KvPull(**same_fields(PullFacts, facts))
