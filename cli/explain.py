@@ -90,6 +90,12 @@ def lines_of(why: Any) -> list[str]:
         end = f"{attempt.failure} after {attempt.num_tokens} tokens" if attempt.failure else "the rest"
         workers = f"prefill {attempt.prefill or '(local)'}, decode {attempt.decode}"
         lines.append(f"attempt {number}: {workers}, submitted after {attempt.submitted_s:.3f} s: {end}")
+    for pull in why.pulls:
+        why_less = f" ({pull.note})" if pull.note else ""
+        lines.append(
+            f"pulled:   KV of {pull.num_tokens} tokens behind {pull.first_token}, {pull.kv_bytes} bytes in "
+            f"{pull.duration_s:.3f} s, from {pull.holder} to {pull.reader}{why_less}"
+        )
     lines += [f"note: {note}" for note in why.notes]
     lines.append(
         f"  {'prefill':<14}{'decode':<14}{'total':>9}{'queue':>9}{'compute':>9}{'move':>9}{'load':>9}{'stall':>9}  ms"
@@ -105,6 +111,12 @@ def lines_of(why: Any) -> list[str]:
             + "".join(f"{charge:>9.1f}" for charge in charges)
             + f"    {terms.prefill_hit_tokens:>9}{terms.decode_hit_tokens:>7}"
         )
+        if terms.HasField("pull"):
+            pull = terms.pull
+            lines.append(
+                f"    takes KV of tokens {pull.first_token} to {pull.num_tokens} from {pull.holder}: {pull.pull_ms:.1f} ms, "
+                f"computing {pull.compute_ms:.1f}; pays from {pull.pays_from_tokens:.0f} tokens on over this link"
+            )
     return lines
 
 

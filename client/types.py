@@ -98,6 +98,37 @@ class Usage:
 
 
 @dataclass(frozen=True, slots=True)
+class PullTerms:
+    """A planned pull: KV of tokens `first_token` to `num_tokens` from the worker `holder`, beside computing them, in milliseconds.
+    From `pays_from_tokens` tokens on a pull over this link is made.
+    """
+
+    holder: str
+    first_token: int
+    num_tokens: int
+    pull_ms: float
+    compute_ms: float
+    pays_from_tokens: float
+
+
+@dataclass(frozen=True, slots=True)
+class KvPull:
+    """KV that the worker `reader` took from the prefix cache of `holder` for this request: of `num_tokens` tokens behind the
+    first `first_token`, which it had. `note` says why fewer came than were planned. `other_bits`: decode computed some of it,
+    not batch-invariantly.
+    """
+
+    reader: str
+    holder: str
+    first_token: int
+    num_tokens: int
+    kv_bytes: int
+    duration_s: float
+    note: str
+    other_bits: bool
+
+
+@dataclass(frozen=True, slots=True)
 class PlacementTerms:
     """The estimated cost of one worker pair, in milliseconds. An empty `prefill_worker_id`: decode computes the prompt."""
 
@@ -116,6 +147,8 @@ class PlacementTerms:
     """Of the hit tokens on prefill, those that are copied from a lower tier first, by its name."""
     decode_tiers: dict[str, int] = field(default_factory=dict)
     """The same on decode."""
+    pull: PullTerms | None = None
+    """What the worker that computes the prompt takes from another one; `prefill_ms` has its time."""
 
     @property
     def prefill_host_tokens(self) -> int:
@@ -152,6 +185,7 @@ class Explanation:
     `prefill_compute_s` are prefill's: 0.0 after a local prefill, as is `kv_complete_s`. `predicted_ttft_s` contains no
     transfer, because the first token does not wait for KV. `backend` names the back ends that computed the layers,
     with their blocks where there are several. `attempts` lists all, in order, if the request was placed again.
+    `pulls` lists KV that workers took from each other's caches; on the reader it counts as cached.
     """
 
     request_id: str
@@ -183,6 +217,7 @@ class Explanation:
     total_s: float = 0.0
     longest_gap_s: float = 0.0
     attempts: tuple[RequestAttempt, ...] = ()
+    pulls: tuple[KvPull, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,9 +269,10 @@ def usage_from(message: types_pb2.Usage) -> Usage:
 
 def explanation_from(message: types_pb2.Explanation) -> Explanation:
     placement = tuple(_terms_from(candidate) for candidate in message.candidates)
-    same = same_fields(Explanation, message, but=("notes", "placement", "attempts"))
+    same = same_fields(Explanation, message, but=("notes", "placement", "attempts", "pulls"))
     attempts = tuple(RequestAttempt(**same_fields(RequestAttempt, one)) for one in message.attempts)
-    return Explanation(**same, notes=tuple(message.notes), placement=placement, attempts=attempts)
+    pulls = tuple(KvPull(**same_fields(KvPull, one)) for one in message.pulls)
+    return Explanation(**same, notes=tuple(message.notes), placement=placement, attempts=attempts, pulls=pulls)
 
 
 def models_from(message: router_pb2.ListModelsResponse) -> list[ModelInfo]:
@@ -246,4 +282,5 @@ def models_from(message: router_pb2.ListModelsResponse) -> list[ModelInfo]:
 def _terms_from(message: types_pb2.PlacementTerms) -> PlacementTerms:
     tiers = ("prefill_tiers", "decode_tiers")
     by_tier: dict[str, Any] = {name: {part.tier: part.tokens for part in getattr(message, name)} for name in tiers}
-    return PlacementTerms(**same_fields(PlacementTerms, message, but=tiers), **by_tier)
+    pull = PullTerms(**same_fields(PullTerms, message.pull)) if message.HasField("pull") else None
+    return PlacementTerms(**same_fields(PlacementTerms, message, but=(*tiers, "pull")), **by_tier, pull=pull)

@@ -79,7 +79,10 @@ class DecodeService:
         return self.intake.states()
 
     def link_rates(self) -> dict[str, float]:
-        return self._reading.links.snapshot()
+        return {}  # SourceService reports those of all reads
+
+    def pull_overheads(self) -> dict[str, float]:
+        return {}
 
     def accept(self) -> None:
         self.intake.accept()

@@ -72,6 +72,9 @@ class PrefillService:
     def link_rates(self) -> dict[str, float]:
         return {}
 
+    def pull_overheads(self) -> dict[str, float]:
+        return {}
+
     def accept(self) -> None:
         self.handoffs.accept()
 
@@ -107,6 +110,9 @@ class SourceService(PrefillService):
 
     def link_rates(self) -> dict[str, float]:
         return self._reading.links.snapshot()
+
+    def pull_overheads(self) -> dict[str, float]:
+        return self._reading.pulls.overheads()
 
     async def close(self) -> None:
         await self._reading.peers.close()

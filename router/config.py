@@ -77,6 +77,8 @@ class RouterConfig:
         tenant_metrics: /metrics has series with tenants' names, for the tenants' dashboard.
         hot_prefix_copies: copy a prefix when requests with it take most of its holders' time. Off: it raised the tail
             latency in simulation; prefixes are then copied only where queues are long.
+        kv_pulls: a worker takes KV of a prompt's beginning from another worker that has it, where that is expected to be
+            faster than computing.
         admission: "on" rejects at once (529, Retry-After) requests whose first token would be late, or whose pace too
             slow; "shadow" only counts them, and the false rejections among them; "off".
         max_ttft_s: target of admission for the first token, from arrival; 0: the request's deadline.
@@ -135,6 +137,7 @@ class RouterConfig:
     placement_backend: str = "auto"
     tenant_metrics: bool = False
     hot_prefix_copies: bool = False
+    kv_pulls: bool = True
     admission: str = "shadow"
     max_ttft_s: float = 0.0
     max_tpot_s: float = 0.0

@@ -172,6 +172,7 @@ def make_model(
         require_prefill=config.require_prefill,
         turn_window_s=config.turn_window_s,
         hot_prefix_copies=config.hot_prefix_copies,
+        kv_pulls=config.kv_pulls,
         library=around.library,
         admission=Admission(config.admission, config.max_ttft_s, config.max_tpot_s),
         tls=load_cluster_tls(config.cluster_ca, config.cluster_cert, config.cluster_key, config.cluster_tls_name),

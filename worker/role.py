@@ -30,7 +30,11 @@ class Service(Protocol):
         ...
 
     def link_rates(self) -> dict[str, float]:
-        """Measured bytes per second of KV reads by prefill worker id."""
+        """Measured bytes per second of KV reads by worker id."""
+        ...
+
+    def pull_overheads(self) -> dict[str, float]:
+        """Measured seconds of a pull beside the transfer of its bytes, by worker id."""
         ...
 
     def accept(self) -> None:
@@ -102,6 +106,9 @@ class Role:
 
     def link_rates(self) -> dict[str, float]:
         return {peer: rate for service in self.services.values() for peer, rate in service.link_rates().items()}
+
+    def pull_overheads(self) -> dict[str, float]:
+        return {peer: s for service in self.services.values() for peer, s in service.pull_overheads().items()}
 
     def accept(self) -> None:
         for service in self.services.values():

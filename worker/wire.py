@@ -19,7 +19,9 @@ from diptych.worker.refs import WorkerRef
 from diptych.worker.role_spec import ROLES
 
 REUSABLE = "reusable"
-MESSAGE_FIELDS = (ADAPTER, REUSABLE, CHOICE)
+SOURCE = "source"
+"""It takes KV from the holder that a request names, and others may take its own."""
+MESSAGE_FIELDS = (ADAPTER, REUSABLE, CHOICE, SOURCE)
 REQUEST_FIELDS = (*LATER_FIELDS, *MESSAGE_FIELDS)
 """Fields of requests, later than the first version, that this one knows: sampling parameters, and those of the messages."""
 

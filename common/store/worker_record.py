@@ -29,7 +29,9 @@ class WorkerLoad(msgspec.Struct, frozen=True):
     prefill_tokens_per_s: float = 0.0
     decode_step_s: float = 0.0
     link_bytes_per_s: dict[str, float] = {}
-    """Decode: measured bytes/s of reads from each prefill worker id."""
+    """Measured bytes/s of reads from each worker id."""
+    pull_overhead_s: dict[str, float] = {}
+    """Measured seconds of a pull from each worker id, beside the transfer of its bytes."""
     prompt_step_s: float = 0.0
     """Duration of a step that computes prompts, in seconds."""
     gpu: GpuLoad | None = None

@@ -12,9 +12,13 @@ from diptych.rpc.v1 import types_pb2
 DONE = b"data: [DONE]\n\n"
 PING = b": ping\n\n"
 
-_EXPLAINED = [f.name for f in Explanation.DESCRIPTOR.fields if f.name not in ("notes", "candidates", "attempts")]
+_EXPLAINED = [
+    f.name for f in Explanation.DESCRIPTOR.fields if f.name not in ("notes", "candidates", "attempts", "pulls")
+]
 _ATTEMPT = [f.name for f in types_pb2.RequestAttempt.DESCRIPTOR.fields]
-_TERMS = [f.name for f in types_pb2.PlacementTerms.DESCRIPTOR.fields]
+_TERMS = [f.name for f in types_pb2.PlacementTerms.DESCRIPTOR.fields if f.name != "pull"]
+_PULL_TERMS = [f.name for f in types_pb2.PullTerms.DESCRIPTOR.fields]
+_PULL = [f.name for f in types_pb2.KvPull.DESCRIPTOR.fields]
 
 
 def sse(payload: object) -> bytes:
@@ -38,6 +42,7 @@ def explanation_object(explanation: Explanation) -> dict[str, Any]:
     facts["notes"] = list(explanation.notes)
     facts["placement"] = [_terms_object(terms) for terms in explanation.candidates]
     facts["attempts"] = [{name: getattr(one, name) for name in _ATTEMPT} for one in explanation.attempts]
+    facts["pulls"] = [{name: getattr(one, name) for name in _PULL} for one in explanation.pulls]
     return facts
 
 
@@ -46,6 +51,7 @@ def _terms_object(terms: types_pb2.PlacementTerms) -> dict[str, Any]:
     for pool in ("prefill", "decode"):
         tiers = shown[f"{pool}_tiers"] = {part.tier: part.tokens for part in shown[f"{pool}_tiers"]}
         shown[f"{pool}_host_tokens"] = tiers.get("host", 0)  # the former name of this one
+    shown["pull"] = {name: getattr(terms.pull, name) for name in _PULL_TERMS} if terms.HasField("pull") else None
     return shown
 
 

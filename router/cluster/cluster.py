@@ -69,7 +69,7 @@ class Cluster:
         policy: name of the placement policy.
         require_prefill: not ready before a prefill worker was usable once.
         turn_window_s: see WaitQueue.
-        hot_prefix_copies, library: see Placer.
+        hot_prefix_copies, kv_pulls, library: see Placer.
         rollout: canary and shadow workers.
         settle_s: see StartupGrace.
         router_id: see PendingShare; "": a new one.
@@ -98,6 +98,7 @@ class Cluster:
         call_key: bytes = b"",
         turn_window_s: float = 0.0,
         hot_prefix_copies: bool = False,
+        kv_pulls: bool = True,
         library: Library | None = None,
     ) -> None:
         self._tls = tls
@@ -121,7 +122,13 @@ class Cluster:
         self.wait_queue = WaitQueue(self._has_room, window_s=turn_window_s, placed=self.reservations.backlog.left)
         self.reservations.on_less = self.wait_queue.let_in
         self.placer = Placer.of(
-            self._index, self.reservations, rng, policy=policy, hot_prefix_copies=hot_prefix_copies, library=library
+            self._index,
+            self.reservations,
+            rng,
+            policy=policy,
+            hot_prefix_copies=hot_prefix_copies,
+            kv_pulls=kv_pulls,
+            library=library,
         )
         self._least_context: int | None = None
         self._groups = Groups(rollout)
@@ -422,7 +429,7 @@ class Cluster:
         """Count the attempt as pending on its workers until `reservations.release`. `doubtful`: see Reservations."""
         record = placement.decode.record
         computes = placement.chosen.prefill or placement.decode
-        num_tokens = num_prompt_tokens - computes.hit_tokens
+        num_tokens = num_prompt_tokens - placement.chosen.computed_from
         reservation = Reservation(computes.worker_id, record.worker_id, num_tokens, tenant)
         self.reservations.reserve(attempt, reservation, doubtful=doubtful)
         now = self._clock.now()

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from diptych.router.placement.index import IndexMode
+from diptych.router.placement.pulls import PlannedPull
 from diptych.router.placement.types import Placement, Terms, WorkerView
 from diptych.rpc.v1 import types_pb2
 
@@ -104,14 +105,14 @@ def candidates_of(placement: Placement) -> list[types_pb2.PlacementTerms]:
     shown = placement.best(_MAX_CANDIDATES)
     if placement.chosen not in shown:
         shown[-1:] = [placement.chosen]
-    return [_terms(terms, terms == placement.chosen) for terms in shown]
+    return [_terms(placement, terms) for terms in shown]
 
 
 def _tier_tokens(worker: WorkerView) -> list[types_pb2.TierTokens]:
     return [types_pb2.TierTokens(tier=tier, tokens=tokens) for tier, tokens in worker.tier_tokens]
 
 
-def _terms(terms: Terms, chosen: bool) -> types_pb2.PlacementTerms:
+def _terms(placement: Placement, terms: Terms) -> types_pb2.PlacementTerms:
     prefill = terms.prefill
     return types_pb2.PlacementTerms(
         prefill_worker_id=prefill.worker_id if prefill is not None else "",
@@ -124,7 +125,19 @@ def _terms(terms: Terms, chosen: bool) -> types_pb2.PlacementTerms:
         total_ms=terms.total_ms,
         prefill_hit_tokens=prefill.hit_tokens if prefill is not None else 0,
         decode_hit_tokens=terms.decode.hit_tokens,
-        chosen=chosen,
+        chosen=terms == placement.chosen,
         prefill_tiers=_tier_tokens(prefill) if prefill is not None else (),
         decode_tiers=_tier_tokens(terms.decode),
+        pull=None if terms.pull is None else _pull(terms.pull, placement),
+    )
+
+
+def _pull(pull: PlannedPull, placement: Placement) -> types_pb2.PullTerms:
+    return types_pb2.PullTerms(
+        holder=placement.snapshot.record(pull.holder).worker_id,
+        first_token=pull.first_token,
+        num_tokens=pull.num_tokens,
+        pull_ms=pull.pull_ms,
+        compute_ms=pull.compute_ms,
+        pays_from_tokens=pull.pays_from,
     )

@@ -18,6 +18,7 @@ from typing import Protocol
 
 import numpy as np
 
+from diptych.router.placement.pulls import PlannedPull, Pulls, plan_pulls
 from diptych.router.placement.types import (
     Placement,
     PlacementRequest,
@@ -45,6 +46,7 @@ class Costs:
         local: [D], the same; None: local prefill is never a candidate.
         queue, compute: [P + D].
         sequences, decode_load: [D].
+        pulls: what each worker would take from another one's cache; `compute` has it; None: nothing.
         colocated: the decode worker that became a candidate by the colocated margin.
     """
 
@@ -56,6 +58,7 @@ class Costs:
     compute: Floats
     sequences: Floats
     decode_load: Floats
+    pulls: Pulls | None = None
     colocated: bool = False
     least_remote: float = field(init=False)
 
@@ -112,10 +115,13 @@ class Costs:
         if p is None:
             compute = float(self.compute[at])
             stall = compute * float(self.sequences[d]) + LOCAL_BIAS_MS
-            return Terms(None, decode, float(self.queue[at]), compute, 0.0, load, stall)
+            return Terms(None, decode, float(self.queue[at]), compute, 0.0, load, stall, self._pull(at))
         queue, compute = float(self.queue[p]), float(self.compute[p])
         transfer = float(self.remote[p, d]) - queue - compute - load
-        return Terms(self.snapshot.view(p), decode, queue, compute, transfer, load, 0.0)
+        return Terms(self.snapshot.view(p), decode, queue, compute, transfer, load, 0.0, self._pull(p))
+
+    def _pull(self, at: int) -> PlannedPull | None:
+        return None if self.pulls is None else self.pulls.of(at)
 
     def best(self, limit: int | None) -> list[Terms]:
         """The cheapest candidates, cheapest first."""
@@ -191,7 +197,7 @@ def _why_local(costs: Costs, d: int) -> str:
     """The note of a prompt that decode worker `d` computes though there are prefill workers."""
     request, snapshot = costs.request, costs.snapshot
     assert costs.local is not None
-    fresh = request.num_prompt_tokens - snapshot.view(snapshot.fleet.num_prefill + d).hit_tokens
+    fresh = request.num_prompt_tokens - costs.terms((None, d)).computed_from
     full = _holds_all(request, snapshot)
     if full is not None and full[d]:
         return (
@@ -239,6 +245,12 @@ def candidate_costs(request: PlacementRequest, snapshot: ClusterSnapshot, now: f
     hits = loads.hit_tokens
     uncached: Ints | int = request.num_prompt_tokens if hits is None else request.num_prompt_tokens - hits
     compute = uncached * fleet.token_ms
+    pulls: Pulls | None = None
+    if hits is not None and fleet.pulls is not None:
+        barred = [first_decode + d for d in snapshot.barred]
+        pulls = plan_pulls(fleet.pulls, fleet.token_ms, hits, loads.lower_tokens, barred)
+        if pulls is not None:
+            compute -= pulls.saved_ms
     # A worker computes at most as many tokens of each other prompt before this one as this one has
     # (common/equal_shares.py), after the current step.
     before = np.maximum(loads.pending_requests, fleet.requests) * compute
@@ -266,12 +278,12 @@ def candidate_costs(request: PlacementRequest, snapshot: ClusterSnapshot, now: f
     else:
         remote = fleet.handoff_ms + column
         remote += row
-    local = _local_costs(request, snapshot, queue, compute, sequences, decode_load)
+    local = _local_costs(request, snapshot, queue, compute, sequences, decode_load, pulls)
     if snapshot.barred:
         remote[:, list(snapshot.barred)] = np.inf
         if local is not None:
             local[list(snapshot.barred)] = np.inf
-    return Costs(request, snapshot, remote, local, queue, compute, sequences, decode_load)
+    return Costs(request, snapshot, remote, local, queue, compute, sequences, decode_load, pulls)
 
 
 def _local_costs(
@@ -281,8 +293,10 @@ def _local_costs(
     compute: Floats,
     sequences: Floats,
     decode_load: Floats,
+    pulls: Pulls | None,
 ) -> Floats | None:
-    fleet, hits = snapshot.fleet, snapshot.loads.hit_tokens
+    fleet = snapshot.fleet
+    hits = snapshot.loads.hit_tokens if pulls is None else pulls.hit_tokens
     first_decode = fleet.num_prefill
     fallback = request.allow_local_fallback and fleet.any_alone
     least = request.num_prompt_tokens - request.local_prefill_max_tokens

@@ -81,6 +81,7 @@ class Placer:
         policy: picks among the candidates.
         replication: creates copies of hot prefixes, under the policy "cost"; None: copies arise only from long queues.
         library: looks prompts up in C; None: in numpy.
+        pulls: workers take blocks from each other's caches where that is cheaper than computing.
     """
 
     def __init__(
@@ -91,7 +92,10 @@ class Placer:
         policy: PlacementPolicy = CHEAPEST,
         replication: Replication | None = None,
         library: Library | None = None,
+        *,
+        pulls: bool = True,
     ) -> None:
+        self._pulls = pulls
         self._replication = replication if policy.name == CHEAPEST.name else None
         self._library = library
         self._found: Ints | None = None
@@ -117,11 +121,12 @@ class Placer:
         *,
         policy: str = CHEAPEST.name,
         hot_prefix_copies: bool = False,
+        kv_pulls: bool = True,
         library: Library | None = None,
     ) -> Placer:
         """A placer by the router's settings; benchmarks use it, too. Raises: ConfigError."""
         replication = Replication() if hot_prefix_copies else None
-        return Placer(index, reservations, rng, policy_by_name(policy), replication, library)
+        return Placer(index, reservations, rng, policy_by_name(policy), replication, library, pulls=kv_pulls)
 
     def set_workers(
         self,
@@ -132,7 +137,7 @@ class Placer:
     ) -> None:
         """Set the usable workers. Call it whenever a record, a worker's usability or the index's workers change."""
         one, other = ([(candidate.record, candidate.read_at) for candidate in side] for side in (prefill, decode))
-        self._fleet = WorkerArrays.of(one, other, incompatible, unusable)
+        self._fleet = WorkerArrays.of(one, other, incompatible, unusable, pulls=self._pulls)
         self._speeds = self._fleet.prompt_tokens_per_s()
         self._reservations.backlog.set_rates(self._speeds)
         candidates = [*prefill, *decode]

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from diptych.common.store.worker_record import WorkerRecord
+from diptych.router.placement.pulls import PlannedPull
 
 
 @dataclass(slots=True)
@@ -73,6 +74,8 @@ class Terms:
     transfer_ms: float
     decode_load_ms: float
     stall_ms: float
+    pull: PlannedPull | None = None
+    """By the worker that computes the prompt; prefill_ms has its time."""
 
     @property
     def total_ms(self) -> float:
@@ -86,7 +89,14 @@ class Terms:
     @property
     def cached_tokens(self) -> int:
         """Prompt tokens that need no compute: those cached on decode, and of the rest those cached on prefill."""
-        return max(self.decode.hit_tokens, self.prefill.hit_tokens if self.prefill is not None else 0)
+        pulled = self.pull.num_tokens if self.pull is not None else 0
+        return max(self.decode.hit_tokens, pulled, self.prefill.hit_tokens if self.prefill is not None else 0)
+
+    @property
+    def computed_from(self) -> int:
+        """Leading prompt tokens that the worker which computes the prompt need not compute."""
+        computes = self.prefill or self.decode
+        return computes.hit_tokens if self.pull is None else self.pull.num_tokens
 
 
 class Views(Protocol):

@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from diptych.common.store.worker_record import WorkerRecord
 from diptych.common.tiers import LOWER_TIERS
+from diptych.router.placement.pulls import PullLinks
 from diptych.router.placement.types import WorkerView
 
 DEFAULT_PREFILL_TOKENS_PER_S = 200.0
@@ -45,6 +46,7 @@ class WorkerArrays:
         move_ms: [P, D], to transfer one token's KV, of the layers that keep every token.
         window_move_ms: (window, [P, D]) for each window that any worker has: the same of layers with that window.
         handoff_ms: [P, D], the fixed cost of a pair, infinite where KV may not be transferred.
+        pulls: links between all workers; None: no worker takes KV from another one's cache.
         incompatible, unusable: reasons in words, by pair of ids and by id.
     """
 
@@ -66,6 +68,7 @@ class WorkerArrays:
     move_ms: Floats
     window_move_ms: tuple[tuple[int, Floats], ...]
     handoff_ms: Floats
+    pulls: PullLinks | None = None
     incompatible: Mapping[tuple[str, str], Sequence[str]] = field(default_factory=dict)
     unusable: Mapping[str, str] = field(default_factory=dict)
 
@@ -88,6 +91,8 @@ class WorkerArrays:
         decode: Sequence[Lease],
         incompatible: Mapping[tuple[str, str], Sequence[str]] | None = None,
         unusable: Mapping[str, str] | None = None,
+        *,
+        pulls: bool = True,
     ) -> WorkerArrays:
         incompatible = incompatible or {}
         leases = [*prefill, *decode]
@@ -123,6 +128,7 @@ class WorkerArrays:
                 for window in sorted({window for record in on_decode for window, _ in record.kv_windows})
             ),
             handoff_ms=np.where(fits, HANDOFF_MS, np.inf),
+            pulls=PullLinks.of(records) if pulls else None,
             incompatible=dict(incompatible),
             unusable=dict(unusable or {}),
         )

@@ -64,6 +64,7 @@ def submit_of(
             local_prefill_max_tokens=(
                 len(request.prompt.token_ids) if placement.colocated else request.local_prefill_max_tokens
             ),
+            **_sources(placement),
         ),
         remaining_s=left_s - min(_MARGIN_S, left_s * _MARGIN_FRACTION),
         priority=request.priority,
@@ -75,6 +76,19 @@ def submit_of(
     if request.repeated is not None:
         submit.sampling.seed = request.sampling.seed
     return submit
+
+
+def _sources(placement: Placement) -> dict[str, types_pb2.KvSource]:
+    """Where the worker that computes the prompt takes leading blocks from, by the name of the field."""
+    pull = placement.chosen.pull
+    if pull is None:
+        return {}
+    source = types_pb2.KvSource(
+        holder=_ref(placement.snapshot.record(pull.holder)),
+        num_tokens=pull.num_tokens,
+        compute_s=pull.compute_ms / 1000.0,
+    )
+    return {"decode_source" if placement.local_prefill else "prefill_source": source}
 
 
 def claims_of(request: ValidatedRequest, placement: Placement, attempt: str, left_s: float, epoch: int) -> bytes:

@@ -196,7 +196,7 @@ class WorkerRef(_message.Message):
     def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., address: _Optional[str] = ...) -> None: ...
 
 class PlacementTerms(_message.Message):
-    __slots__ = ("prefill_worker_id", "decode_worker_id", "queue_ms", "prefill_ms", "transfer_ms", "decode_load_ms", "stall_ms", "total_ms", "prefill_hit_tokens", "decode_hit_tokens", "chosen", "prefill_tiers", "decode_tiers")
+    __slots__ = ("prefill_worker_id", "decode_worker_id", "queue_ms", "prefill_ms", "transfer_ms", "decode_load_ms", "stall_ms", "total_ms", "prefill_hit_tokens", "decode_hit_tokens", "chosen", "prefill_tiers", "decode_tiers", "pull")
     PREFILL_WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     DECODE_WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     QUEUE_MS_FIELD_NUMBER: _ClassVar[int]
@@ -210,6 +210,7 @@ class PlacementTerms(_message.Message):
     CHOSEN_FIELD_NUMBER: _ClassVar[int]
     PREFILL_TIERS_FIELD_NUMBER: _ClassVar[int]
     DECODE_TIERS_FIELD_NUMBER: _ClassVar[int]
+    PULL_FIELD_NUMBER: _ClassVar[int]
     prefill_worker_id: str
     decode_worker_id: str
     queue_ms: float
@@ -223,7 +224,24 @@ class PlacementTerms(_message.Message):
     chosen: bool
     prefill_tiers: _containers.RepeatedCompositeFieldContainer[TierTokens]
     decode_tiers: _containers.RepeatedCompositeFieldContainer[TierTokens]
-    def __init__(self, prefill_worker_id: _Optional[str] = ..., decode_worker_id: _Optional[str] = ..., queue_ms: _Optional[float] = ..., prefill_ms: _Optional[float] = ..., transfer_ms: _Optional[float] = ..., decode_load_ms: _Optional[float] = ..., stall_ms: _Optional[float] = ..., total_ms: _Optional[float] = ..., prefill_hit_tokens: _Optional[int] = ..., decode_hit_tokens: _Optional[int] = ..., chosen: _Optional[bool] = ..., prefill_tiers: _Optional[_Iterable[_Union[TierTokens, _Mapping]]] = ..., decode_tiers: _Optional[_Iterable[_Union[TierTokens, _Mapping]]] = ...) -> None: ...
+    pull: PullTerms
+    def __init__(self, prefill_worker_id: _Optional[str] = ..., decode_worker_id: _Optional[str] = ..., queue_ms: _Optional[float] = ..., prefill_ms: _Optional[float] = ..., transfer_ms: _Optional[float] = ..., decode_load_ms: _Optional[float] = ..., stall_ms: _Optional[float] = ..., total_ms: _Optional[float] = ..., prefill_hit_tokens: _Optional[int] = ..., decode_hit_tokens: _Optional[int] = ..., chosen: _Optional[bool] = ..., prefill_tiers: _Optional[_Iterable[_Union[TierTokens, _Mapping]]] = ..., decode_tiers: _Optional[_Iterable[_Union[TierTokens, _Mapping]]] = ..., pull: _Optional[_Union[PullTerms, _Mapping]] = ...) -> None: ...
+
+class PullTerms(_message.Message):
+    __slots__ = ("holder", "first_token", "num_tokens", "pull_ms", "compute_ms", "pays_from_tokens")
+    HOLDER_FIELD_NUMBER: _ClassVar[int]
+    FIRST_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PULL_MS_FIELD_NUMBER: _ClassVar[int]
+    COMPUTE_MS_FIELD_NUMBER: _ClassVar[int]
+    PAYS_FROM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    holder: str
+    first_token: int
+    num_tokens: int
+    pull_ms: float
+    compute_ms: float
+    pays_from_tokens: float
+    def __init__(self, holder: _Optional[str] = ..., first_token: _Optional[int] = ..., num_tokens: _Optional[int] = ..., pull_ms: _Optional[float] = ..., compute_ms: _Optional[float] = ..., pays_from_tokens: _Optional[float] = ...) -> None: ...
 
 class TierTokens(_message.Message):
     __slots__ = ("tier", "tokens")

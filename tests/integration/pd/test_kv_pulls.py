@@ -41,12 +41,14 @@ def submit(cluster: Any, attempt: str, prompt: list[int], **arguments: Any) -> d
 
 
 async def undisturbed(pd: ModuleType, *prompts: list[int], **model: Any) -> list[list[int]]:
-    async with pd.cluster(num_prefill=0, decode=lambda: pd.fake_model(**model)) as alone:
-        async with pd.FakeRouter(alone.decode.address) as router:
-            return [
-                (await router.run(alone.submit_message(attempt=f"l{i}", prompt=prompt))).token_ids
-                for i, prompt in enumerate(prompts)
-            ]
+    async with (
+        pd.cluster(num_prefill=0, decode=lambda: pd.fake_model(**model)) as alone,
+        pd.FakeRouter(alone.decode.address) as router,
+    ):
+        return [
+            (await router.run(alone.submit_message(attempt=f"l{i}", prompt=prompt))).token_ids
+            for i, prompt in enumerate(prompts)
+        ]
 
 
 async def first_turn(pd: ModuleType, cluster: Any, router: Any) -> tuple[list[int], int]:

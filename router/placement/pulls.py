@@ -1,0 +1,166 @@
+"""Whether a worker should take the leading blocks of a prompt that it lacks from the worker that holds most of them, or compute
+them. Pure; the simulator uses it, too (docs/decisions/kv-pulls.md).
+
+    pull(reader, holder)  = fixed cost of the link + bytes / rate of the link
+    computing             = tokens / prefill rate of the reader
+
+A pull must be cheaper by a quarter: its prediction is the less certain one, and it costs the holder something, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from diptych.common.compat import CONVERTS
+from diptych.common.store.worker_record import WorkerRecord
+
+FIXED_MS = 10.0
+"""Of a pull over a link that was not measured: a call, the announcement, the acknowledgement, two steps' borders."""
+DEFAULT_BYTES_PER_S = 400e6
+MOST_OF_COMPUTE = 0.8
+"""A pull is planned if it is expected to take at most this part of the time of computing."""
+FIELD = "source"
+"""Workers that take part announce it (worker/wire.py: REQUEST_FIELDS)."""
+
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+
+
+@dataclass(slots=True)
+class PlannedPull:
+    """`reader` takes the KV of tokens [first_token, num_tokens) from `holder` (indexes of workers).
+
+    Args:
+        pull_ms, compute_ms: predicted for this range.
+        pays_from: tokens from which a pull over this link is made at all; infinite: never.
+    """
+
+    reader: int
+    holder: int
+    first_token: int
+    num_tokens: int
+    pull_ms: float
+    compute_ms: float
+    pays_from: float
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PullLinks:
+    """Of all pairs of workers, [reader, holder].
+
+    Args:
+        fixed_ms: infinite where the KV of one is not that of the other, or one of them takes no part.
+        byte_ms: to move one byte.
+        token_bytes: [reader], of the layers that keep every token.
+        windows: (window, [reader]) bytes per token of the layers with that window.
+    """
+
+    fixed_ms: Floats
+    byte_ms: Floats
+    token_bytes: Floats
+    windows: tuple[tuple[int, Floats], ...]
+
+    @staticmethod
+    def of(records: Sequence[WorkerRecord]) -> PullLinks:
+        count = len(records)
+        facts = [tuple(sorted((k, v) for k, v in r.compat.items() if k != CONVERTS)) for r in records]
+        kinds = {one: i for i, one in enumerate(dict.fromkeys(facts))}
+        kind = np.array([kinds[one] for one in facts], np.int64)
+        able = np.array([FIELD in r.request_fields and bool(r.compat) for r in records], np.bool_)
+        fits = (kind[:, None] == kind[None, :]) & able[:, None] & able[None, :]
+        np.fill_diagonal(fits, False)
+        at = {r.worker_id: i for i, r in enumerate(records)}
+        rates = [rate for r in records for rate in r.load.link_bytes_per_s.values() if rate > 0]
+        mean = sum(rates) / len(rates) if rates else DEFAULT_BYTES_PER_S
+        byte_ms = np.full((count, count), 1000.0 / mean)
+        fixed_ms = np.where(fits, FIXED_MS, np.inf)
+        for reader, record in enumerate(records):
+            for name, rate in record.load.link_bytes_per_s.items():
+                if rate > 0 and (holder := at.get(name)) is not None:
+                    byte_ms[reader, holder] = 1000.0 / rate
+            for name, seconds in record.load.pull_overhead_s.items():
+                if (holder := at.get(name)) is not None and fits[reader, holder]:
+                    fixed_ms[reader, holder] = 1000.0 * seconds
+        windows = sorted({window for record in records for window, _ in record.kv_windows})
+        return PullLinks(
+            fixed_ms,
+            byte_ms,
+            np.array([record.kv_bytes_per_token for record in records], np.float64),
+            tuple((w, np.array([dict(r.kv_windows).get(w, 0) for r in records], np.float64)) for w in windows),
+        )
+
+    def pull_ms(self, holder: int, num_tokens: Ints) -> Floats:
+        """[reader]: to take so many tokens each from `holder`."""
+        size = self.token_bytes * num_tokens
+        for window, token_bytes in self.windows:
+            size += token_bytes * np.minimum(num_tokens, window)
+        out: Floats = self.fixed_ms[:, holder] + self.byte_ms[:, holder] * size
+        return out
+
+    def pays_from(self, reader: int, holder: int, token_ms: float) -> float:
+        """Tokens from which `reader` takes KV from `holder` instead of computing it; infinite: never."""
+        gain = MOST_OF_COMPUTE * token_ms - float(self.byte_ms[reader, holder] * self.token_bytes[reader])
+        fixed = float(self.fixed_ms[reader, holder])
+        fixed += sum(float(self.byte_ms[reader, holder] * size[reader]) * window for window, size in self.windows)
+        return fixed / gain if gain > 0.0 else float("inf")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Pulls:
+    """What each worker would take from the one holder that has most of a prompt.
+
+    Args:
+        saved_ms: [worker], of the time to compute its uncached tokens; 0.0: it would compute them all.
+        hit_tokens: [worker], leading tokens that need no compute after the pull.
+    """
+
+    holder: int
+    saved_ms: Floats
+    hit_tokens: Ints
+    _links: PullLinks
+    _before: Ints
+    _token_ms: Floats
+
+    def of(self, reader: int) -> PlannedPull | None:
+        """None: it takes nothing."""
+        if not self.saved_ms[reader]:
+            return None
+        first, end, token_ms = int(self._before[reader]), int(self.hit_tokens[reader]), float(self._token_ms[reader])
+        compute_ms = (end - first) * token_ms
+        return PlannedPull(
+            reader, self.holder, first, end, compute_ms - float(self.saved_ms[reader]), compute_ms,
+            self._links.pays_from(reader, self.holder, token_ms),
+        )  # fmt: skip
+
+
+def plan_pulls(
+    links: PullLinks, token_ms: Floats, hits: Ints, lower: Ints | None, not_from: Sequence[int] = ()
+) -> Pulls | None:
+    """What each worker saves by a pull; None: nothing, anywhere.
+
+    Args:
+        token_ms: [worker], to compute a token.
+        hits: [worker], leading tokens that it has.
+        lower: [tier, worker], those of them in lower tiers: a holder serves its first tier.
+        not_from: workers that cannot be read from now.
+    """
+    served = hits if lower is None else hits - np.add.reduce(lower)
+    if len(not_from):
+        served = served.copy()
+        served[list(not_from)] = 0
+    holder = int(served.argmax())
+    gain = served[holder] - hits
+    np.maximum(gain, 0, out=gain)
+    if not gain.any():
+        return None
+    compute_ms = gain * token_ms
+    saved = compute_ms - links.pull_ms(holder, gain)
+    saved[saved < (1.0 - MOST_OF_COMPUTE) * compute_ms] = 0.0
+    saved[gain == 0] = 0.0
+    if not saved.any():
+        return None
+    return Pulls(holder, saved, np.where(saved > 0.0, served[holder], hits), links, hits, token_ms)

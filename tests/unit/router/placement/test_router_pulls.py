@@ -1,0 +1,149 @@
+"""Where the KV of a prompt's beginning comes from: the plan, its costs, and what is sent to the workers."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from diptych.router.placement.cost import choose_placement
+from diptych.router.placement.pulls import FIELD, FIXED_MS, MOST_OF_COMPUTE, PullLinks, plan_pulls
+from diptych.router.placement.types import Placement, PlacementRequest
+from diptych.router.placement.worker_arrays import ClusterSnapshot
+from diptych.worker import wire
+from diptych_tests.records import worker_record, worker_view
+
+NOW = 100.0
+MB_PER_S = {"fast": 1e9, "slow": 1e6}
+
+
+def view(name: str, hit: int = 0, *, able: bool = True, compat: str = "a", **load: Any):
+    one = worker_view(name, hit, reported_at=NOW, **load)
+    fields = (FIELD,) if able else ()
+    one.record = msgspec.structs.replace(one.record, compat={"model_revision": compat}, request_fields=fields)
+    return one
+
+
+def choose(prefill, decode, n=1000, local=64, **request) -> Placement:
+    snapshot = ClusterSnapshot.of(prefill, decode)
+    placement = choose_placement(PlacementRequest(n, local, **request), snapshot, NOW, random.Random(0))
+    assert isinstance(placement, Placement)
+    return placement
+
+
+def test_the_second_turn_is_taken_from_decode():
+    placement = choose([view("p0", 320)], [view("d0", 800)])
+    pull = placement.chosen.pull
+    assert pull is not None
+    assert placement.snapshot.record(pull.holder).worker_id == "d0"
+    assert (pull.first_token, pull.num_tokens) == (320, 800)
+    # 480 tokens of 50,000 bytes at 400 MB/s, and the fixed cost; computing at 100 tokens a second
+    assert pull.pull_ms == pytest.approx(FIXED_MS + 480 * 50_000 / 400e6 * 1000)
+    assert pull.compute_ms == pytest.approx(4800)
+    assert placement.chosen.prefill_ms == pytest.approx(pull.pull_ms + 2000)
+    assert placement.chosen.ttft_ms == pytest.approx(pull.pull_ms + 2000)
+    assert (placement.chosen.cached_tokens, placement.chosen.computed_from) == (800, 800)
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode"),
+    [
+        pytest.param(view("p0", 320), view("d0", 800, able=False), id="a holder that serves none"),
+        pytest.param(view("p0", 320, able=False), view("d0", 800), id="a reader that takes none"),
+        pytest.param(view("p0", 320), view("d0", 800, compat="b"), id="another model"),
+        pytest.param(view("p0", 800), view("d0", 800), id="nothing is lacking"),
+        pytest.param(view("p0", 320, link_bytes_per_s={"d0": 1e6}), view("d0", 800), id="a link slower than computing"),
+        pytest.param(
+            view("p0", 784, prefill_tokens_per_s=1e5), view("d0", 800), id="too few tokens for the fixed cost"
+        ),
+        pytest.param(view("p0", 320, pull_overhead_s={"d0": 9.0}), view("d0", 800), id="a holder that was slow"),
+    ],
+)
+def test_no_pull_is_made(prefill, decode):
+    assert choose([prefill], [decode]).chosen.pull is None
+
+
+def test_no_pull_where_it_is_switched_off():
+    one, other = view("p0", 320), view("d0", 800)
+    snapshot = ClusterSnapshot.of([one], [other])
+    object.__setattr__(snapshot.fleet, "pulls", None)
+    placement = choose_placement(PlacementRequest(1000, 64), snapshot, NOW, random.Random(0))
+    assert isinstance(placement, Placement)
+    assert placement.chosen.pull is None
+
+
+def test_a_worker_without_the_prefix_wins_where_its_holder_is_busy():
+    busy = view("p0", 800, waiting_prompt_tokens=4000, num_waiting=3)
+    idle, holder = view("p1"), view("d0")
+    without = choose([busy, view("p1", able=False)], [holder])
+    assert without.chosen.prefill.worker_id == "p0"
+    placement = choose([busy, idle], [holder])
+    assert placement.chosen.prefill.worker_id == "p1"
+    assert placement.snapshot.record(placement.chosen.pull.holder).worker_id == "p0"
+
+
+def test_decode_takes_it_from_decode_and_computes_the_rest_itself():
+    placement = choose([], [view("d0", 960, num_running=30), view("d1")], local=64)
+    assert placement.local_prefill
+    assert placement.decode.worker_id == "d1"
+    assert placement.snapshot.record(placement.chosen.pull.holder).worker_id == "d0"
+
+
+def test_a_worker_that_failed_for_the_request_is_no_holder():
+    snapshot = ClusterSnapshot.of([view("p0")], [view("d0", 960), view("d1")])
+    snapshot.barred = (0,)
+    placement = choose_placement(PlacementRequest(1000, 64), snapshot, NOW, random.Random(0))
+    assert isinstance(placement, Placement)
+    assert placement.chosen.pull is None
+
+
+def test_what_is_in_a_lower_tier_is_not_served():
+    holder = view("d0", 960)
+    holder.tier_tokens = (("host", 960),)
+    assert choose([view("p0")], [holder], local=0).chosen.pull is None
+
+
+def test_workers_announce_the_field_by_this_name():
+    assert FIELD == wire.SOURCE
+    assert FIELD in wire.REQUEST_FIELDS
+
+
+@given(
+    rate=st.floats(1e6, 1e12),
+    tokens_per_s=st.floats(10, 1e6),
+    fixed_s=st.floats(0, 1),
+    hits=st.lists(st.integers(0, 2000), min_size=2, max_size=2),
+)
+def test_a_pull_that_would_be_slower_is_never_made(rate, tokens_per_s, fixed_s, hits):
+    """And it is made exactly from the printed number of tokens on."""
+    reader = view(
+        "p0", link_bytes_per_s={"d0": rate}, pull_overhead_s={"d0": fixed_s}, prefill_tokens_per_s=tokens_per_s
+    )
+    records = [reader.record, view("d0").record]
+    links, token_ms = PullLinks.of(records), np.full(2, 1000.0 / tokens_per_s)
+    planned = plan_pulls(links, token_ms, np.array(hits), None)
+    pull = planned.of(0) if planned is not None else None
+    pays_from, gain = links.pays_from(0, 1, 1000.0 / tokens_per_s), hits[1] - hits[0]
+    if pull is None:
+        assert gain <= 0 or gain <= pays_from * (1 + 1e-6)
+    else:
+        assert pull.pull_ms <= MOST_OF_COMPUTE * pull.compute_ms * (1 + 1e-6)
+        assert gain >= pays_from * (1 - 1e-6)
+
+
+def test_a_link_is_known_by_its_own_measurements():
+    records = [
+        worker_record("p0", compat={"a": "b"}, request_fields=(FIELD,)),
+        worker_record("d0", compat={"a": "b"}, request_fields=(FIELD,)),
+    ]
+    links = PullLinks.of(records)
+    assert links.fixed_ms.tolist() == [[np.inf, FIXED_MS], [FIXED_MS, np.inf]]
+    windowed = [msgspec.structs.replace(record, kv_windows=((64, 1000),)) for record in records]
+    assert PullLinks.of(windowed).pull_ms(1, np.array([100, 0]))[0] == pytest.approx(
+        FIXED_MS + (100 * 50_000 + 64 * 1000) / 400e6 * 1000
+    )
