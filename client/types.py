@@ -99,7 +99,7 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class PullTerms:
-    """A planned pull: KV of tokens `first_token` to `num_tokens` from the worker `holder`, beside computing them, in milliseconds.
+    """A planned pull of tokens `first_token` to `num_tokens` from the worker `holder`, and computing them, in milliseconds.
     From `pays_from_tokens` tokens on a pull over this link is made.
     """
 
