@@ -70,3 +70,27 @@ async def test_what_cannot_be_a_part_is_refused(pd: ModuleType, n: int, outputs:
         with pytest.raises(InvalidRequestError) as caught:
             await tokens_of(router, message)
         assert caught.value.param == "choice"
+
+
+async def test_the_tokens_so_far_count_where_it_is_decided_who_computes(pd: ModuleType) -> None:
+    """Of a continuation decode needs the KV of the prompt and of all its tokens but the last one. Nothing is cached at first;
+    then all but the last block is."""
+    limit = len(pd.PROMPT) + 3
+    async with pd.cluster() as cluster, pd.FakeRouter(cluster.decode.address) as router:
+        reported = router._on_event
+        router._on_event = lambda event: event.HasField("tokens") or reported(event)
+
+        async def is_local(prompt: list[int], num_sent: int, limit: int) -> bool:
+            attempt = f"{prompt[0]} {num_sent} {limit}"
+            message = cluster.submit_message(
+                attempt=attempt, prompt=prompt, local=True, local_max=limit, max_tokens=NUM_TOKENS
+            )
+            message.output_token_ids.extend(range(20, 20 + num_sent))
+            answer = await router.run(message)
+            assert answer.error is None
+            return answer.explanation.local_prefill
+
+        assert await is_local([901, *pd.PROMPT[1:]], 4, limit)
+        assert not await is_local([902, *pd.PROMPT[1:]], 5, limit)
+        assert await is_local([902, *pd.PROMPT[1:]], 5, limit=pd.BLOCK)
+        await cluster.nothing_left()
