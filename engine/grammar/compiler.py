@@ -12,6 +12,7 @@ compile(grammar) -> cached? -> yes: Program
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import json
 import math
@@ -48,6 +49,9 @@ _WALL_FACTOR = 6.0
 """A compilation may take so many times its cap of CPU time: what a busy machine holds up is no fault of the grammar."""
 _LONG_S = 1.0
 """Most grammars take milliseconds."""
+_QUICK_CPU_S, _NICE = 1.0, 10
+"""A compilation begins as one thread among those of the worker, which may use every core: with a lower priority it would
+hardly get anywhere. After so many seconds of CPU time the worker's own threads come first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +79,11 @@ class Compiling(Protocol):
 
     async def prepare(self) -> None:
         """Have it up before there is anything to compile. Raises: NoWorkerError."""
+        ...
+
+    @property
+    def spent(self) -> bool:
+        """It has compiled for so long that its priority was lowered, for good: not to be used again."""
         ...
 
     def kill(self) -> None: ...
@@ -228,7 +237,7 @@ class GrammarCompiler:
             if long is not None:
                 long.cancel()
             self._busy.discard(process)
-            if healthy and not self._closed:
+            if healthy and not process.spent and not self._closed:
                 self._idle.append(process)
             else:
                 process.kill()
@@ -250,9 +259,10 @@ class ChildProcess:
 
     def __init__(self, backend: str, model: str, limits: GrammarLimits) -> None:
         self._args = (
-            backend, model, str(limits.memory_bytes), str(int(_WALL_FACTOR * limits.time_cap_s) + 2),
+            backend, model, str(limits.memory_bytes), str(int(limits.time_cap_s) + 2),
         )  # fmt: skip
         self._time_cap_s = limits.time_cap_s
+        self.spent = False
         self._process: subprocess.Popen[bytes] | None = None
         self._reader: asyncio.StreamReader | None = None
         self._writer: asyncio.StreamWriter | None = None
@@ -279,9 +289,13 @@ class ChildProcess:
         receiving = asyncio.create_task(self._receive(), name="compiled grammar")
         try:
             while True:
-                left_s = self._time_cap_s - (self._cpu_s() - computed_before)
+                used_s = self._cpu_s() - computed_before
+                left_s = self._time_cap_s - used_s
                 if left_s <= 0:
                     raise TimeoutError
+                if not self.spent:
+                    self._give_way(used_s)
+                    left_s = min(left_s, _QUICK_CPU_S)
                 if now() - began > _WALL_FACTOR * self._time_cap_s:
                     raise OverloadedError("grammar: this machine is too busy to compile it now", retry_after_s=_RETRY_S)
                 done, _ = await asyncio.wait({receiving}, timeout=max(left_s, _CPU_TICK_S))
@@ -289,6 +303,12 @@ class ChildProcess:
                     return receiving.result()
         finally:
             receiving.cancel()
+
+    def _give_way(self, used_s: float) -> None:
+        if used_s >= _QUICK_CPU_S and self._process is not None:
+            self.spent = True
+            with contextlib.suppress(ProcessLookupError):
+                os.setpriority(os.PRIO_PROCESS, self._process.pid, _NICE)
 
     def _cpu_s(self) -> float:
         """CPU seconds of the process so far. Raises: ConnectionError when it is gone."""

@@ -28,9 +28,6 @@ from diptych.engine.grammar.vocabulary import vocabulary_of
 from diptych.engine.grammar.xgrammar_alone import import_alone
 
 READY, BEGAN = b"READY", b"BEGAN"
-_NICE = 10
-"""The worker's own threads come first."""
-
 
 _WHOLE = "whole"
 
@@ -50,13 +47,14 @@ def main(backend: str, model: str, memory_bytes: int, most_s: int, imports: str 
     os.dup2(quiet, 2)  # and they print pieces of the grammar, which may be private
     limit = _address_space() + memory_bytes
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-    os.nice(_NICE)  # only now: a caller may wait for the start
     _write(out, READY)
     while (frame := _read(sys.stdin.buffer)) is not None:
         _write(out, BEGAN)
-        signal.alarm(most_s)  # the parent kills us earlier; this is for a parent that is gone
-        _write(out, _answer(compilers, frame))
-        signal.alarm(0)
+        # Of CPU time. The parent kills us earlier; this is for a parent that is gone.
+        signal.setitimer(signal.ITIMER_PROF, most_s)
+        answer = _answer(compilers, frame)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        _write(out, answer)
 
 
 def _answer(compilers: Compilers, frame: bytes) -> bytes:

@@ -36,7 +36,7 @@ def part(seed: int, phase: str, missed: str, replace_s: float) -> dict[str, Any]
         {
             "seeds": [seed], "phases": [phase], "streams": 16, "seconds": 10.0, "answers": 5, "moved": 1, "failed": [],
             "wrong": [], "logprobs": {"compared": 4, "equal to the bit": 3}, "resources": [{}],
-            "kills": [{"phase": phase, "victim": "decode-1", "seen": {}, "missed": missed}],
+            "kills": [{"phase": phase, "victim": "decode-1", "seen": {}, "missed": missed, "back_s": None}],
             "losses": [{"kill": 0, "kind": "plain", "had": 3, "replace_s": replace_s}],
             "gaps": [{"gap_s": 1.5, "recompute_s": 0.5, "queue_s": 0.0, "kind": "plain"}],
         }

@@ -8,7 +8,8 @@ again. Every request is first answered without kills. Then sixteen streams ask w
 anybody can see: the streams, the router's status, the workers' statistics and audits. When a request is seen in the phase
 that has the fewest kills so far, the process that has it is killed at once. The answer's explanation says afterwards
 whether the kill hit: which attempt was lost, after how many tokens, or which prefill worker failed. A kill that came too
-late counts for no phase.
+late counts for no phase. The next kill waits until the streams that were hit flow again: a request moves three times in a
+row without a new token, not more.
 
 What is compared: the texts, calls, token ids, finish reasons and usage, byte for byte; log probabilities within 1e-5 (how
 many are equal to the bit is counted). Ids of calls are random by design.
@@ -87,7 +88,8 @@ _TOOL = {
     },
 }  # fmt: skip
 _NAMED = {"type": "function", "function": {"name": "get_weather"}}
-_MORE = {"ignore_eos": True, "return_token_ids": True}
+_IDS = {"return_token_ids": True}
+_MORE = {"ignore_eos": True} | _IDS
 
 
 def _story(number: int) -> str:
@@ -112,7 +114,7 @@ def asks() -> dict[str, list[dict[str, Any]]]:
                 "prompt": _story(1), "max_tokens": 100, "presence_penalty": 0.8,
                 "extra_body": {"repetition_penalty": 1.2, "min_tokens": 80, "return_token_ids": True},
             },
-            {"prompt": _story(2), "max_tokens": 100, "stop": ["and the", ". She"], "extra_body": {"return_token_ids": True}},
+            {"prompt": _story(2), "max_tokens": 100, "stop": ["and the", ". She"], "extra_body": _IDS},
         ],
         "grammar": [
             {
@@ -120,14 +122,14 @@ def asks() -> dict[str, list[dict[str, Any]]]:
                 "extra_body": {"guided_regex": f"({_WORD} ){{40}}end", "return_token_ids": True},
             },
             {
-                "messages": [{"role": "user", "content": "List words."}], "max_tokens": 150,
+                "messages": [{"role": "user", "content": "List words."}], "max_tokens": 150, "extra_body": _IDS,
                 "response_format": {"type": "json_schema", "json_schema": {"name": "words", "schema": _LIST}},
             },
         ],
         "tool": [
             {
                 "messages": [{"role": "user", "content": f"What is the weather on day {i}?"}], "max_tokens": 200,
-                "tools": [_TOOL], "tool_choice": _NAMED,
+                "tools": [_TOOL], "tool_choice": _NAMED, "extra_body": _IDS,
             }
             for i in range(3)
         ],
@@ -136,7 +138,7 @@ def asks() -> dict[str, list[dict[str, Any]]]:
             {"prompt": _story(6), "max_tokens": 80, "logprobs": 3, "extra_body": _MORE},
             {
                 "messages": [{"role": "user", "content": "Tell me a story."}], "max_tokens": 80, "logprobs": True,
-                "top_logprobs": 2, "extra_body": {"ignore_eos": True},
+                "top_logprobs": 2, "extra_body": _MORE,
             },
         ],
     }  # fmt: skip
@@ -164,7 +166,7 @@ class Flight:
     """One request, as its client sees it. Times are monotonic.
 
     Args:
-        progress: by choice, messages with text, parts of a call's arguments, or tokens.
+        progress: by choice, tokens (messages with text, of answers without ids).
         seen: by choice, what must be equal to the undisturbed answer; numbers: log probabilities.
     """
 
@@ -275,6 +277,8 @@ class Watch:
         self._access = WorkerAccess(secret=load_secret(Path(cluster.state.secret_file)))
         self._channels: dict[str, grpc.Channel] = {}
         self._http = httpx.AsyncClient(base_url=cluster.http_url, timeout=60.0)
+        self.placed: dict[str, tuple[str, str]] = {}
+        """As `placements` found them last."""
 
     async def close(self) -> None:
         for channel in self._channels.values():
@@ -296,7 +300,8 @@ class Watch:
     async def placements(self) -> dict[str, tuple[str, str]]:
         """(prefill, decode) of the requests that run, by label."""
         found = (await self.status())["placements"]
-        return {one["label"]: (one["prefill"], one["decode"]) for one in found if one["outcome"] == "running"}
+        self.placed = {one["label"]: (one["prefill"], one["decode"]) for one in found if one["outcome"] == "running"}
+        return self.placed
 
     def _stub(self, name: str) -> worker_pb2_grpc.WorkerStub:
         address = self.cluster.child(name).address
@@ -330,6 +335,14 @@ class Kill:
     target: Flight
     seen: dict[str, Any]
     at: float = 0.0
+    held: Sequence[tuple[Flight, int]] = ()
+    """The requests on a decode worker, and their tokens so far."""
+    back_s: float | None = None
+    """Until the router used the worker's successor, as the run came to see; None: the next one was killed before."""
+
+    @property
+    def flows_again(self) -> bool:
+        return all(not flight.flying or flight.progress.total() > had for flight, had in self.held)
 
 
 def hit(kill: Kill) -> str:
@@ -386,30 +399,30 @@ class Aim:
             if phase == "first token":
                 ready = 1 <= done < _FIRST_TOKENS - 1
             else:
-                ready = 2 + depth * 0.6 * whole <= done < 0.8 * whole
+                ready = 2 + depth * 0.5 * whole <= done < 0.8 * whole
+            if phase == "mid-tool-call":
+                ready = ready and bool(flight.seen[0]["calls"])
             if ready:
                 decode = (await self._watch.placements()).get(flight.label, ("", ""))[1]
                 if decode in may and flight.flying:
-                    return decode, flight, {"messages": done}
+                    return decode, flight, {"tokens": done}
         return None
 
     async def _before(self, phase: str, depth: float, may: set[str]) -> tuple[str, Flight, dict[str, Any]] | None:
         """Of a prompt that a prefill worker computes: kill that one, or the decode worker that waits for it, in turn."""
         most = 1 if phase == "hand-off" else 0
-        waiting_for = [f for f in self._flying("long") if f.progress[0] <= most]
-        if not waiting_for:
-            return None
-        placed = await self._watch.placements()
         for prefill in PREFILLS:
-            mine = [f for f in waiting_for if placed.get(f.label, ("",))[0] == prefill]
-            if not mine:
+            if not (seen := await self._seen(phase, prefill)):
                 continue
-            seen = await self._seen(phase, prefill)
-            if not seen:
+            placed = await self._watch.placements()
+            mine = [
+                f for f in self._flying("long") if f.progress[0] <= most and placed.get(f.label, ("",))[0] == prefill
+            ]
+            if not mine:
                 continue
             target = mine[-1] if phase == "queued" else mine[0]  # they are computed in the order of their arrival
             victim = prefill if self._prefill_next else placed[target.label][1]
-            if victim in may and target.flying and target.progress[0] <= most:
+            if victim in may:
                 self._prefill_next = not self._prefill_next
                 return victim, target, seen
         return None
@@ -514,6 +527,7 @@ def summed(body: dict[str, Any]) -> dict[str, Any]:
         "replace_s": percentiles([one["replace_s"] for one in body["losses"]]),
         "gap_s": percentiles([one["gap_s"] for one in gaps]),
         "recompute_s": percentiles([one["recompute_s"] for one in gaps]),
+        "back_s": percentiles([one["back_s"] for one in body["kills"] if one["back_s"] is not None]),
         "gap_less_recompute_s": percentiles([round(max(0.0, one["gap_s"] - one["recompute_s"]), 3) for one in gaps]),
         **body,
     }
@@ -601,6 +615,14 @@ async def run(
             done.logprobs += len(flight.numbers)
             done.exact_logprobs += sum(a == b for a, b in zip(flight.numbers, want.numbers, strict=False))
 
+        async def back(most: int) -> bool:
+            usable = await watch.usable()
+            latest = {kill.victim: kill for kill in done.kills}
+            for victim, kill in latest.items():
+                if victim in usable and kill.back_s is None:
+                    kill.back_s = round(time.monotonic() - kill.at, 1)
+            return len(usable) >= len(WORKERS) - most and all(kill.flows_again for kill in done.kills[-2:])
+
         async def stream(kind: str) -> None:
             while not ends.is_set():
                 judge(await fly(kind, rng.randrange(len(bodies[kind]))))
@@ -611,7 +633,7 @@ async def run(
         try:
             while len(done.kills) < kills:
                 await waiting.until(
-                    lambda: _enough(watch, len(WORKERS) - most_down),
+                    lambda: back(most_down),
                     "workers are back",
                     deadline_s=_AGAIN_S,
                     every_s=0.2,
@@ -625,8 +647,16 @@ async def run(
                     assert skipped[phase] < 5, phase
                     continue
                 kill = Kill(len(done.kills), phase, *found)
+                placed = watch.placed
+                kill.held = [
+                    (one, one.progress.total()) for one in flights if placed.get(one.label, ("", ""))[1] == kill.victim
+                ]
                 kill.at = time.monotonic()
-                cluster.kill(kill.victim)
+                child = cluster.kill(kill.victim)
+                dying = ProcessIdentity(child.pid, child.start_time)
+                await waiting.until(
+                    lambda dying=dying: not dying.alive(), "it has ended", deadline_s=_AGAIN_S, every_s=0.01
+                )
                 done.kills.append(kill)
                 say(
                     f"[{len(done.kills):3}/{kills}] {time.monotonic() - began:6.0f} s  {kill.victim} killed, {phase} "
@@ -636,7 +666,7 @@ async def run(
         finally:
             ends.set()
             await asyncio.gather(*streams)
-    await waiting.until(lambda: _enough(watch, len(WORKERS)), "all workers are back", deadline_s=_AGAIN_S, every_s=0.5)
+    await waiting.until(lambda: back(0), "all workers are back", deadline_s=_AGAIN_S, every_s=0.2)
     await watch.close()
     await asyncio.to_thread(cluster.wait_idle)
     done.after = resources(cluster)
@@ -646,10 +676,6 @@ async def run(
 
 def _close(one: Sequence[float], other: Sequence[float]) -> bool:
     return len(one) == len(other) and all(abs(a - b) <= _LOGPROB_TOLERANCE for a, b in zip(one, other, strict=True))
-
-
-async def _enough(watch: Watch, number: int) -> bool:
-    return len(await watch.usable()) >= number
 
 
 def flags(root: Path, model: str) -> tuple[str, ...]:

@@ -11,6 +11,7 @@ from diptych.common.grammar import Grammar, GrammarKind
 from diptych.engine.grammar import compiler as compiler_module
 from diptych.engine.grammar.compiler import ChildProcess, GrammarCompiler, GrammarLimits
 from diptych.engine.grammar.program import FirstToken
+from diptych_tests import waiting
 
 
 class Played:
@@ -18,6 +19,7 @@ class Played:
         self._stage = stage
         self.killed = False
         self.gone = False
+        self.spent = False
 
     async def compile(self, grammar: Grammar) -> bytes:
         self._stage.compiled.append(grammar.source)
@@ -75,6 +77,21 @@ async def test_a_grammar_is_compiled_once_also_for_many_at_a_time() -> None:
     assert stage.compiled == ["a"]
     await compiler.close()
     assert stage.processes[0].killed
+
+
+async def test_a_process_whose_priority_was_lowered_is_not_used_again() -> None:
+    stage = Stage()
+    compiler = stage.compiler(num_processes=1)
+    stage.gates["long"] = asyncio.Event()
+    compiling = asyncio.create_task(compiler.compile(regex("long")))
+    await waiting.until(lambda: stage.compiled)
+    stage.processes[0].spent = True
+    stage.gates["long"].set()
+    await compiling
+    assert stage.processes[0].killed
+    await compiler.compile(regex("next"))
+    assert [process.killed for process in stage.processes] == [True, False]
+    await compiler.close()
 
 
 async def test_the_cache_is_bounded_and_the_least_used_goes_first() -> None:
