@@ -36,7 +36,7 @@ PIP := $(BIN)/python -m pip --quiet
 STEP := .ci/with_progress.sh
 PROTO_SOURCES := $(wildcard proto/diptych/rpc/v1/*.proto)
 
-.PHONY: help check sdk-reference test test-full test-hostile up down proto model golden chaos-kill sim sdk-wheel bench bench-router bench-beside bench-router-processes bench-peers bench-engine bench-kv bench-vllm test-gpu bench-gpu bench-gpu-batch-invariant bench-gpu-pair bench-gpu-http wheels wheels-gpu secrets images charts test-clients test-containers clean
+.PHONY: help check sdk-reference test test-full test-hostile up down proto model golden chaos-kill sim sdk-wheel bench bench-router bench-beside bench-overload bench-router-processes bench-peers bench-engine bench-kv bench-vllm test-gpu bench-gpu bench-gpu-batch-invariant bench-gpu-pair bench-gpu-http wheels wheels-gpu secrets images charts test-clients test-containers clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 27
@@ -183,6 +183,9 @@ clean: ## delete what was built and installed here; the model's cache stays
 bench-router: $(VENV)/.dev ## the router's decisions: speed and memory, and how well policies place
 	@$(BIN)/python -m diptych.bench.router.decision
 	@$(BIN)/python -m diptych.bench.router.quality
+
+bench-overload: $(VENV)/.dev ## admission under five times the load, in virtual time
+	@$(BIN)/python -P -m diptych.bench.router.overload $(ARGS)
 
 bench-beside: $(VENV)/.dev model ## a short request's time to first token beside long prompts of other tenants and its own
 	@$(BIN)/python -P -m diptych.bench.router.beside_long_prompts $(ARGS)

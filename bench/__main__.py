@@ -44,6 +44,9 @@ BENCHMARKS: dict[str, Benchmark] = {
     ),
     "router-decision": Benchmark("router.decision", "placement decisions a second, and memory", "bench-router"),
     "router-quality": Benchmark("router.quality", "how well policies place, in simulation", "bench-router"),
+    "router-overload": Benchmark(
+        "router.overload", "admission under five times the load, in virtual time", "bench-overload"
+    ),
     "router-beside": Benchmark("router.beside_long_prompts", "a short request beside long prompts", "bench-beside"),
     "router-processes": Benchmark(
         "router.processes", "throughput of a router by the number of its processes", "bench-router-processes"

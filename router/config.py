@@ -79,8 +79,9 @@ class RouterConfig:
             latency in simulation; prefixes are then copied only where queues are long.
         kv_pulls: a worker takes KV of a prompt's beginning from another worker that has it, where that is expected to be
             faster than computing.
-        admission: "on" rejects at once (529, Retry-After) requests whose first token would be late, or whose pace too
-            slow; "shadow" only counts them, and the false rejections among them; "off".
+        admission: "on" refuses (529, Retry-After) requests whose first token cannot come within max_ttft_s or their
+            deadline, and whose pace is slower than max_tpot_s; "shadow" only counts them; "off" also serves requests that
+            will be late in their turn.
         max_ttft_s: target of admission for the first token, from arrival; 0: the request's deadline.
         max_tpot_s: target of admission for the time per token after the first; 0: none.
         turn_window_s: seconds of prompts that the workers get ahead; further requests wait in the router, in turns by
@@ -138,7 +139,7 @@ class RouterConfig:
     tenant_metrics: bool = False
     hot_prefix_copies: bool = False
     kv_pulls: bool = True
-    admission: str = "shadow"
+    admission: str = "on"
     max_ttft_s: float = 0.0
     max_tpot_s: float = 0.0
     turn_window_s: float = 2.0

@@ -1,7 +1,7 @@
-"""A cluster in virtual time around the production placer: index, reservations, costs, policies, the colocated margin
-and the tenants' turns are the router's code.
+"""A cluster in virtual time around the production placer: index, reservations, costs, policies, the colocated margin,
+admission and the tenants' turns are the router's code.
 
-    trace --gate--> placer.place --> queue --compute--> first token --KV--> decode --answer--> caches, events --> index
+    trace --gate--> refused | placer.place --> queue --compute--> first token --KV--> decode --answer--> caches, events --> index
 
 A worker computes prompts at a fixed rate, in steps and in the engine's order (common/equal_shares.py); a decode worker
 only its local ones, and its step grows with its sequences. Both keep an LRU prefix cache and publish its events; leases
@@ -11,9 +11,10 @@ are read every `lease_s`.
 from __future__ import annotations
 
 import heapq
+import math
 import random
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -23,8 +24,10 @@ from diptych.common.equal_shares import EqualShares
 from diptych.common.request import Prompt
 from diptych.common.store.interface import KvEvent
 from diptych.common.store.worker_record import WorkerLoad, WorkerRecord
+from diptych.router.fairness.admission import Admission, AdmissionDecision, Verdict
 from diptych.router.fairness.capacity_gate import CapacityGate
 from diptych.router.fairness.fair_queue import Entry
+from diptych.router.fairness.wait_queue import REFUSE_S
 from diptych.router.placement.cost import PlacementPolicy
 from diptych.router.placement.index import BlockIndex
 from diptych.router.placement.placer import Candidate, Placer, PromptBlocks
@@ -53,12 +56,21 @@ class SimConfig:
     local_prefill_max_tokens: int = 64
     replication: bool = False
     turn_window_s: float = 2.0
+    admission: str = "on"
+    max_ttft_s: float = 0.0
 
 
 @dataclass(slots=True)
 class Outcome:
+    """refused: the decision, of a request that was refused; left: its client left, or its deadline passed, in the gate."""
+
     request: TraceRequest
-    predicted_cached: int
+    predicted_cached: int = 0
+    refused: AdmissionDecision | None = None
+    refused_at: float = 0.0
+    left: bool = False
+    would_refuse: bool = False
+    finished_s: float = 0.0
     cached: int = 0
     predicted_ttft_s: float = 0.0
     ttft_s: float = 0.0
@@ -72,6 +84,8 @@ class _Job:
     attempt: str
     outcome: Outcome
     arrived: float
+    judgement: AdmissionDecision | None = None
+    placed_at: float = 0.0
     left: int = -1
     """Tokens to compute; -1: not started."""
     expected: int = 0
@@ -110,11 +124,34 @@ class _Worker:
         return KvEvent("i", 0, self.sequence, kind, keys)
 
 
-class Simulation:
-    """The simulated cluster. `policy`: picks among the candidates; the request's number is its `affinity` if
-    `by_session` is False."""
+@dataclass(slots=True)
+class _Waiting:
+    request: TraceRequest
+    judgement: AdmissionDecision | None = None
+    gone: bool = False
 
-    def __init__(self, config: SimConfig, policy: PlacementPolicy, seed: int = 0, *, by_session: bool = True) -> None:
+
+class Simulation:
+    """The simulated cluster.
+
+    Args:
+        policy: picks among the candidates; the request's number is its `affinity` if `by_session` is False.
+        excused: numbers of requests that are admitted though admission would refuse them.
+        retry: what a client sends after a refusal, and never before; None: nothing.
+    """
+
+    def __init__(
+        self,
+        config: SimConfig,
+        policy: PlacementPolicy,
+        seed: int = 0,
+        *,
+        by_session: bool = True,
+        excused: Collection[int] = (),
+        retry: Callable[[TraceRequest, float], TraceRequest | None] = lambda request, retry_after_s: None,
+    ) -> None:
+        self._excused = excused
+        self._retry = retry
         self._config = config
         self._by_session = by_session
         self.now = 0.0
@@ -124,11 +161,18 @@ class Simulation:
         self._reservations = Reservations(lambda: self.now)
         self.replication = Replication() if config.replication else None
         self._placer = Placer(self._index, self._reservations, random.Random(seed), policy, self.replication)
-        self.gate: CapacityGate[TraceRequest] = CapacityGate(
+        backlog = self._reservations.backlog
+        self.admission = Admission(config.admission, config.max_ttft_s)
+        self.gate: CapacityGate[_Waiting] = CapacityGate(
             self._placer.has_room,
             self._let_in,
             window_s=config.turn_window_s,
-            placed=self._reservations.backlog.left,
+            placed=backlog.left,
+            tenants=lambda: backlog.tenants,
+            wait_s=self._placer.wait_s,
+            admission=self.admission,
+            speeds=self._placer.speeds,
+            now=lambda: self.now,
         )
         self._reservations.on_less = self.gate.let_in
         names = [f"p{i}" for i in range(config.num_prefill)] + [f"d{i}" for i in range(config.num_decode)]
@@ -146,6 +190,7 @@ class Simulation:
         for request in trace:
             self._at(request.at, lambda request=request: self._arrive(request))  # type: ignore[misc]
         self._read_leases()
+        self._look()
         while self._due:
             self.now, _, action = heapq.heappop(self._due)
             action()
@@ -206,17 +251,85 @@ class Simulation:
     # ---- a request's life ----------------------------------------------------------------------------------------
 
     def _arrive(self, request: TraceRequest) -> None:
-        if self.gate.may_pass(request.tenant, request.num_tokens):
-            self._place(request)
-        else:
-            tokens = self._placer.uncached_tokens(self._prompt(request))
-            self.gate.wait(request.tenant, tokens, request, priority=0)
-            self.gate.let_in()
+        limit = self.admission.limit(self.now, self.now + request.within_s, request.num_answer)
+        prompt, judgement = self._prompt(request), None
+        if limit is not None:
+            limit.certain = self._placer.certain_tokens(prompt)
+            limit.excused = request.number in self._excused  # from the beginning, or one of a sample
+        if self.gate.may_pass(request.tenant, request.num_tokens, limit):
+            if limit is not None:
+                judgement = self.gate.judge(request.tenant, request.num_tokens, limit, self.now)
+            if judgement is not None and judgement.error is not None:
+                self._refuse(request, judgement)
+            else:
+                self._place(request, judgement, prompt)
+            return
+        waiting = _Waiting(request)
+        tokens = self._placer.uncached_tokens(prompt)
+        entry, waiting.judgement = self.gate.wait(
+            request.tenant, tokens, waiting, priority=0, limit=limit, arrived=self.now
+        )
+        if entry is None:
+            assert waiting.judgement is not None
+            self._refuse(request, waiting.judgement)
+            return
+        self._placer.begin(str(request.number), prompt, request.num_answer)
+        self.gate.let_in()
+        self._at(self.now + min(request.within_s, request.patience_s), lambda: self._leave(entry))
+        self._watch(entry)
 
-    def _let_in(self, entry: Entry[TraceRequest]) -> bool:
+    def _watch(self, entry: Entry[_Waiting]) -> None:
+        """Ask admission when the time of a waiting request may be over."""
+        if entry.limit is not None and (at := self.gate.too_late_at(entry.limit)) < math.inf:
+            self._at(max(self.now, at) + 1e-3, lambda: self._judge_again(entry))
+
+    def _judge_again(self, entry: Entry[_Waiting]) -> None:
+        if entry.gone or entry.item.gone:
+            return
+        decision = self.gate.judge_again(entry)
+        if decision.error is None:
+            self._watch(entry)
+        else:
+            self._leave(entry, decision)
+
+    def _leave(self, entry: Entry[_Waiting], decision: AdmissionDecision | None = None) -> None:
+        """Refused, or its client gives up, while it waits."""
+        if entry.gone or entry.item.gone:
+            return
+        entry.item.gone = True
+        self.gate.leave(entry)
+        request = entry.item.request
+        self._placer.end(str(request.number), self.now)
+        if decision is not None:
+            self._refuse(request, decision)
+        else:
+            self.outcomes.append(Outcome(request, left=True))
+            self._left -= 1
+
+    def _refuse(self, request: TraceRequest, decision: AdmissionDecision) -> None:
+        self.outcomes.append(Outcome(request, refused=decision, refused_at=self.now))
+        assert decision.error is not None
+        again = self._retry(request, decision.error.retry_after_s or 0.0)
+        if again is None:
+            self._left -= 1
+        else:
+            self._at(max(self.now, again.at), lambda: self._arrive(again))
+
+    def _look(self) -> None:
+        """What the router's wait queue does while requests wait."""
+        self.gate.let_in()
+        for entry, decision in self.gate.refusals():
+            self._leave(entry, decision)
+        if self._left:
+            self._at(self.now + REFUSE_S, self._look)
+
+    def _let_in(self, entry: Entry[_Waiting]) -> bool:
+        if entry.item.gone:
+            return False
+
         def place() -> None:
             self.gate.arrived(entry)
-            self._place(entry.item)
+            self._place(entry.item.request, entry.item.judgement, self._prompt(entry.item.request))
 
         self._at(self.now, place)
         return True
@@ -227,8 +340,7 @@ class Simulation:
         prompt.know(HEADER, request.array)
         return prompt
 
-    def _place(self, request: TraceRequest) -> None:
-        prompt = self._prompt(request)
+    def _place(self, request: TraceRequest, judgement: AdmissionDecision | None, prompt: PromptBlocks) -> None:
         name = request.session if self._by_session else request.number
         wish = PlacementRequest(
             request.num_tokens,
@@ -242,8 +354,10 @@ class Simulation:
         chosen = placement.chosen
         computes = (chosen.prefill or chosen.decode).worker_id
         outcome = Outcome(request, chosen.cached_tokens, predicted_ttft_s=chosen.ttft_ms / 1000.0)
+        outcome.would_refuse = judgement is not None and judgement.verdict is Verdict.WOULD_REFUSE
         self.outcomes.append(outcome)
-        job = _Job(request, placement, str(request.number), outcome, request.at)
+        job = _Job(request, placement, str(request.number), outcome, request.at, judgement, self.now)
+        self._placer.begin(job.attempt, prompt, request.num_answer)
         uncached = request.num_tokens - (chosen.prefill or chosen.decode).hit_tokens
         self._reservations.reserve(
             job.attempt, Reservation(computes, chosen.decode.worker_id, uncached, request.tenant)
@@ -314,6 +428,11 @@ class Simulation:
 
     def _first_token(self, job: _Job) -> None:
         job.outcome.ttft_s = self.now - job.arrived
+        computed = job.placement.chosen.prefill or job.placement.decode
+        num_tokens = job.request.num_tokens - job.outcome.cached
+        self._placer.speeds.on_computed(computed.worker_id, num_tokens, self.now - job.placed_at)
+        if job.judgement is not None:
+            self.admission.on_first_token(job.judgement, job.outcome.ttft_s)
         self._reservations.prompt_computed(job.attempt)
 
     def _step_s(self, worker: _Worker) -> float:
@@ -327,6 +446,10 @@ class Simulation:
     def _finished(self, worker: _Worker, job: _Job) -> None:
         worker.running -= 1
         self._left -= 1
+        job.outcome.finished_s = self.now - job.arrived
+        if job.judgement is not None:
+            self.admission.on_answer(job.judgement, job.request.num_answer, job.outcome.finished_s - job.outcome.ttft_s)
         self._reservations.release(job.attempt)
+        self._placer.end(job.attempt, self.now)
         self.gate.written(job.request.tenant, job.request.num_answer)
         self._publish(worker, job.request.later_keys)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -42,6 +43,8 @@ class TraceRequest:
         keys: of the prompt's full blocks; `array` the same in the index's form.
         later_keys: of prompt and answer, with which the next turn of the session begins.
         tenant: its tenant.
+        within_s: its deadline, from its arrival.
+        patience_s: a client still waiting in the router after so long leaves.
     """
 
     number: int
@@ -53,6 +56,8 @@ class TraceRequest:
     array: Keys
     later_keys: tuple[bytes, ...]
     tenant: str = ""
+    within_s: float = 600.0
+    patience_s: float = math.inf
 
 
 def make_trace(config: TraceConfig) -> list[TraceRequest]:

@@ -31,7 +31,7 @@ from diptych.router.cluster.startup_grace import StartupGrace
 from diptych.router.cluster.token_pace import TokenPace
 from diptych.router.cluster.usable import usable_by_role
 from diptych.router.cluster.worker_link import WorkerLink
-from diptych.router.fairness.admission import Admission, AdmissionDecision
+from diptych.router.fairness.admission import Admission, AdmissionDecision, Verdict
 from diptych.router.fairness.wait_queue import WaitQueue
 from diptych.router.observe.status_view import cluster_status
 from diptych.router.placement.cost import CHEAPEST, choose_placement
@@ -119,8 +119,6 @@ class Cluster:
         self._tasks: list[asyncio.Task[None]] = []
         self._closing: set[asyncio.Task[None]] = set()
         self.reservations = Reservations(clock.now)
-        self.wait_queue = WaitQueue(self._has_room, window_s=turn_window_s, placed=self.reservations.backlog.left)
-        self.reservations.on_less = self.wait_queue.let_in
         self.placer = Placer.of(
             self._index,
             self.reservations,
@@ -130,6 +128,19 @@ class Cluster:
             kv_pulls=kv_pulls,
             library=library,
         )
+        self.admission = admission or Admission("off")
+        backlog = self.reservations.backlog
+        self.wait_queue = WaitQueue(
+            self._has_room,
+            window_s=turn_window_s,
+            placed=backlog.left,
+            tenants=lambda: backlog.tenants,
+            wait_s=self._wait_s,
+            admission=self.admission,
+            speeds=self.placer.speeds,
+            now=clock.now,
+        )
+        self.reservations.on_less = self.wait_queue.let_in
         self._least_context: int | None = None
         self._groups = Groups(rollout)
         self._fleet_is_old = True
@@ -137,7 +148,6 @@ class Cluster:
         self._is_mine = is_mine
         self.breakers = Breakers()
         self.retry_budget = RetryBudget()
-        self.admission = admission or Admission("off")
         self.decisions = Decisions()
         self.slow_grammars = SlowGrammars()
         self._event_watch = EventWatch()
@@ -283,6 +293,9 @@ class Cluster:
     ) -> bool:
         return self._refresh().has_room(window_s, tenant, tokens, beside, doubtful=doubtful)
 
+    def _wait_s(self, tenant: str, tokens: int, beside: float = 0.0) -> float:
+        return self._refresh().wait_s(tenant, tokens, beside)
+
     def snapshot(
         self, prompt: PromptBlocks | None = None, exclude: frozenset[Incarnation] = frozenset()
     ) -> ClusterSnapshot:
@@ -390,11 +403,24 @@ class Cluster:
             raise NoWorkerError("; ".join(answer.reasons))
         return answer
 
-    def judge(self, placement: Placement, waited_s: float, allowed_s: float) -> AdmissionDecision:
-        """Whether the request should start there. `waited_s`, `allowed_s`: since its arrival, and at most."""
-        ttft_s = waited_s + placement.chosen.ttft_ms / 1000.0
+    def certain_if_late(self, prompt: PromptBlocks, at: float) -> int:
+        """See Placer.certain_tokens; 0 if the whole prompt could be computed by then."""
+        placer = self._refresh()
+        fits = self._clock.now() + placer.speeds.least_s(len(prompt.prompt.token_ids)) <= at
+        return 0 if fits else placer.certain_tokens(prompt)
+
+    def on_first_token(self, placement: Placement | None, num_tokens: int, seconds: float) -> None:
+        """A request's first token came so long after its placement, with `num_tokens` of its prompt computed for it."""
+        if placement is not None:
+            computed = placement.chosen.prefill or placement.decode
+            self.placer.speeds.on_computed(computed.worker_id, num_tokens, seconds)
+
+    def judge_pace(self, judgement: AdmissionDecision, placement: Placement) -> AdmissionDecision:
+        """An admitted request's decision, with the pace of its placement."""
+        if judgement.verdict is not Verdict.ADMITTED:
+            return judgement
         tpot_s = placement.decode.record.load.decode_step_s
-        return self.admission.judge(ttft_s, tpot_s, allowed_s, self._rng)
+        return self.admission.judge(judgement.bound_s, judgement.ttft_s, judgement.ttft_limit_s, tpot_s)
 
     def open(self, placement: Placement, submit: decode_pb2.Submit, tenant: str) -> Attempt:
         """Send the attempt to decode and count it as pending until `reservations.release`. Raises: WorkerLostError."""

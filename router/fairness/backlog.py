@@ -10,7 +10,7 @@ first tokens arrive. A part of each prompt counts until then, so that a stuck wo
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
 from diptych.common.equal_shares import EqualShares
@@ -119,6 +119,11 @@ class Backlog:
             for worker_id, worker in self._workers.items()
             for attempt in worker.certain.get(tenant, ())
         )
+
+    @property
+    def tenants(self) -> Collection[str]:
+        """Those with prompts that are placed and not computed."""
+        return self._tenants.keys()
 
     def has_others(self, tenant: str) -> bool:
         """Whether prompts of another tenant are placed and not computed."""

@@ -2,6 +2,10 @@
 
     rank (set by the operator, lower first) -> the tenant that received least over its weight -> priority, then age
 
+Requests on *standby* (admission.py: their first token will probably be late) go after all others of their rank, and
+within a tenant the one with the most time left goes first: the likeliest to be in time. None of its tenant passes it. A
+tenant of which only such requests wait has no turn while others have one, and gets no credit for that time either.
+
 A tenant receives a prompt when it leaves the queue, an answer when it is generated, while a request of its rank waits;
 and from the start what it has placed and not computed. A tenant that begins to wait, with nothing placed, starts with
 what the next one received and the workers computed: with no credit for the time before, and not behind prompts that are
@@ -28,9 +32,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
+from diptych.router.fairness.admission import FirstTokenLimit
+
 T = TypeVar("T")
 SLACK = 512
 """Tokens that passing requests may receive beyond what the passed one gets."""
+_MOST_GONE = 64
 
 
 class Share(NamedTuple):
@@ -48,13 +55,24 @@ class PlacedTokens(Protocol):
 
 @dataclass(slots=True, eq=False)
 class Entry(Generic[T]):
-    """One waiting request. `tokens`: its cost; `passed`: cost of shorter requests of its tenant that passed it at its
-    turn."""
+    """One waiting request.
+
+    Args:
+        tokens: its cost.
+        limit: see admission.py; None: none.
+        standby: its first token will probably be late; it would be in time if it began by `start_by`.
+        arrived: on the clock of the limit.
+        passed: cost of shorter requests of its tenant that passed it at its turn.
+    """
 
     tenant: str
     tokens: int
     item: T
     rank: int
+    limit: FirstTokenLimit | None = None
+    standby: bool = False
+    start_by: float = 0.0
+    arrived: float = 0.0
     gone: bool = False
     passed: int = 0
 
@@ -67,8 +85,18 @@ class _Flow(Generic[T]):
     weight: float
     received: float
     count: int = 0
-    heap: list[tuple[int, int, Entry[T]]] = field(default_factory=list)
-    by_size: list[tuple[int, int, int, Entry[T]]] = field(default_factory=list)
+    firm: set[Entry[T]] = field(default_factory=set)
+    """Those not on standby."""
+    heap: list[tuple[bool, int, float, int, Entry[T]]] = field(default_factory=list)
+    by_size: list[tuple[bool, int, float, int, Entry[T]]] = field(default_factory=list)
+
+    def compact(self) -> None:
+        """Drop entries that left while others were before them, once they are more than the rest."""
+        if len(self.heap) > 2 * self.count + _MOST_GONE:
+            self.heap = [one for one in self.heap if not one[-1].gone]
+            self.by_size = [one for one in self.by_size if not one[-1].gone]
+            heapq.heapify(self.heap)
+            heapq.heapify(self.by_size)
 
     def head(self) -> Entry[T]:
         """The next entry; one waits."""
@@ -98,8 +126,8 @@ class _Rank(Generic[T]):
     floor: float = 0.0
 
     def next(self) -> _Flow[T]:
-        """The flow that received least."""
-        return min(self.flows.values(), key=lambda flow: flow.received)
+        """The flow that received least, of those with a turn."""
+        return min(self.flows.values(), key=lambda flow: (not flow.firm, flow.received))
 
 
 class FairQueue(Generic[T]):
@@ -124,19 +152,37 @@ class FairQueue(Generic[T]):
         others = len(self._by_tenant) - (tenant in self._by_tenant)
         return self._by_tenant[tenant] * (others + 1) >= most
 
-    def add(self, tenant: str, tokens: int, item: T, *, share: Share, priority: int = 0) -> Entry[T]:
+    def add(
+        self,
+        tenant: str,
+        tokens: int,
+        item: T,
+        *,
+        share: Share,
+        priority: int = 0,
+        limit: FirstTokenLimit | None = None,
+        standby: bool = False,
+        start_by: float = 0.0,
+        arrived: float = 0.0,
+    ) -> Entry[T]:
         """`priority`: lower goes first within the tenant."""
         rank = self._ranks.setdefault(share.rank, _Rank())
         flow = rank.flows.get(tenant)
-        if flow is None:
+        if flow is None or (not standby and not flow.firm):  # it has a turn from now on
             start = self._floor(rank) + self._placed(tenant) / share.weight
-            flow = rank.flows[tenant] = _Flow(tenant, share.weight, max(start, rank.absent.pop(tenant, 0.0)))
+            before = rank.absent.pop(tenant, 0.0) if flow is None else flow.received
+            if flow is None:
+                flow = rank.flows[tenant] = _Flow(tenant, share.weight, 0.0)
+            flow.received = max(start, before)
         flow.weight = share.weight
         flow.count += 1
-        entry = Entry(tenant, max(1, tokens), item, share.rank)
+        entry = Entry(tenant, max(1, tokens), item, share.rank, limit, standby, start_by, arrived)
+        if not standby:
+            flow.firm.add(entry)
         self._counter += 1
-        heapq.heappush(flow.heap, (priority, self._counter, entry))
-        heapq.heappush(flow.by_size, (priority, entry.tokens, self._counter, entry))
+        late, size = (-start_by, -start_by) if standby else (0.0, entry.tokens)
+        heapq.heappush(flow.heap, (standby, priority, late, self._counter, entry))
+        heapq.heappush(flow.by_size, (standby, priority, size, self._counter, entry))
         self._by_tenant[tenant] += 1
         return entry
 
@@ -170,10 +216,31 @@ class FairQueue(Generic[T]):
         rank = self._ranks[entry.rank]
         flow = rank.flows[entry.tenant]
         flow.count -= 1
+        flow.firm.discard(entry)
         if not flow.count:
             rank.absent[entry.tenant] = rank.flows.pop(entry.tenant).received
             if not rank.flows:  # start anew: what was received only matters while requests wait
                 del self._ranks[entry.rank]
+        else:
+            flow.compact()
+
+    def tenants(self) -> list[str]:
+        """Those with waiting requests."""
+        return list(self._by_tenant)
+
+    def firm(self, tenant: str) -> list[Entry[T]]:
+        """The tenant's entries that are not on standby, in no order."""
+        return [entry for rank in self._ranks.values() if (flow := rank.flows.get(tenant)) for entry in flow.firm]
+
+    def on_standby(self, tenant: str) -> list[Entry[T]]:
+        """The tenant's others, in the order in which they would go."""
+        flows = (rank.flows[tenant] for _, rank in sorted(self._ranks.items()) if tenant in rank.flows)
+        return [one[-1] for flow in flows for one in sorted(flow.heap) if one[-1].standby and not one[-1].gone]
+
+    def shares(self, tenant: str, weight: float) -> dict[str, float]:
+        """Weights of the tenants with waiting requests, and of this one."""
+        flows = (flow for rank in self._ranks.values() for flow in rank.flows.values())
+        return {flow.tenant: flow.weight for flow in flows} | {tenant: weight}
 
     def next(self) -> Entry[T] | None:
         """The next entry; it keeps waiting. None: none waits."""

@@ -11,12 +11,14 @@ import numpy as np
 from diptych.common.block_identity import IdentityHeader, block_keys, header_of_request
 from diptych.common.request import Prompt
 from diptych.common.store.worker_record import WorkerRecord
+from diptych.router.fairness.prompt_speeds import PromptSpeeds
 from diptych.router.placement.block_table import NUM_TIERS, Keys, as_keys
 from diptych.router.placement.cost import CHEAPEST, PlacementPolicy, choose_placement
-from diptych.router.placement.index import BlockIndex
+from diptych.router.placement.index import BlockIndex, IndexMode
 from diptych.router.placement.native.library import MAX_COLUMNS, Library, address
 from diptych.router.placement.native.lookup import Found, NativeLookup
 from diptych.router.placement.policies import policy_by_name
+from diptych.router.placement.prefixes_in_flight import PrefixesInFlight
 from diptych.router.placement.replication import LEAST_TOKENS, ExcludeHolders, Replication
 from diptych.router.placement.reservations import Reservations
 from diptych.router.placement.types import Placement, PlacementRequest, Rejected
@@ -112,6 +114,8 @@ class Placer:
         self._is_parted = False
         """One lookup does not cover all workers."""
         self._incarnations: dict[Incarnation, int] = {}
+        self.speeds = PromptSpeeds()
+        self._in_flight = PrefixesInFlight()
 
     @staticmethod
     def of(
@@ -140,6 +144,10 @@ class Placer:
         self._fleet = WorkerArrays.of(one, other, incompatible, unusable, pulls=self._pulls)
         self._speeds = self._fleet.prompt_tokens_per_s()
         self._reservations.backlog.set_rates(self._speeds)
+        self.speeds.set_rates(
+            self._speeds,
+            {r.worker_id: rate for r in self._fleet.records if (rate := r.load.prefill_tokens_per_s) > 0},
+        )
         candidates = [*prefill, *decode]
         self._reserved = self._reservations.columns([candidate.record.worker_id for candidate in candidates])
         members: dict[IdentityHeader, list[tuple[int, int]]] = {}
@@ -175,6 +183,40 @@ class Placer:
             before(worker_id, tenant, tokens, doubtful=doubtful) + beside < window_s * speed
             for worker_id, speed in self._speeds.items()
         )
+
+    def wait_s(self, tenant: str, tokens: int, beside: float = 0.0) -> float:
+        """See capacity_gate.WaitEstimate."""
+        before = self._reservations.backlog.before
+        return min(
+            ((before(name, tenant, tokens) + beside + tokens) / speed for name, speed in self._speeds.items()),
+            default=0.0,
+        )
+
+    # ---- prompts in flight ---------------------------------------------------------------------------------------
+
+    def begin(self, name: str, prompt: PromptBlocks, max_answer: int) -> None:
+        """A request waits or is placed; call `end` once it has ended. `name`: of the request."""
+        if header := self._header():
+            keys = prompt.keys(header, self._library)
+            self._in_flight.add(name, keys, header.block_size, len(prompt.prompt.token_ids), max_answer)
+
+    def end(self, name: str, now: float) -> None:
+        self._in_flight.end(name, now)
+
+    def certain_tokens(self, prompt: PromptBlocks) -> int:
+        """Tokens of a prompt that a worker has to compute in any case: what no worker has cached, no request in flight
+        computes, and other routers have not placed. 0 while the cache of some worker is not known. Call it before
+        `begin`."""
+        header = self._header()
+        if header is None or not all(self._index.mode(r.worker_id) is IndexMode.EXACT for r in self._fleet.records):
+            return 0
+        shared = self._in_flight.shared_tokens(prompt.keys(header, self._library), header.block_size)
+        fresh = min(self.uncached_tokens(prompt), len(prompt.prompt.token_ids) - shared)
+        return max(0, fresh - self._reservations.others_tokens)
+
+    def _header(self) -> IdentityHeader | None:
+        """How all usable workers name blocks; None: there are none, or they differ."""
+        return self._groups[0].header if self._groups and not self._is_parted else None
 
     def name_blocks(self, prompt: PromptBlocks) -> None:
         """Compute the identities for every header of a usable worker."""

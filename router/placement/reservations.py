@@ -126,6 +126,11 @@ class Reservations:
         """Tokens placed by this router."""
         return int(self._mine[0, self._column(worker_id)])
 
+    @property
+    def others_tokens(self) -> int:
+        """Tokens placed by the other routers, on all workers."""
+        return int(self._others[0].sum())
+
     def requests(self, worker_id: str) -> int:
         return int(self._mine[1, self._column(worker_id)])
 

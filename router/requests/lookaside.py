@@ -146,13 +146,19 @@ class Lookaside:
         unredeemed = self._unredeemed.get(request.tenant, 0)
         if unredeemed >= MAX_UNREDEEMED:
             return NoWorkerError(f"no ticket: {unredeemed} of yours are unused", retry_after_s=1.0)
-        if not cluster.wait_queue.may_pass(request.tenant, len(request.prompt.token_ids), doubtful=True):
+        num_tokens, most = len(request.prompt.token_ids), request.sampling.max_tokens
+        limit = cluster.admission.limit(request.arrived, request.deadline, most)
+        if not cluster.wait_queue.may_pass(request.tenant, num_tokens, limit, doubtful=True):
             return NoWorkerError("no ticket: requests wait for their turn at the router")
         try:
             placement = cluster.place(placement_request(request), prompt)
         except NoWorkerError as error:
             return error
-        judgement = cluster.judge(placement, now - request.arrived, request.deadline - request.arrived)
+        judgement = AdmissionDecision(Verdict.ADMITTED, 0.0, 0.0, 0.0, request.deadline - request.arrived)
+        if limit is not None:
+            limit.certain = cluster.certain_if_late(prompt, limit.at)
+            judgement = cluster.wait_queue.judge(request.tenant, num_tokens, limit, request.arrived)
+            judgement = cluster.judge_pace(judgement, placement)
         record = placement.decode.record
         incarnation = (record.worker_id, record.incarnation)
         endpoint = cluster.direct_endpoint(incarnation)
@@ -162,7 +168,8 @@ class Lookaside:
         if judgement.error is not None or endpoint is None:
             return judgement.error or NoWorkerError(f"{record.worker_id} takes requests from routers only")
         attempt = new_attempt_id()
-        cluster.hold(placement, attempt, request.tenant, len(request.prompt.token_ids), doubtful=True)
+        cluster.hold(placement, attempt, request.tenant, num_tokens, doubtful=True)
+        cluster.placer.begin(request.request_id, prompt, most)
         self._unredeemed[request.tenant] = unredeemed + 1
         return _Chosen(
             request, placement, judgement, incarnation, endpoint, attempt, RequestTrace(request.request_id, placement)
@@ -235,6 +242,8 @@ class Lookaside:
         self._metrics.computed(grant.decision.prompt_tokens, cached_tokens, grant.tenant, now)
         self._metrics.predictions(trace)
         self._metrics.judged(self._cluster.admission.on_first_token(grant.judgement, trace.ttft_s))
+        num_tokens = grant.decision.prompt_tokens - cached_tokens
+        self._cluster.on_first_token(trace.placement, num_tokens, trace.ttft_s - trace.waited_s)
         self._cluster.reservations.prompt_computed(attempt)
 
     def _on_end(self, grant: _Grant, status: decode_pb2.TicketStatus) -> None:
@@ -244,7 +253,7 @@ class Lookaside:
             cluster.wait_queue.written(grant.tenant, status.completion_tokens)
             metrics.written(status.completion_tokens, grant.tenant)
         now = self._clock.now()
-        between_s = self._paced(grant, status.completion_tokens, now)
+        self._paced(grant, status.completion_tokens, now)
         if not status.HasField("finished"):
             if trace.placement is not None:
                 record_outcome(cluster, trace.placement, reason=status.reason, faults=status.prefill_faults)
@@ -268,8 +277,8 @@ class Lookaside:
         metrics.requests.inc()
         metrics.answered(reason, grant.tenant, usage, total_s, finished.explanation.kv_bytes, now)
         metrics.split(trace, total_s)
-        if between_s is not None and grant.num_choices == 1:
-            cluster.admission.on_pace(grant.judgement, between_s)
+        if grant.num_choices == 1 and trace.ttft_s > 0:
+            cluster.admission.on_answer(grant.judgement, usage.completion_tokens, total_s - trace.ttft_s)
         cluster.on_computed(finished.explanation.prefill, usage.prompt_tokens - usage.cached_tokens)
 
     def _unfinished(self, grant: _Grant, num_tokens: int) -> None:
@@ -277,18 +286,14 @@ class Lookaside:
         if grant.decision.trace.ttft_s > 0:
             self._metrics.unfinished(grant.decision.prompt_tokens, num_tokens)
 
-    def _paced(self, grant: _Grant, num_tokens: int, now: float) -> float | None:
-        """The tokens' mean interval, by which they are counted: the router did not see them one by one. None: there is
-        none."""
+    def _paced(self, grant: _Grant, num_tokens: int, now: float) -> None:
+        """Count the tokens by their mean interval: the router did not see them one by one."""
         first = min(grant.num_choices, num_tokens)
         more = num_tokens - first
         self._metrics.live.tokens(first, now)
         ttft_s = grant.decision.trace.ttft_s
-        if not more or ttft_s <= 0:
-            return None
-        between_s = (now - grant.decision.arrived - ttft_s) * grant.num_choices / more
-        self._metrics.pace(between_s, more, now)
-        return between_s
+        if more and ttft_s > 0:
+            self._metrics.pace((now - grant.decision.arrived - ttft_s) * grant.num_choices / more, more, now)
 
     # ---- unredeemed tickets --------------------------------------------------------------------------------------
 
@@ -334,6 +339,7 @@ class Lookaside:
         self._log(grant, reason)
         self._outcomes[outcome].inc()
         self._cluster.reservations.release(attempt)
+        self._cluster.placer.end(grant.decision.request_id, self._clock.now())
 
     def _log(self, grant: _Grant, reason: str) -> None:
         decision, end = grant.decision, grant.end

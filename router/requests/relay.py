@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import NoReturn
 
 import structlog
 
@@ -18,6 +19,7 @@ from diptych.common.errors import (
     InternalError,
     InvalidRequestError,
     NoWorkerError,
+    OverloadedError,
     RequestCancelledError,
     RequestDeadlineError,
     WorkerLostError,
@@ -27,6 +29,7 @@ from diptych.common.request import CHOICE
 from diptych.router.cluster.cluster import RETRY_AFTER_S, Cluster
 from diptych.router.cluster.decode_stream import Attempt
 from diptych.router.fairness.admission import AdmissionDecision
+from diptych.router.fairness.admission import Verdict as AdmissionVerdict
 from diptych.router.observe.explain import RequestTrace
 from diptych.router.observe.metrics import RouterMetrics
 from diptych.router.placement.placer import Incarnation, PromptBlocks
@@ -131,6 +134,7 @@ class Relay:
 
     def close(self) -> None:
         """Cancel the attempt and release its reservation. Idempotent, never blocks."""
+        self._cluster.placer.end(self._request.request_id, self._clock.now())
         if not self._lifecycle.ended:
             self._lifecycle.on(Move.CANCEL)
             self._decision.outcome = RequestCancelledError.reason
@@ -160,13 +164,33 @@ class Relay:
 
     async def _wait_for_turn(self) -> None:
         """Only for the first placement. Raises: OverloadedError, RequestDeadlineError."""
-        if not self._lifecycle.num_replacements:
-            request, wait_queue = self._request, self._cluster.wait_queue
-            tokens = len(request.prompt.token_ids)
-            if wait_queue.may_pass(request.tenant, tokens):
-                return
-            tokens = self._cluster.uncached_tokens(self._prompt)
-            await wait_queue.enter(request.tenant, tokens, priority=request.priority, left_s=self._left_s())
+        if self._lifecycle.num_replacements:
+            return
+        request, cluster, wait_queue = self._request, self._cluster, self._cluster.wait_queue
+        tokens, most = len(request.prompt.token_ids), request.sampling.max_tokens
+        limit = cluster.admission.limit(request.arrived, request.deadline, most)
+        if wait_queue.may_pass(request.tenant, tokens, limit):
+            if limit is not None:
+                limit.certain = cluster.certain_if_late(self._prompt, limit.at)
+                self._judgement = wait_queue.judge(request.tenant, tokens, limit, request.arrived)
+        else:
+            tokens = cluster.uncached_tokens(self._prompt)
+            if limit is not None:
+                limit.certain = cluster.placer.certain_tokens(self._prompt)
+            cluster.placer.begin(request.request_id, self._prompt, most)
+            self._judgement = await wait_queue.enter(
+                request.tenant,
+                tokens,
+                priority=request.priority,
+                left_s=self._left_s(),
+                limit=limit,
+                arrived=request.arrived,
+            )
+        if self._judgement is not None and self._judgement.error is not None:
+            self._cluster.decisions.add(self._decision)
+            if limit is not None and limit.excused:
+                self._metrics.judged(False)
+            self._refused(self._judgement.error)
 
     def _submit(self) -> None:
         request, trace, life = self._request, self._trace, self._lifecycle
@@ -187,6 +211,7 @@ class Relay:
             self._cluster.decisions.add(self._decision)
             self._cluster.retry_budget.on_request()
             self._admit(placement)
+            self._cluster.placer.begin(request.request_id, self._prompt, request.sampling.max_tokens)
         left_s = self._left_s()
         life.on(Move.SUBMIT)
         self._attempt_base = life.num_tokens
@@ -228,12 +253,19 @@ class Relay:
 
     def _admit(self, placement: Placement) -> None:
         """Raises: OverloadedError when the request should not start."""
-        request = self._request
-        judgement = self._cluster.judge(placement, self._trace.waited_s, request.deadline - request.arrived)
-        self._judgement = judgement
-        self._metrics.admission.labels(judgement.verdict.value).inc()
-        if judgement.error is not None:
-            raise judgement.error
+        if self._judgement is not None:
+            self._judgement = self._cluster.judge_pace(self._judgement, placement)
+            if self._judgement.error is not None:
+                self._refused(self._judgement.error)
+            self._metrics.admission.labels(self._judgement.verdict.value).inc()
+        else:
+            self._metrics.admission.labels(AdmissionVerdict.ADMITTED.value).inc()
+
+    def _refused(self, error: OverloadedError) -> NoReturn:
+        """Raises: the error."""
+        self._metrics.admission.labels(AdmissionVerdict.REFUSED.value).inc()
+        self._trace.notes.append(f"admission: {error.message}")
+        raise error
 
     def _left_s(self) -> float:
         left_s = self._request.deadline - self._clock.now()
@@ -407,6 +439,11 @@ class Relay:
             return
         self._trace.ttft_s = now - self._request.arrived
         self._trace.cached_tokens = event.cached_tokens
+        self._cluster.on_first_token(
+            self._trace.placement,
+            len(self._request.prompt.token_ids) - event.cached_tokens,
+            self._trace.ttft_s - self._trace.submitted_s,
+        )
         self._metrics.predictions(self._trace)
         if self._judgement is not None:
             self._metrics.judged(self._cluster.admission.on_first_token(self._judgement, self._trace.ttft_s))
@@ -435,10 +472,9 @@ class Relay:
             trace.cached_tokens = usage.cached_tokens
         self._decision.outcome = "finished"
         trace.total_s = self._clock.now() - self._request.arrived
-        paced = usage.completion_tokens > 1 and sampling.num_choices == 1 and not self._is_continued
-        if self._judgement is not None and paced:
+        if self._judgement is not None and sampling.num_choices == 1 and not self._is_continued:
             answer_s = trace.total_s - trace.ttft_s
-            self._cluster.admission.on_pace(self._judgement, answer_s / (usage.completion_tokens - 1))
+            self._cluster.admission.on_answer(self._judgement, usage.completion_tokens, answer_s)
         self._metrics.split(trace, trace.total_s)
         self._cluster.on_computed(message.explanation.prefill, usage.prompt_tokens - usage.cached_tokens)
         return FinishedEvent(

@@ -19,11 +19,12 @@ from diptych.common.store.interface import KvEvent
 from diptych.common.store.worker_record import WorkerLoad
 from diptych.common.tiers import TierState
 from diptych.router.cluster.fake_decode import FakeDecode
+from diptych.router.fairness.prompt_speeds import MIN_SEEN
 from diptych.router.observe.access_log import Access, logged
 from diptych.router.placement.placer import PromptBlocks
 from diptych.router.placement.types import PlacementRequest
 from diptych.router.requests.messages import FinishedEvent, StartedEvent, UncheckedRequest
-from diptych_tests.router_fleet import running
+from diptych_tests.router_fleet import drain, running
 
 
 async def test_answer_and_explanation(fleet):
@@ -251,29 +252,29 @@ async def test_a_cluster_without_prefill_is_ready_when_that_is_wanted(model_fold
 
 
 async def test_what_cannot_come_in_time_is_shed_before_any_work(model_folder, tmp_path):
-    async with running(model_folder, tmp_path, admission="on", max_ttft_s=0.5) as fleet:
-        await fleet.add("p0", "prefill", load=WorkerLoad(prefill_tokens_per_s=1000.0))
+    async with running(model_folder, tmp_path, max_ttft_s=0.5) as fleet:
+        await fleet.add("p0", "prefill", load=WorkerLoad(prefill_tokens_per_s=100.0))
         decode = await fleet.add("d0")
         await fleet.until_ready()
-        await fleet.ask()
-        admission = fleet.frontend._cluster.admission
-        assert admission.ttft.num_seen == admission.tpot.num_seen + 1 == 1  # nothing is known of d0's steps
-        for _ in range(100):
-            admission.ttft.on_seen(0.1, 1.0)
+        cluster = fleet.frontend._cluster
+        await fleet.ask(num_prompt=240)  # nothing is known of prompts of this length: it is served
+        assert cluster.admission.ttft.num_seen == 1
+        speeds = cluster.placer.speeds
+        speeds._workers["p0"].seen.clear()  # these workers compute nothing
+        for _ in range(MIN_SEEN):
+            speeds.on_computed("p0", 200, 2.0)
         done = len(decode.submits)
-
-        async def ask_thrice():  # one in twenty is tried all the same
-            for _ in range(3):
-                await fleet.ask(num_prompt=200)
-
-        with pytest.raises(OverloadedError, match="shed before any work") as caught:
-            await ask_thrice()
-        assert caught.value.retry_after_s >= 0.5
-        assert len(decode.submits) <= done + 2
+        request = await fleet.frontend.prepare(UncheckedRequest(token_ids=[2] * 240, sampling={"max_tokens": 2}))
+        with pytest.raises(OverloadedError, match="shed before any work: the first token in 1.4 s or later") as caught:
+            await drain(fleet.frontend.generate(request))  # 240 tokens at 1.5 x 100 a second, less 0.25 s
+        assert caught.value.retry_after_s == pytest.approx(2.4, abs=0.1)
+        assert len(decode.submits) == done
+        refused = fleet.frontend.explain(request.request_id, "").explanation
+        assert any("admission: shed before any work" in note for note in refused.notes)
         await fleet.ask(num_prompt=2)
         await fleet.until(fleet.no_reservations)
         counted = fleet.frontend.metrics.admission
-        assert counted.labels("refused").value == 1
+        assert [counted.labels(verdict).value for verdict in ("admitted", "refused")] == [2, 1]
 
 
 async def test_routers_of_a_cluster_share_a_tenants_budget(fleet):
