@@ -77,13 +77,15 @@ LOST = [
         ("decoding", "decode-0", 104.5, "the request had left the worker"),
         ("first token", "decode-0", 103.0, "it had 5 tokens"),
         ("queued", "decode-0", 103.0, "it had 5 tokens"),
-        ("queued", "prefill-1", 103.0, ""),
-        ("queued", "prefill-0", 103.0, "the prefill worker had done its part"),
+        ("prefill running", "prefill-1", 103.0, ""),
+        ("queued", "prefill-1", 103.0, "the prefill worker had done its part: 1 requests lost it"),
+        ("prefill running", "prefill-0", 103.0, "the prefill worker had done its part: 0 requests lost it"),
     ],
 )
 def test_a_kill_counts_only_where_the_explanation_says_so(phase: str, victim: str, at: float, why: str) -> None:
     """The request arrived at 100.2 at the latest, so its attempts were submitted by 100.2, 104.2 and 106.2."""
-    assert kill_run.hit(kill_run.Kill(0, phase, victim, flight(attempts=LOST), {}, at)) == why
+    target, seen = flight(attempts=LOST), {"num_waiting": 1, "num_running": 1}
+    assert kill_run.hit(kill_run.Kill(0, phase, victim, target, seen, [target], at)) == why
 
 
 def test_the_time_until_it_is_placed_again_is_counted_from_the_latest_arrival() -> None:

@@ -334,6 +334,8 @@ class Kill:
     victim: str
     target: Flight
     seen: dict[str, Any]
+    beside: Sequence[Flight] = ()
+    """The requests that a killed prefill worker had, including the target."""
     at: float = 0.0
     held: Sequence[tuple[Flight, int]] = ()
     """The requests on a decode worker, and their tokens so far."""
@@ -348,11 +350,14 @@ class Kill:
 def hit(kill: Kill) -> str:
     """Why the kill missed its phase; "": it did not. Known once the target has ended."""
     target = kill.target
+    if kill.victim in PREFILLS:
+        failed = sum(
+            any(f"prefill {kill.victim} failed" in note for note in one.why.get("notes", ())) for one in kill.beside
+        )
+        needed = 2 if kill.phase == "queued" and kill.seen["num_running"] else 1  # one of them waited
+        return "" if failed >= needed else f"the prefill worker had done its part: {failed} requests lost it"
     if target.error or not target.why:
         return "the answer ended without an explanation"
-    if kill.victim in PREFILLS:
-        failed = any(f"prefill {kill.victim} failed" in note for note in target.why["notes"])
-        return "" if failed else "the prefill worker had done its part"
     lost = [one for one in target.lost if one["decode"] == kill.victim and one["again_at"] >= kill.at]
     if not lost:
         return "the request had left the worker"
@@ -372,8 +377,8 @@ class Aim:
         self._used: set[Flight] = set()
         self._prefill_next = True
 
-    async def at(self, phase: str, usable: set[str]) -> tuple[str, Flight, dict[str, Any]] | None:
-        """(victim, target, seen); None: not within the deadline. Only workers whose role has another usable one."""
+    async def at(self, phase: str, usable: set[str]) -> tuple[str, Flight, dict[str, Any], Sequence[Flight]] | None:
+        """(victim, target, seen, beside), see Kill; None: not in time. Only workers whose role has another usable one."""
         may = {name for name in usable for side in (PREFILLS, DECODES) if name in side and len(usable & set(side)) > 1}
         find = {"queued": self._before, "prefill running": self._before, "hand-off": self._before}.get(
             phase, self._after
@@ -391,7 +396,9 @@ class Aim:
     def _flying(self, kind: str | None) -> list[Flight]:
         return [f for f in self._flights if f.flying and f not in self._used and kind in (None, f.kind)]
 
-    async def _after(self, phase: str, depth: float, may: set[str]) -> tuple[str, Flight, dict[str, Any]] | None:
+    async def _after(
+        self, phase: str, depth: float, may: set[str]
+    ) -> tuple[str, Flight, dict[str, Any], Sequence[Flight]] | None:
         """In the stream. `depth`: 0 to 1, how far into the answer."""
         for flight in self._flying(KIND_OF.get(phase)):
             whole = self._whole[flight.kind, flight.number]
@@ -405,10 +412,12 @@ class Aim:
             if ready:
                 decode = (await self._watch.placements()).get(flight.label, ("", ""))[1]
                 if decode in may and flight.flying:
-                    return decode, flight, {"tokens": done}
+                    return decode, flight, {"tokens": done}, ()
         return None
 
-    async def _before(self, phase: str, depth: float, may: set[str]) -> tuple[str, Flight, dict[str, Any]] | None:
+    async def _before(
+        self, phase: str, depth: float, may: set[str]
+    ) -> tuple[str, Flight, dict[str, Any], Sequence[Flight]] | None:
         """Of a prompt that a prefill worker computes: kill that one, or the decode worker that waits for it, in turn."""
         most = 1 if phase == "hand-off" else 0
         for prefill in PREFILLS:
@@ -424,7 +433,7 @@ class Aim:
             victim = prefill if self._prefill_next else placed[target.label][1]
             if victim in may:
                 self._prefill_next = not self._prefill_next
-                return victim, target, seen
+                return victim, target, seen, mine if victim == prefill else ()
         return None
 
     async def _seen(self, phase: str, prefill: str) -> dict[str, Any]:
@@ -433,8 +442,8 @@ class Aim:
             slabs = await self._watch.slabs_in_use(prefill)
             return {"slabs in use": slabs} if slabs else {}
         stats = await self._watch.stats(prefill)
-        name = "num_waiting" if phase == "queued" else "num_running"
-        return {name: stats[name]} if stats.get(name) else {}
+        shown = {name: stats.get(name, 0) for name in ("num_waiting", "num_running")}
+        return shown if shown["num_waiting" if phase == "queued" else "num_running"] else {}
 
 
 # ---- the run ---------------------------------------------------------------------------------------------------------
@@ -458,7 +467,11 @@ class Run:
 
     def hits(self, *, pending: bool = False) -> Counter[str]:
         """Kills that hit their phase; `pending`: and those whose target has not ended."""
-        return Counter(kill.phase for kill in self.kills if (pending if kill.target.flying else not hit(kill)))
+        return Counter(
+            kill.phase
+            for kill in self.kills
+            if (pending if any(one.flying for one in (kill.target, *kill.beside)) else not hit(kill))
+        )
 
     @property
     def moved(self) -> list[Flight]:
