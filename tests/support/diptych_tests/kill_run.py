@@ -705,6 +705,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--most-down", type=int, default=1, help="workers that may be starting at the next kill")
     parser.add_argument("--model", default="smollm2", help="the default model, or a folder of it")
     parser.add_argument("--up-args", default="", help="further flags of `diptych up`, as one string")
+    parser.add_argument("--commit", default="", help="of the code, where it lies in no repository")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--merge", type=Path, nargs="+", default=[], help="records of parts; nothing is run")
     chosen = parser.parse_args(arguments)
@@ -715,6 +716,7 @@ def main(arguments: Sequence[str]) -> int:
     if unknown := set(phases) - set(PHASES):
         parser.error(f"--phases: {', '.join(sorted(unknown))}: must be of {', '.join(PHASES)}")
     environment = result.surroundings()
+    environment["git_hash"] = environment["git_hash"] or chosen.commit
     clusters.OF_USERS = frozenset(os.environ)
     with (
         tempfile.TemporaryDirectory() as root,
