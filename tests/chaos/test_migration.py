@@ -257,7 +257,10 @@ async def test_stopped_for_twenty_seconds_and_continued(movable: Movable) -> Non
         stopped_at = time.monotonic()
         got = await answers
         took_s = time.monotonic() - stopped_at
-        print(f"all have ended elsewhere {took_s:.1f} s after the stop")
+        gaps = [answer.explanation.longest_gap_s for answer in got if answer.explanation]
+        print(
+            f"all have ended elsewhere {took_s:.1f} s after the stop; the longest gaps: {[round(gap, 1) for gap in gaps]} s"
+        )
         await asyncio.sleep(max(0.0, STOPPED_S - took_s))  # sleep: longer than anything waits for a silent worker
         moved = [answer for answer in got if answer.explanation is not None and answer.explanation.attempts]
         assert moved
