@@ -92,3 +92,28 @@ def test_the_time_until_it_is_placed_again_is_counted_from_the_latest_arrival() 
     (first, second) = flight(attempts=LOST).lost
     assert (first["had"], round(first["again_at"], 3)) == (5, 104.2)
     assert (second["had"], round(second["again_at"], 3)) == (7, 106.2)
+
+
+def test_a_record_has_each_kill_and_what_it_cost() -> None:
+    target, once = flight(attempts=LOST), flight(attempts=[LOST[0], LOST[2] | {"submitted_s": 4.0}])
+    once.why |= {
+        "first_token_s": 1.5, "reserved_s": 0.1, "local_prefill": False, "prefill_compute_s": 0.7, "prefill_queue_s": 0.2,
+        "longest_gap_s": 2.0,
+    }  # fmt: skip
+    done = kill_run.Run(seed=3, phases=["decoding"], answers=[target, once])
+    done.kills = [
+        kill_run.Kill(0, "decoding", "decode-0", target, {"tokens": 5}, at=104.0, back_s=9.5),
+        kill_run.Kill(1, "first token", "decode-1", target, {"tokens": 2}, at=105.0),
+    ]
+    record = done.record()
+    assert [(kill["phase"], kill["missed"], kill["back_s"]) for kill in record["kills"]] == [
+        ("decoding", "", 9.5), ("first token", "it had 7 tokens", None),
+    ]  # fmt: skip
+    assert record["by_phase"]["decoding"] == {"hit": 1, "missed": 0, "decode": 1, "prefill": 0}
+    assert [(one["kill"], one["had"], one["replace_s"]) for one in record["losses"]] == [
+        (0, 5, 0.2),
+        (1, 7, 1.2),
+        (0, 5, 0.2),
+    ]
+    assert record["gaps"] == [{"gap_s": 2.0, "recompute_s": 0.7, "queue_s": 0.2, "kind": "plain"}]
+    assert (record["gap_less_recompute_s"]["max"], record["back_s"]["p50"]) == (1.3, 9.5)

@@ -508,7 +508,13 @@ class Run:
                 "logprobs": {"compared": self.logprobs, "equal to the bit": self.exact_logprobs},
                 "resources": [{"before": self.before, "after": self.after}],
                 "kills": [
-                    {"phase": kill.phase, "victim": kill.victim, "seen": kill.seen, "missed": hit(kill)}
+                    {
+                        "phase": kill.phase,
+                        "victim": kill.victim,
+                        "seen": kill.seen,
+                        "missed": hit(kill),
+                        "back_s": kill.back_s,
+                    }
                     for kill in self.kills
                 ],
                 "losses": losses,
