@@ -160,7 +160,8 @@ def _paged_prefill_kernel(
         stride_block, stride_kv, stride_slot, stride_head,
         HEAD_DIM, DIM, BLOCK_SIZE, TILE, WINDOW, SOFTCAP, True,
     )  # fmt: skip
-    out = (acc / total[:, None]).to(out_ptr.dtype.element_ty)
+    # A tile of an empty chunk, which pads a list, has seen nothing.
+    out = (acc / tl.where(total == 0.0, 1.0, total)[:, None]).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + at[:, None] * stride_out_token + heads[:, None] * stride_out_head + dim[None, :], out, mask=seen)
 
 

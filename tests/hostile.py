@@ -6,8 +6,7 @@ runs found.
 Each condition runs the part of the suite that it can affect:
 
 * Time (throttled, one-core, busy): everything that has threads, processes, sockets or deadlines. Not run are tests that
-  compute on one thread of one process without a clock (UNTIMED), which would only take longer. `throttled`, the
-  hardest, runs all.
+  compute on one thread of one process without a clock (UNTIMED), which would only take longer.
 * Instructions (lanes-8, lanes-16, no-compiler): every test that compiles or loads C, also in a child process: what
   reaches `diptych.common.compiled.find_compiler`. A run with a print there showed which folders do not (WITHOUT_C).
 * All at once (together, together-no-compiler): SMOKE, one test or a few of every kind in which the others found
@@ -123,7 +122,7 @@ class Condition:
 NO_COMPILER = {"CC": "no-compiler-here"}
 TWO_LOOPS = 2
 CONDITIONS = (
-    Condition("throttled", "a quarter of a core for each process of the suite", quarter=True, limit_s=3600.0),
+    Condition("throttled", "a quarter of a core for each process of the suite", UNTIMED, quarter=True, limit_s=3600.0),
     Condition("one-core", "pinned to one core", UNTIMED, one_core=True),
     Condition("busy", "two busy loops beside it", UNTIMED, busy_loops=TWO_LOOPS),
     Condition(

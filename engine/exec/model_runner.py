@@ -60,14 +60,20 @@ def _device(name: str) -> torch.device:
 
 
 def _fused_backend(
-    weights: ModelWeights, pool: KvPool, max_model_len: int, graph_sizes: Sequence[int] | None, batch_invariant: bool
+    weights: ModelWeights,
+    pool: KvPool,
+    max_model_len: int,
+    graph_sizes: Sequence[int] | None,
+    chunk_graphs: Sequence[tuple[int, int]] | None,
+    batch_invariant: bool,
 ) -> CudaBackend:
     # Here and not above: nothing on the CPU's path imports Triton.
     from diptych.engine.exec.cuda.backend import CudaBackend
 
     with torch.inference_mode():
-        sizes = {} if graph_sizes is None else {"graph_sizes": graph_sizes}
-        return CudaBackend(weights, pool, max_model_len=max_model_len, batch_invariant=batch_invariant, **sizes)
+        graphs: dict[str, Any] = {"graph_sizes": graph_sizes, "chunk_graphs": chunk_graphs}
+        chosen = {name: value for name, value in graphs.items() if value is not None}
+        return CudaBackend(weights, pool, max_model_len=max_model_len, batch_invariant=batch_invariant, **chosen)
 
 
 def _with_memory(step: Callable[[], _T]) -> _T:
@@ -123,6 +129,7 @@ class TorchModelRunner:
         max_model_len: int,
         num_host_blocks: int = 0,
         graph_sizes: Sequence[int] | None = None,
+        chunk_graphs: Sequence[tuple[int, int]] | None = None,
         demand: PoolDemand | None = None,
     ) -> None:
         """Args: num_blocks, demand: see load."""
@@ -158,7 +165,7 @@ class TorchModelRunner:
         self._fused: CudaBackend | None = None
         if names == (TRITON,):
             self._fused = _fused_backend(
-                weights, self.pool, max_model_len, graph_sizes, plan.embedding_owner.batch_invariant
+                weights, self.pool, max_model_len, graph_sizes, chunk_graphs, plan.embedding_owner.batch_invariant
             )
         else:
             self._decoder = Decoder(model, self.pool, max_model_len=max_model_len)
@@ -177,6 +184,7 @@ class TorchModelRunner:
         num_host_blocks: int = 0,
         backend: str | None = None,
         graph_sizes: Sequence[int] | None = None,
+        chunk_graphs: Sequence[tuple[int, int]] | None = None,
         budget: PoolBudget | None = None,
         demand: PoolDemand | None = None,
         batch_invariant: bool = False,
@@ -192,7 +200,8 @@ class TorchModelRunner:
             num_host_blocks: slots of the host tier, each of one block.
             backend: "native" (compiled C), "torch" or "triton" (kernels, CUDA graphs for decode); None: the device's own,
                 which on a CPU is native where it can be had, with a warning where it cannot.
-            graph_sizes: triton only: padded batch sizes of the decode graphs, ascending; None: the default ones.
+            graph_sizes, chunk_graphs: triton only: padded batch sizes of the decode graphs, ascending; shapes of those of steps
+                with chunks. None: the default ones.
             demand: layers with a window keep that window only, in KV groups whose pools are sized by it; None: every token.
             batch_invariant: a sequence's tokens do not depend on the rest of its steps: see plan_for.
         Raises: ConfigError naming the field.
@@ -236,6 +245,7 @@ class TorchModelRunner:
                 max_model_len=length,
                 num_host_blocks=host_blocks,
                 graph_sizes=graph_sizes,
+                chunk_graphs=chunk_graphs,
                 demand=demand,
             )
 

@@ -13,6 +13,7 @@ from diptych.engine.exec.backends.base import Hooks
 from diptych.engine.exec.cuda.batch import CudaBatch
 from diptych.engine.exec.cuda.block_tables import NUM_ROWS
 from diptych.engine.exec.cuda.blocks import BlockMover
+from diptych.engine.exec.cuda.chunk_graphs import CHUNK_GRAPHS, ChunkGraphs, Shape
 from diptych.engine.exec.cuda.draw import DeviceDraw, DeviceStep, is_plain, is_single
 from diptych.engine.exec.cuda.graphs import GRAPH_SIZES, DecodeGraphs
 from diptych.engine.exec.cuda.runtime import CudaRuntime
@@ -28,7 +29,8 @@ class CudaBackend:
     """Weights, block tables, graphs. Ready when constructed: kernels compiled, graphs captured, the pool zero again.
 
     Args:
-        graph_sizes: padded batch sizes of the decode graphs, ascending; empty: every step is launched kernel by kernel.
+        graph_sizes: padded batch sizes of the decode graphs, ascending; empty: decode steps are launched kernel by kernel.
+        chunk_graphs: the same of steps with chunks: see ChunkGraphs.
         batch_invariant: a row's bits, and its draw, do not depend on the rest of the step.
     """
 
@@ -39,6 +41,7 @@ class CudaBackend:
         *,
         max_model_len: int,
         graph_sizes: Sequence[int] = GRAPH_SIZES,
+        chunk_graphs: Sequence[Shape] = CHUNK_GRAPHS,
         batch_invariant: bool = False,
     ) -> None:
         device = weights.embedding.device
@@ -49,18 +52,20 @@ class CudaBackend:
         for group, mover in zip(pool.groups, self._movers, strict=True):
             group.mover = mover
         self._graphs: DecodeGraphs | None = None
+        self._chunk_graphs: ChunkGraphs | None = None
         if device.type == "cuda":
             self._warm_up(weights.description.vocab_size, max_model_len)
+            sizes = {
+                "num_groups": len(pool.groups),
+                "num_kv_heads": weights.description.num_kv_heads,
+                "num_programs": self._runtime.num_programs,
+            }
             if graph_sizes:
                 self._graphs = DecodeGraphs(
-                    self._runtime.decoder,
-                    device,
-                    self._draw.drawn,
-                    num_groups=len(pool.groups),
-                    num_kv_heads=weights.description.num_kv_heads,
-                    num_programs=self._runtime.num_programs,
-                    sizes=graph_sizes,
+                    self._runtime.decoder, device, self._draw.drawn, sizes=graph_sizes, **sizes
                 )
+            if chunk_graphs:
+                self._chunk_graphs = ChunkGraphs(self._runtime.decoder, device, shapes=chunk_graphs, **sizes)
             for group in pool.groups:
                 group.tensor.zero_()
             torch.cuda.synchronize(device)
@@ -162,6 +167,11 @@ class CudaBackend:
             if not batch.sample_rows:
                 return None
             return logits.index_select(0, self._upload.send((batch.sample_rows,))[0])
+        chunk_graphs = self._chunk_graphs
+        if chunk_graphs is not None and (shape := chunk_graphs.shape_of(batch)) is not None:
+            logits = chunk_graphs.replay(batch, rows, shape)
+            self._launch_pulls()
+            return logits
         step, fed = self._runtime.send(batch, rows, sources)
         if sources:
             feed_ids(step.token_ids, fed, self._draw.drawn)

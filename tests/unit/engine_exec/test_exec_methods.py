@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import random
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import pytest
@@ -19,6 +18,7 @@ from diptych.engine.exec.loading import load_weights
 from diptych.engine.exec.methods import registry
 from diptych.engine.exec.methods.base import StepRows, TensorPart
 from diptych.engine.exec.models.registry import describe
+from diptych_tests.cpu_graphs import CpuGraphs
 
 QUANTIZED = {"quant_method": "int8-rows-of-a-test", "bits": 8}
 
@@ -204,48 +204,13 @@ def test_each_row_meets_its_own_adapter(pair, driver_of):
 
 
 def give_graphs(driver, monkeypatch):
-    """Decode graphs on a CPU: replaying one computes its step again, from the same buffers into the same logits."""
     from diptych.engine.exec.cuda import graphs
 
-    class Graph:
-        def __init__(self):
-            self.calls = []
-
-        def pool(self):
-            return None
-
-        def replay(self):
-            for call in self.calls:
-                call()
-
-    captured = []
-
-    @contextmanager
-    def capture(graph, pool):
-        captured.append(graph)
-        yield
-        captured.pop()
-
-    class Decoder:
-        def forward(self, step, hooks, **how):
-            logits = decoder.forward(step, hooks, **how)
-            for graph in captured:
-                graph.calls.append(lambda: logits.copy_(decoder.forward(step, hooks, **how)))
-            return logits
-
-    def feed_ids(*tensors):
-        feed(*tensors)
-        for graph in captured:
-            graph.calls.append(lambda: feed(*tensors))
-
-    fused, feed = driver.runner._fused, graphs.feed_ids
-    decoder = fused._runtime.decoder
-    monkeypatch.setattr(graphs, "feed_ids", feed_ids)
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
-    monkeypatch.setattr(torch.cuda, "graph", capture)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    fused = driver.runner._fused
+    cpu = CpuGraphs(monkeypatch, fused._runtime.decoder)
+    monkeypatch.setattr(graphs, "feed_ids", cpu.captured(graphs.feed_ids))
     fused._graphs = graphs.DecodeGraphs(
-        Decoder(), torch.device("cpu"), fused._draw.drawn, num_groups=1, num_kv_heads=1, num_programs=8, sizes=(1, 2, 4)
+        cpu, torch.device("cpu"), fused._draw.drawn, num_groups=1, num_kv_heads=1, num_programs=8, sizes=(1, 2, 4)
     )
 
 

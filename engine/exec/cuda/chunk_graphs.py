@@ -1,0 +1,140 @@
+"""CUDA graphs of steps with few prompt tokens, whose kernels take less time than Python needs to launch them one by one.
+
+A step replays the least graph that holds its decode rows and its chunks' tokens. Rows are padded behind each of the two: slot
+-1 stores nothing, length 0 attends to nothing. The list of chunks is padded with empty ones, the list of tiles with tiles of
+the last of these, and the rows whose logits are wanted with row 0.
+
+    rows    d0 d1 .. | a0 a1 a2 b0 b1 .. | ..
+            decode     chunks A, B         padding
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from diptych.engine.exec.backends.base import Hooks
+from diptych.engine.exec.cuda.batch import CudaBatch, StepTensors
+from diptych.engine.exec.cuda.decoder import CudaDecoder
+from diptych.engine.exec.cuda.upload import ALIGN, Section, Upload
+from diptych.engine.exec.methods.base import StepRows
+from diptych.kernels.triton_decode import choose_splits
+from diptych.kernels.triton_prefill import prefill_tiles
+
+Shape = tuple[int, int]
+"""Padded numbers of decode rows and of the chunks' tokens."""
+
+CHUNK_GRAPHS: tuple[Shape, ...] = tuple((0, tokens) for tokens in range(64, 513, 64))
+"""An 8B model's step of 512 tokens keeps an H200 busy for as long as its launches take; a larger one longer."""
+MAX_CHUNKS = 8
+"""Of one step; those with more are launched kernel by kernel."""
+_SECTIONS = 8
+"""Besides the slots, of which each KV group has its own."""
+
+
+class ChunkGraphs:
+    """Captured at construction: before readiness."""
+
+    def __init__(
+        self,
+        decoder: CudaDecoder,
+        device: torch.device,
+        *,
+        num_groups: int,
+        num_kv_heads: int,
+        num_programs: int,
+        shapes: Sequence[Shape] = CHUNK_GRAPHS,
+    ) -> None:
+        self._decoder, self._num_groups = decoder, num_groups
+        self._shapes = sorted(shapes)
+        capacity = max(sum(-(-len(s) // ALIGN) * ALIGN for s in self._empty(shape)) for shape in shapes)
+        self._upload = Upload(device, capacity)
+        self._graphs: dict[Shape, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        pool = None
+        for shape in sorted(shapes, key=sum, reverse=True):  # the others then fit into the first one's memory
+            step = self._tensors(self._upload.send(self._empty(shape)), choose_splits(max(1, shape[0]), num_kv_heads, num_programs))
+            decoder.forward(step, Hooks(), want_logits=True)  # compiles kernels, and lets cuBLAS choose its own
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=pool):
+                logits = decoder.forward(step, Hooks(), want_logits=True)
+            if logits is None:
+                raise AssertionError("a step with sampled rows has logits")
+            self._graphs[shape] = (graph, logits)
+            pool = pool or graph.pool()
+
+    def shape_of(self, batch: CudaBatch) -> Shape | None:
+        """The least graph that holds this step; None: none does."""
+        decode, chunks = batch.num_decode, len(batch.counts)
+        if not 0 < chunks <= MAX_CHUNKS or not 0 < len(batch.sample_rows) <= decode + chunks:
+            return None
+        tokens = len(batch.token_ids) - decode
+        for shape in self._shapes:
+            # Without decode rows only graphs without them: a padded one is computed, too.
+            if shape[0] >= decode and bool(shape[0]) == bool(decode) and shape[1] >= tokens:
+                return shape
+        return None
+
+    def replay(self, batch: CudaBatch, table_rows: Sequence[int], shape: Shape) -> Tensor:
+        """Args: table_rows: of the block tables, of each decode row and chunk. shape: shape_of(batch).
+        Returns: logits of batch.sample_rows, valid until the next replay."""
+        self._upload.send(self._sections(shape, batch, table_rows))
+        graph, logits = self._graphs[shape]
+        graph.replay()
+        return logits[: len(batch.sample_rows)]
+
+    def _empty(self, shape: Shape) -> list[Section]:
+        return self._sections(shape, CudaBatch([], [], [], [[]] * self._num_groups, 0, [], [], [], [], [], None), [])
+
+    def _sections(self, shape: Shape, batch: CudaBatch, table_rows: Sequence[int]) -> list[Section]:
+        """Of a length that `shape` decides."""
+        decode, room = shape
+        count = batch.num_decode
+        gap, tail = decode - count, room - (len(batch.token_ids) - count)
+
+        def padded(values: Sequence[int], nothing: int) -> list[int]:
+            return [*values[:count], *([nothing] * gap), *values[count:], *([nothing] * tail)]
+
+        chunks: list[int] = []
+        first = decode
+        for new, start, row in zip(batch.counts, batch.starts, table_rows[count:], strict=True):
+            chunks += (first, new, start, row)
+            first += new
+        chunks += [0] * (4 * (MAX_CHUNKS + 1) - len(chunks))
+        group, rows = self._decoder.group, self._decoder.tile_rows
+        tiles = prefill_tiles(batch.counts, batch.starts, group, rows)
+        most = room // (rows // group) + MAX_CHUNKS
+        tiles += [MAX_CHUNKS, 0] * (most - len(tiles) // 2)
+        samples = [row if row < count else row + gap for row in batch.sample_rows]
+        samples += [0] * (decode + MAX_CHUNKS - len(samples))
+        positions = padded(batch.positions, 0)
+        return [
+            padded(batch.token_ids, 0),
+            positions,
+            [p + 1 for p in batch.positions[:count]] + [0] * gap,
+            [*table_rows[:count], *([0] * gap)],
+            chunks,
+            tiles,
+            samples,
+            padded(batch.adapters or [-1] * len(batch.token_ids), -1),
+            *(padded(slots, -1) for slots in batch.slots),
+        ]
+
+    @staticmethod
+    def _tensors(sections: Sequence[Tensor], splits: int) -> StepTensors:
+        ids, positions, lens, rows, chunks, tiles, samples, adapters = sections[:_SECTIONS]
+        return StepTensors(
+            token_ids=ids,
+            positions=positions,
+            slots=sections[_SECTIONS:],
+            decode_lens=lens,
+            decode_rows=rows,
+            chunks=chunks.view(-1, 4),
+            tiles=tiles.view(-1, 2),
+            sample_rows=samples,
+            splits=splits,
+            rows=StepRows(adapters),
+        )
