@@ -61,9 +61,7 @@ class CudaBackend:
                 "num_programs": self._runtime.num_programs,
             }
             if graph_sizes:
-                self._graphs = DecodeGraphs(
-                    self._runtime.decoder, device, self._draw.drawn, sizes=graph_sizes, **sizes
-                )
+                self._graphs = DecodeGraphs(self._runtime.decoder, device, self._draw.drawn, sizes=graph_sizes, **sizes)
             if chunk_graphs:
                 self._chunk_graphs = ChunkGraphs(self._runtime.decoder, device, shapes=chunk_graphs, **sizes)
             for group in pool.groups:

@@ -54,7 +54,9 @@ class ChunkGraphs:
         self._graphs: dict[Shape, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
         pool = None
         for shape in sorted(shapes, key=sum, reverse=True):  # the others then fit into the first one's memory
-            step = self._tensors(self._upload.send(self._empty(shape)), choose_splits(max(1, shape[0]), num_kv_heads, num_programs))
+            step = self._tensors(
+                self._upload.send(self._empty(shape)), choose_splits(max(1, shape[0]), num_kv_heads, num_programs)
+            )
             decoder.forward(step, Hooks(), want_logits=True)  # compiles kernels, and lets cuBLAS choose its own
             if device.type == "cuda":
                 torch.cuda.synchronize(device)

@@ -70,7 +70,9 @@ def mixed_steps(driver):
     outs = [[*outs[0], *rows[0]], [*outs[1], *rows[2]], [], list(rows[3])]
     rows = driver.runner.execute([seq(2, prompts[2][11:], 11, 0), seq(0, outs[0][-1:], 8, 2)]).token_ids
     outs[2], outs[0] = list(rows[0]), [*outs[0], *rows[1]]
-    rows = driver.runner.execute([seq(i, outs[i][-1:], len(prompts[i]) + len(outs[i]) - 1, len(outs[i])) for i in range(4)])
+    rows = driver.runner.execute(
+        [seq(i, outs[i][-1:], len(prompts[i]) + len(outs[i]) - 1, len(outs[i])) for i in range(4)]
+    )
     return [[*out, *row] for out, row in zip(outs, rows.token_ids, strict=True)]
 
 
