@@ -38,6 +38,7 @@ BENCHMARKS: dict[str, Benchmark] = {
     "gpu-pair": Benchmark("gpu.pair", "prefill and decode on two GPUs of one host", "bench-gpu-pair"),
     "gpu-cross": Benchmark("gpu.cross", "two GPUs at one load, used three ways, over prompt lengths"),
     "gpu-http": Benchmark("gpu.over_http", "a cluster on two GPUs through HTTP, default flags", "bench-gpu-http"),
+    "gpu-checkouts": Benchmark("gpu.checkouts", "several checkouts in turn on one machine: start, loads, hand-off"),
     "kv-loopback": Benchmark("kvtransfer.loopback", "transports on loopback beside their floor", "bench-kv"),
     "kv-handoff": Benchmark(
         "kvtransfer.handoff", "what of a transfer a client waits for; cancelled prompts", "bench-kv"

@@ -159,6 +159,14 @@ class Bench:
         self.result: Row = {"facts": facts(args.device), "servers": {}}
         self.vocab = TINY.vocab if args.tiny else BIG.vocab
         self.port = 0
+        self.env: dict[str, str] = {}
+        """Of the servers, besides this process's own."""
+        self._server: Server | None = None
+
+    def log_text(self) -> str:
+        """Of the server that runs."""
+        assert self._server is not None, "no server runs"
+        return self._server.text()
 
     def prompt(self, length: int, vocab: int = 0) -> list[int]:
         return [self.rng.randrange(3, vocab or self.vocab) for _ in range(length)]
@@ -171,8 +179,8 @@ class Bench:
         """`gpus`: visible GPUs; empty: all."""
         folder = Path(self.args.work) / f"server-{name}"
         folder.mkdir(parents=True, exist_ok=True)
-        env = {"CUDA_VISIBLE_DEVICES": gpus} if gpus and self.args.device == "cuda" else {}
-        server = Server(arguments, folder, env)
+        env = self.env | ({"CUDA_VISIBLE_DEVICES": gpus} if gpus and self.args.device == "cuda" else {})
+        self._server = server = Server(arguments, folder, env)
         entry: Row = {"command": " ".join(server.command)}
         self.result["servers"][name] = entry
         try:
@@ -379,8 +387,8 @@ def say(text: str) -> None:
     print(f"[{time.monotonic() - _BEGUN:6.1f}] {text}", flush=True)
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main_parser(description: str | None) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", default="bench/results/gpu-as-shipped.json")
     parser.add_argument("--work", default="/dev/shm/diptych-gpu-http", help="models and run folders")  # noqa: S108
     parser.add_argument("--device", default="cuda")
@@ -393,7 +401,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--up-args", default="", help="flags of up; a recorded figure has none")
     parser.add_argument("--serve-args", default="", help="sets of flags of serve, ; between them")
     parser.add_argument("--seed", type=int, default=1)
-    args = parser.parse_args(arguments)
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    args = main_parser(__doc__).parse_args(arguments)
     Path(args.out).parent.mkdir(parents=True, exist_ok=True)
     bench = Bench(args)
     asyncio.run(bench.run())

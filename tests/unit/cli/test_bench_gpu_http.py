@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from diptych.bench.gpu.checkouts import phases
 from diptych.bench.gpu.http_client import Answer, read
 from diptych.bench.gpu.over_http import percentiles, summary
 from diptych.bench.gpu.random_model import TINY, write_model
@@ -74,3 +75,19 @@ def test_the_model_is_one_that_the_tokenizer_reads(tmp_path):
     tokenizer = ModelTokenizer(folder)
     assert tokenizer.vocab_size == TINY.vocab
     assert tokenizer.eos_token_ids == (2,)
+
+
+def test_18_phases_of_a_start_are_counted_from_the_first_line_of_their_process():
+    def line(second, event):
+        return json.dumps({"event": event, "timestamp": f"2026-11-29T10:00:{second:09.6f}Z"})
+
+    logs = [
+        ("server.log", [line(1.5, "gpu memory: a step takes 1.00 GiB"), "not JSON", line(4.0, "ready")]),
+        ("decode-0.log", [line(2.0, "by default"), line(2.25, "weights loaded in 0.7 s"), '{"event": "ready"}']),
+    ]
+    text = "\n".join(f"== {name}\n" + "\n".join(lines) for name, lines in logs)
+    assert phases(text) == {
+        "server.log: gpu memory: a step takes 1.00 GiB": 0.0,
+        "server.log: ready": 2.5,
+        "decode-0.log: weights loaded in 0.7 s": 0.25,
+    }
