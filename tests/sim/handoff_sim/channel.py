@@ -1,4 +1,4 @@
-"""A grpc.aio channel between two nodes of the world: GetInfo and Prefill, with what gRPC makes of a lost peer."""
+"""A grpc.aio channel between two nodes of the world: GetInfo, Prefill and Fetch, with what gRPC makes of a lost peer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from diptych.rpc.errors import to_failure
 from diptych.rpc.v1 import prefill_pb2
 
 if TYPE_CHECKING:
-    from handoff_sim.nodes import PrefillNode
+    from handoff_sim.nodes import WorkerNode
 
 
 def rpc_error(code: grpc.StatusCode, details: str) -> grpc.aio.AioRpcError:
@@ -25,7 +25,7 @@ def rpc_error(code: grpc.StatusCode, details: str) -> grpc.aio.AioRpcError:
 class SimChannel:
     """Args: server: the node at the address; None: none listens."""
 
-    def __init__(self, links: Links, client: Node, server: PrefillNode | None) -> None:
+    def __init__(self, links: Links, client: Node, server: WorkerNode | None) -> None:
         self.links, self.client, self.server = links, client, server
         self.calls: dict[SimCall, None] = {}
 
@@ -63,11 +63,13 @@ class SimChannel:
 
 
 class SimCall:
-    """One Prefill call, both ends."""
+    """One Prefill or Fetch call, both ends."""
 
-    def __init__(self, channel: SimChannel, request: prefill_pb2.PrefillRequest, timeout: float) -> None:
+    def __init__(
+        self, channel: SimChannel, request: prefill_pb2.PrefillRequest | prefill_pb2.FetchRequest, timeout: float
+    ) -> None:
         self._channel, self._links = channel, channel.links
-        self._request = prefill_pb2.PrefillRequest.FromString(request.SerializeToString())
+        self._request = type(request).FromString(request.SerializeToString())
         self._inbox: asyncio.Queue[Any] = asyncio.Queue()
         self._ended = False
         self._task: asyncio.Task[None] | None = None
@@ -130,7 +132,13 @@ class SimCall:
         server = self._channel.server
         assert server is not None
         try:
-            async with aclosing(server.handoffs.serve(self._request)) as events:
+            request = self._request
+            served = (
+                server.handoffs.fetch(request)
+                if isinstance(request, prefill_pb2.FetchRequest)
+                else server.handoffs.serve(request)
+            )
+            async with aclosing(served) as events:
                 async for event in events:
                     self._say(event)
         except DiptychError as error:

@@ -98,6 +98,7 @@ class Client:
             remaining_s=ask.remaining_s,
             failure_policy=ask.policy,
         )
+        self._world.sources.name(message.placement, ask)
         self._world.session.on_command(decode_pb2.Command(submit=message))
 
     def cancel(self, ask: Ask) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -24,13 +24,19 @@ from diptych.kvtransfer.layout import SlabQuotas
 from diptych.kvtransfer.ledger import SlabState
 from diptych.prefill.sessions import PrefillSessions
 from diptych.rpc import convert
+from diptych.rpc.fields import same_fields
 from diptych.rpc.v1 import worker_pb2
 from diptych.worker import wire
+from diptych.worker.block_pulls import BlockPulls
 from diptych.worker.incoming import Limits
 from diptych.worker.link_rate import LinkRates
 from diptych.worker.peers import PeerDirectory
+from diptych.worker.range_reads import ReadContext
 from diptych.worker.refs import WorkerRef
 from diptych.worker.slab_unpacker import SlabUnpacker
+
+Find = Callable[[str], "WorkerNode | None"]
+"""The living worker at an address."""
 
 
 class SimTransfer:
@@ -125,33 +131,69 @@ class SimTransfer:
         self.core.shut()
 
 
-class PrefillNode:
-    def __init__(self, context: Context, worker_id: str, incarnation: str) -> None:
+class WorkerNode:
+    """What a worker of either role has: it publishes, reads, and pulls."""
+
+    role = worker_pb2.WORKER_ROLE_PREFILL
+    services = ("diptych.rpc.v1.Prefill", "diptych.rpc.v1.Source")
+
+    def __init__(self, context: Context, worker_id: str, incarnation: str, address: str, find: Find) -> None:
         self.context = context
         self.node = Node(worker_id, incarnation)
-        self.ref = WorkerRef(worker_id, incarnation, f"{worker_id}:{incarnation}")
+        self.ref = WorkerRef(worker_id, incarnation, address)
         self.calls: dict[SimCall, None] = {}
+        self.channels: list[SimChannel] = []
         self.transfer = SimTransfer(context, self.node)
-        self.transfer.on_free = self._on_free
         self.lent: set[int] = set()
-        self.transfer.transport.lent = lambda: self.lent
-        self.readers: Callable[[], list[DecodeNode]] = list
-        self.engine = SimEngine(context, self.node, lambda events: self.handoffs.on_step(events))
-        limits = Limits(worker_id, incarnation, VOCAB, MAX_LEN, BLOCK)
+        self.readers: Callable[[], list[WorkerNode]] = list
+        self.engine = SimEngine(context, self.node, lambda events: self.on_events(events))
+        self.limits = Limits(worker_id, incarnation, VOCAB, MAX_LEN, BLOCK)
         self.handoffs = PrefillSessions(
             self.engine,  # type: ignore[arg-type]
             self,
-            limits,
+            self.limits,
             max_sessions=8,
             alive_every_s=context.sizes.silence_s / 3,
         )
         self.granted: dict[int, int] = {}
+        self.publishes = False
+
+        def open_channel(address: str) -> Any:
+            channel = SimChannel(context.links, self.node, find(address))
+            self.channels.append(channel)
+            return channel
+
+        async def forget(peer: Any) -> None:
+            await self.transfer.core.forget(peer)
+
+        self.peers = PeerDirectory(
+            context.sizes.facts.compat, forget=forget, handshake_timeout_s=0.5, open_channel=open_channel
+        )
+        self.desk = SlabUnpacker(self.engine, self.transfer.core)  # type: ignore[arg-type]
+        self.transfer.transport.lent = lambda: (
+            self.lent | {slab.local_slab for slab, _ in self.desk._open.values() if slab is not None}
+        )
+        self.reading = ReadContext(
+            peers=self.peers, reader=self.transfer.core, unpacker=self.desk, links=LinkRates(),
+            clock=context.loop, kv=context.sizes.facts.compat.kv, reads_in_flight=2,
+            read_base_s=context.sizes.read_base_s, silence_s=context.sizes.silence_s, renew_every_s=context.sizes.lease_s / 4,
+        )  # type: ignore[arg-type]  # fmt: skip
+        self.pulls = BlockPulls(self.engine, self.reading, lambda: self.ref)  # type: ignore[arg-type]
+        self.handoffs.pulls = self.pulls
+
+    def publish_from_now(self) -> None:
+        self.publishes = True
+        self.transfer.on_free = self._on_free
         self.transfer.core.start(self._on_grants, self.handoffs.on_settled, lambda peer: self.handoffs.on_silent(peer))
+
+    def on_events(self, events: list[EngineEvent]) -> None:
+        self.pulls.on_step(events)
+        self.handoffs.on_step(events)
 
     def info(self) -> worker_pb2.GetInfoResponse:
         return worker_pb2.GetInfoResponse(
-            worker_id=self.ref.worker_id, incarnation=self.ref.incarnation, role=worker_pb2.WORKER_ROLE_PREFILL, pid=1,
-            compat=convert.compat_to_proto(self.context.sizes.facts.compat),
+            worker_id=self.ref.worker_id, incarnation=self.ref.incarnation, role=self.role, pid=1,
+            compat=convert.compat_to_proto(self.context.sizes.facts.compat), services=self.services,
             kv_address=wire.kv_address_to_proto(self.transfer.core.address),
             request_fields=wire.REQUEST_FIELDS if self.context.sizes.reusable else (),
         )  # fmt: skip
@@ -205,76 +247,64 @@ class PrefillNode:
         self.transfer.transport.die()
         for call in list(self.calls):
             call.broken()
+        for channel in self.channels:
+            for call in list(channel.calls):
+                call.cancel()
         self.handoffs.fail_all()
 
     def left_over(self) -> list[str]:
         out = [*self.engine.left_over(), *self.transfer.left_over()]
         if self.handoffs.num_sessions:
             out.append(f"{self.ref.worker_id}: legs are left: {self.handoffs.states()}")
+        if len(self.pulls):
+            out.append(f"{self.ref.worker_id}: {len(self.pulls)} pulls are left")
+        if self.desk.num_open:
+            out.append(f"{self.ref.worker_id}: {self.desk.num_open} slabs are with the step thread")
         held, total = self.engine.core.scheduler.packing.slabs_held, self.context.sizes.num_slabs
-        if not len(self.granted) == held == total:
+        if self.publishes and not len(self.granted) == held == total:
             out.append(
                 f"{self.ref.worker_id}: of {total} slabs {len(self.granted)} are granted, {held} with the step thread"
             )
         return out
 
 
-class DecodeNode:
-    def __init__(
-        self, context: Context, worker_id: str, incarnation: str, find: Callable[[str], PrefillNode | None]
-    ) -> None:
-        self.context = context
-        self.node = Node(worker_id, incarnation)
-        self.ref = WorkerRef(worker_id, incarnation, worker_id)
-        self.transfer = SimTransfer(context, self.node)
-        self.engine = SimEngine(context, self.node, lambda events: self.intake.on_step(events))
-        self.channels: list[SimChannel] = []
+class PrefillNode(WorkerNode):
+    def __init__(self, context: Context, worker_id: str, incarnation: str, find: Find) -> None:
+        super().__init__(context, worker_id, incarnation, f"{worker_id}:{incarnation}", find)
+        self.publish_from_now()
 
-        def open_channel(address: str) -> Any:
-            channel = SimChannel(context.links, self.node, find(address))
-            self.channels.append(channel)
-            return channel
 
-        async def forget(peer: Any) -> None:
-            await self.transfer.core.forget(peer)
+class DecodeNode(WorkerNode):
+    role = worker_pb2.WORKER_ROLE_DECODE
+    services = ("diptych.rpc.v1.Decode", "diptych.rpc.v1.Source")
 
-        self.peers = PeerDirectory(
-            context.sizes.facts.compat, forget=forget, handshake_timeout_s=0.5, open_channel=open_channel
-        )
-        self.desk = SlabUnpacker(self.engine, self.transfer.core)  # type: ignore[arg-type]
-        self.transfer.transport.lent = lambda: {
-            slab.local_slab for slab, _ in self.desk._open.values() if slab is not None
-        }
-        tools = RemotePrefillContext(
-            peers=self.peers, reader=self.transfer.core, unpacker=self.desk, links=LinkRates(), rates=PrefillRates(),
-            clock=context.loop, kv=context.sizes.facts.compat.kv, reads_in_flight=2,
-            read_base_s=context.sizes.read_base_s, silence_s=context.sizes.silence_s, renew_every_s=context.sizes.lease_s / 4,
-        )  # type: ignore[arg-type]  # fmt: skip
+    def __init__(self, context: Context, worker_id: str, incarnation: str, find: Find) -> None:
+        super().__init__(context, worker_id, incarnation, worker_id, find)
+        tools = RemotePrefillContext(**same_fields(ReadContext, self.reading), rates=PrefillRates(), pulls=self.pulls)  # type: ignore[arg-type]
         self.intake = AttemptManager(
             self.engine,  # type: ignore[arg-type]
             tools,
-            Limits(worker_id, incarnation, VOCAB, MAX_LEN, BLOCK),
+            self.limits,
             path="sim",
             max_attempts=16,
         )
 
-    def on_events(self, events: Sequence[EngineEvent]) -> None:
+    def on_events(self, events: list[EngineEvent]) -> None:
+        super().on_events(events)
         self.intake.on_step(events)
 
-    def die(self, *, unnoticed: bool) -> None:
+    def vanish(self, *, unnoticed: bool) -> None:
         """`unnoticed`: its host is gone, and no connection reports it."""
-        self.node.dead, self.node.silenced = True, unnoticed
-        if not unnoticed:
-            self.transfer.transport.die()
-            for channel in self.channels:
-                for call in list(channel.calls):
-                    call.cancel()
+        self.node.silenced = unnoticed
+        if unnoticed:
+            self.node.dead = True
+            self.handoffs.fail_all()
+        else:
+            self.die()
         self.intake.fail_all()
 
     def left_over(self) -> list[str]:
-        out = [*self.engine.left_over(), *self.transfer.left_over()]
+        out = super().left_over()
         if self.intake.num_attempts:
             out.append(f"{self.ref.worker_id}: attempts are left: {self.intake.states()}")
-        if self.desk.num_open:
-            out.append(f"{self.ref.worker_id}: {self.desk.num_open} slabs are with the step thread")
         return out

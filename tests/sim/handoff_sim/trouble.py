@@ -89,7 +89,7 @@ class Trouble:
         self._began(f"d0 killed at {self.loop.num_callbacks}")
         for ask in self._world.client.asks:
             ask.lost = ask.lost or not ask.ended
-        self._world.decode.die(unnoticed=unnoticed)
+        self._world.decode.vanish(unnoticed=unnoticed)
 
     def _stop_prefill(self) -> None:
         victim = self.rng.choice(list(self._world.prefill.values()))

@@ -19,7 +19,8 @@ from handoff_sim.client import Client
 from handoff_sim.engine import BLOCK, LAYERS, WINDOWS, Context, Sizes
 from handoff_sim.links import Links
 from handoff_sim.loop import Deadlock, VirtualLoop
-from handoff_sim.nodes import DecodeNode, PrefillNode
+from handoff_sim.nodes import DecodeNode, PrefillNode, WorkerNode
+from handoff_sim.sources import Sources
 from handoff_sim.trouble import Trouble
 from handoff_sim.way_back import WayBack
 from handoff_sim.wire import Faults, Wires
@@ -96,7 +97,7 @@ class World:
         )
 
     def _check_unpack(self, command: UnpackRange) -> None:
-        ask = next(a for a in self.client.asks if a.name == command.attempt)
+        ask = next(a for a in self.client.asks if a.name == command.attempt.removeprefix("pull/").partition("/")[0])
         ids, windows = reference.prompt(ask.family, ask.length), self.sizes.windows
         layers = None  # of a window group ranges have all
         if not windows:
@@ -109,6 +110,8 @@ class World:
 
     def _check_packed(self, packed: RangePacked) -> None:
         """Of a window group only what the next token sees is sent, and what the token behind the prompt's longest hit sees."""
+        if packed.attempt.startswith("source/"):
+            return
         ask = next(a for a in self.client.asks if a.name == packed.attempt.partition("/")[0])
         window = self.sizes.facts.compat.kv.groups[packed.group].window
         seen_by = (ask.length - 1) // BLOCK * BLOCK if self.sizes.reusable else ask.length
@@ -147,11 +150,13 @@ class World:
             for i in range(self.rng.randint(1, 2)):
                 self.start_prefill(f"p{i}")
             self.decode = DecodeNode(self.context, "d0", "d-life-0", self._find)
+            self.sources = Sources(self)
             self.way_back = WayBack(self)
             self.session = self.decode.intake.open_session()
             reader = asyncio.create_task(self.client.read(self.session))
-            for ask in self.client.asks:
-                self.loop.call_later(self.rng.random() ** 2 * 0.1, self.client.submit, ask)
+            for number, ask in enumerate(self.client.asks):
+                after_s = self.rng.random() ** 2 * 0.1 + self.sources.later_s(number)
+                self.loop.call_later(after_s, self.client.submit, ask)
                 if self.rng.random() < 0.35:
                     self.trouble.at(lambda a=ask: self.client.cancel(a), 0.4)
             faulty = self.trouble.plan()
@@ -194,27 +199,31 @@ class World:
                 return
 
     async def _close(self) -> None:
-        for node in [*self.prefill.values(), self.decode]:
+        for node in self.nodes:
             node.transfer.stop()
         self.decode.intake.fail_all()
-        for node in self.prefill.values():
+        for node in self.nodes:
             node.handoffs.fail_all()
         await asyncio.sleep(0)
 
     def start_prefill(self, worker_id: str) -> None:
         self.lives += 1
-        node = self.prefill[worker_id] = PrefillNode(self.context, worker_id, f"life-{self.lives}")
-        node.readers = lambda: [self.decode]
+        node = self.prefill[worker_id] = PrefillNode(self.context, worker_id, f"life-{self.lives}", self._find)
+        node.readers = lambda: [one for one in self.nodes if one is not node]
 
-    def _find(self, address: str) -> PrefillNode | None:
+    @property
+    def nodes(self) -> list[WorkerNode]:
+        return [*self.prefill.values(), self.decode]
+
+    def _find(self, address: str) -> WorkerNode | None:
         worker_id = address.partition(":")[0]
-        node = self.prefill.get(worker_id)
+        node = self.decode if worker_id == self.decode.ref.worker_id else self.prefill.get(worker_id)
         return node if node is not None and not node.node.dead else None
 
     # ---- the end ----
 
     def _left_over(self) -> list[str]:
-        nodes = [node for node in (*self.prefill.values(), self.decode) if not node.node.dead]
+        nodes = [node for node in self.nodes if not node.node.dead]
         coming = [f"{self.trouble.restarts} workers are starting again"] if self.trouble.restarts else []
         if self.way_back.num_open:
             coming.append(f"{self.way_back.num_open} reads of prefill are open")

@@ -1,0 +1,74 @@
+"""Pulls: the placements of some schedules name workers whose cached blocks prefill, or decode, may take."""
+
+from __future__ import annotations
+
+from random import Random
+from typing import TYPE_CHECKING
+
+from handoff_sim import reference
+from handoff_sim.engine import BLOCK
+
+from diptych.rpc.v1 import decode_pb2
+from diptych.worker import wire
+
+if TYPE_CHECKING:
+    from handoff_sim.client import Ask
+    from handoff_sim.world import World
+
+_LATEST_S = 0.4
+
+
+class Sources:
+    """In three schedules of ten, those without WayBack: decode publishes there, too. The others are what they were without it:
+    seeds that once found a fault stay reproducers.
+
+    A source may be right, or of a worker that holds less, has started again, or is the reader itself. Workers lose their
+    caches at random times: a block is evicted between two blocks of a read, or before it."""
+
+    def __init__(self, world: World) -> None:
+        self._world, self._rng = world, Random(f"sources {world.seed}")
+        self.active = world.seed % 10 in (1, 2, 9)
+        if not self.active:
+            return
+        world.decode.readers = lambda: list(world.prefill.values())
+        world.decode.publish_from_now()
+        first = world.client.asks[0]
+        for ask in world.client.asks[1:]:  # of one history, as the turns of a chat
+            ask.family, ask.length = first.family, self._rng.choice([n for n in reference.LENGTHS if n > BLOCK])
+        for _ in range(self._rng.randint(0, 2)):
+            world.loop.call_later(self._rng.random() * _LATEST_S, self._evict)
+
+    def later_s(self, number: int) -> float:
+        """The turns of a chat come one after the other."""
+        return number * self._rng.uniform(0.05, 0.6) if self.active else 0.0
+
+    def _evict(self) -> None:
+        node = self._rng.choice(self._world.nodes)
+        if not node.node.dead and not node.node.stopped:
+            kv = node.engine.core.scheduler.kv
+            if self._rng.random() < 0.4:
+                kv.clear()
+            else:
+                keys = kv.pool.dump().tiers[0].keys
+                kv.pool.discard(
+                    [b for key in keys[self._rng.randint(0, 3) :] if (b := kv.pool.cached_block(key)) is not None]
+                )
+
+    def name(self, placement: decode_pb2.Placement, ask: Ask) -> None:
+        """Add sources to an ask's placement. One of the workers has lost its cache before."""
+        if not self.active:
+            return
+        nodes = [node for node in self._world.nodes if not node.node.dead]
+        if nodes and self._rng.random() < 0.7:
+            loser = self._rng.choice(nodes)
+            if not loser.node.stopped:
+                loser.engine.core.scheduler.kv.clear()
+        for field in (placement.prefill_source, placement.decode_source):
+            if nodes and self._rng.random() < 0.8:
+                best = max(nodes, key=lambda node: node.engine.core.scheduler.kv.pool.counts.cached)
+                holder = best if self._rng.random() < 0.7 else self._rng.choice(self._world.nodes)
+                field.holder.CopyFrom(wire.ref_to_proto(holder.ref))
+                if self._rng.random() < 0.1:
+                    field.holder.incarnation = "before"
+                field.num_tokens = max(BLOCK, ask.length // BLOCK * BLOCK)
+                field.compute_s = self._rng.choice((0.0, 0.1, 1.0, 5.0))
