@@ -13,14 +13,16 @@ from typing import Any
 from unittest import mock
 
 from handoff_sim import reference
+from handoff_sim.engine import BLOCK
 
 from diptych.common import kv_groups
 from diptych.common.errors import TransferError
 from diptych.engine.messages import RangePacked
-from diptych.engine.sched import kv_cache_manager
+from diptych.engine.sched import kv_cache_manager, scheduler
 from diptych.engine.sched.kv_cache_manager import KvCacheManager
 from diptych.engine.sched.layer_groups import LayerGroups
 from diptych.engine.sched.packing import PackJob
+from diptych.engine.sched.remote import RemoteRequests
 from diptych.kvtransfer import reader as read_side
 from diptych.kvtransfer.handle import Refusal
 from diptych.kvtransfer.ledger import DropPeer, SlabState
@@ -375,3 +377,70 @@ def a_hit_ends_where_the_full_group_has_it() -> Any:
 @mutation
 def a_block_that_has_not_arrived_makes_a_hit() -> Any:
     return mock.patch.object(KvCacheManager, "trim_front", return_value=None)
+
+
+# ---- pulls ----
+
+
+@mutation
+def a_pull_counts_blocks_that_have_not_arrived() -> Any:
+    """As where what a stale holder lacks, or what was lost on the way, counts as pulled."""
+    return mock.patch.object(RemoteRequests, "arrived_until", lambda self, request: request.kv_target)
+
+
+@mutation
+def a_pull_counts_blocks_behind_a_gap() -> Any:
+    def arrived_until(self: RemoteRequests, request: Any) -> int:
+        covered = [block for group, block in self._arriving[request.attempt].covered if not group]
+        return max([request.num_computed, *((block + 1) * BLOCK for block in covered)])
+
+    return mock.patch.object(RemoteRequests, "arrived_until", arrived_until)
+
+
+@mutation
+def a_pull_counts_blocks_of_one_group() -> Any:
+    def arrived_until(self: RemoteRequests, request: Any) -> int:
+        covered, block = self._arriving[request.attempt].covered, request.num_computed // BLOCK
+        while (0, block) in covered:
+            block += 1
+        return min(block * BLOCK, request.kv_target)
+
+    return mock.patch.object(RemoteRequests, "arrived_until", arrived_until)
+
+
+@mutation
+def a_read_names_a_place_and_no_identity() -> Any:
+    """The holder sends what it has at these places of a sequence, whichever it is: history may have been rewritten."""
+    original = scheduler.publish_cached
+
+    def publish_cached(live: Any, command: Any, *args: Any) -> None:
+        held = tuple(live.kv.pool.dump().tiers[0].keys)[: len(command.keys)]
+        original(live, replace(command, keys=held or command.keys), *args)
+
+    return mock.patch.object(scheduler, "publish_cached", publish_cached)
+
+
+@mutation
+def a_holder_evicts_what_it_is_sending() -> Any:
+    """Blocks are free as soon as they were found, and not when they are packed."""
+    original = KvCacheManager.adopt
+
+    def adopt(self: KvCacheManager, request: Any, keys: Any) -> None:
+        original(self, request, keys)
+        for pool, table in zip(self.pools, request.tables, strict=True):
+            pool.release(reversed(table))
+
+    return mock.patch.object(KvCacheManager, "adopt", adopt)
+
+
+@mutation
+def a_pull_that_failed_is_never_ended() -> Any:
+    original = scheduler.end_pull
+
+    def end_pull(live: Any, attempt: str) -> Any:
+        request = live.remote.pull(attempt)
+        if request is not None and live.remote.missing(request):
+            return None
+        return original(live, attempt)
+
+    return mock.patch.object(scheduler, "end_pull", end_pull)
