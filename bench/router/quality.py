@@ -24,6 +24,7 @@ from diptych.router.placement.policies import POLICIES, policy_by_name
 
 TREE = ApproximateTree.name
 COPIES = "cost, hot copies"
+PULLS = "cost, pulls"
 GREEDY, MODEST = "greedy", "modest"
 
 
@@ -31,6 +32,8 @@ def run(name: str, trace: Sequence[TraceRequest], config: SimConfig, seed: int =
     """One policy over the whole trace."""
     if name == COPIES:
         return run("cost", trace, dataclasses.replace(config, replication=True), seed)
+    if name == PULLS:
+        return run("cost", trace, dataclasses.replace(config, kv_pulls=True), seed)
     if name == TREE:
         tree = ApproximateTree(lambda affinity: trace[int.from_bytes(affinity, "little")].keys)
         return Simulation(config, tree, seed, by_session=False).run(trace)
@@ -80,7 +83,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--draws", type=int, default=3, help="runs of each policy, with other seeds; reported together")
     parser.add_argument("--out", type=Path, default=RESULTS / "router" / "quality.json", help="result file")
     given = parser.parse_args(arguments)
-    names = [*POLICIES, TREE, COPIES]
+    names = [*POLICIES, TREE, COPIES, PULLS]
     config = SimConfig()
     runs = []
     for rate in given.rates:

@@ -31,6 +31,7 @@ from diptych.router.fairness.wait_queue import REFUSE_S
 from diptych.router.placement.cost import PlacementPolicy
 from diptych.router.placement.index import BlockIndex
 from diptych.router.placement.placer import Candidate, Placer, PromptBlocks
+from diptych.router.placement.pulls import FIELD, FIXED_MS, PlannedPull
 from diptych.router.placement.replication import Replication
 from diptych.router.placement.reservations import Reservation, Reservations
 from diptych.router.placement.types import Placement, PlacementRequest
@@ -55,6 +56,8 @@ class SimConfig:
     lease_s: float = 0.25
     local_prefill_max_tokens: int = 64
     replication: bool = False
+    kv_pulls: bool = False
+    pull_fixed_s: float = FIXED_MS / 1000.0
     turn_window_s: float = 2.0
     admission: str = "on"
     max_ttft_s: float = 0.0
@@ -211,7 +214,8 @@ class Simulation:
             address="127.0.0.1:1",
             pid=1,
             model="model",
-            compat={},
+            compat={"model_revision": "m"},
+            request_fields=(FIELD,) if config.kv_pulls else (),
             kv_bytes_per_token=config.kv_bytes_per_token,
             num_blocks=config.cache_blocks,
             block_size=BLOCK_SIZE,
@@ -358,11 +362,31 @@ class Simulation:
         self.outcomes.append(outcome)
         job = _Job(request, placement, str(request.number), outcome, request.at, judgement, self.now)
         self._placer.begin(job.attempt, prompt, request.num_answer)
-        uncached = request.num_tokens - (chosen.prefill or chosen.decode).hit_tokens
+        uncached = request.num_tokens - chosen.computed_from
         self._reservations.reserve(
             job.attempt, Reservation(computes, chosen.decode.worker_id, uncached, request.tenant)
         )
         worker = self._workers[computes]
+        if chosen.pull is None:
+            self._queue(worker, job)
+        else:
+            holder = self._workers[placement.snapshot.record(chosen.pull.holder).worker_id]
+            self._pull(worker, holder, job, chosen.pull)
+
+    def _pull(self, worker: _Worker, holder: _Worker, job: _Job, pull: PlannedPull) -> None:
+        """Take what the holder still has, then queue."""
+        config, request = self._config, job.request
+        blocks = min(holder.hit_blocks(request.keys), pull.num_tokens // BLOCK_SIZE)
+        moved = max(0, blocks * BLOCK_SIZE - pull.first_token) * config.kv_bytes_per_token
+
+        def arrived() -> None:
+            self._publish(worker, request.keys[:blocks])
+            self._queue(worker, job)
+
+        self._at(self.now + config.pull_fixed_s + moved / config.link_bytes_per_s, arrived)
+
+    def _queue(self, worker: _Worker, job: _Job) -> None:
+        request = job.request
         worker.queue[job.attempt] = job
         job.expected = self._uncached(worker, request)
         worker.shares.add(job.attempt, request.tenant, job.expected)

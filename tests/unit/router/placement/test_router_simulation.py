@@ -1,6 +1,6 @@
 import pytest
 
-from diptych.bench.router.quality import COPIES, TREE, run, summary
+from diptych.bench.router.quality import COPIES, PULLS, TREE, run, summary
 from diptych.bench.router.simulation import SimConfig
 from diptych.bench.router.trace import BLOCK_SIZE, TraceConfig, make_trace, merged
 from diptych.loadtest.svg import bars
@@ -32,6 +32,14 @@ def test_placement_by_cost_finds_the_caches_and_its_predictions_hold(trace):
     assert ours["hit_prediction_error"] < 0.01
 
 
+def test_pulls_save_compute_and_time_to_first_token(trace):
+    with_pulls, without = (summary(run(name, trace, SimConfig())) for name in (PULLS, "cost"))
+    assert with_pulls["hit_rate"] > without["hit_rate"]
+    assert with_pulls["ttft_p50_s"] < 0.95 * without["ttft_p50_s"]
+    assert with_pulls["ttft_p95_s"] < 0.9 * without["ttft_p95_s"]
+    assert with_pulls["hit_prediction_error"] < 0.01
+
+
 def test_turns_keep_a_tenant_with_ten_times_the_chats_from_the_others():
     trace = merged(
         {
@@ -51,7 +59,7 @@ def test_turns_keep_a_tenant_with_ten_times_the_chats_from_the_others():
     assert p50["modest"] * 5 < p50["greedy"]
 
 
-@pytest.mark.parametrize("name", [*POLICIES, TREE, COPIES])
+@pytest.mark.parametrize("name", [*POLICIES, TREE, COPIES, PULLS])
 def test_every_policy_serves_everything(name, trace):
     outcomes = run(name, trace[:40], SimConfig())
     assert len(outcomes) == 40
