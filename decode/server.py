@@ -79,7 +79,7 @@ class DecodeService:
         return self.intake.states()
 
     def link_rates(self) -> dict[str, float]:
-        return {}  # SourceService reports those of all reads
+        return self._reading.links.snapshot()
 
     def pull_overheads(self) -> dict[str, float]:
         return {}

@@ -16,6 +16,8 @@ from diptych.worker.reading import Reading
 from diptych.worker.role_spec import PREFILL, SOURCE
 from diptych.worker.runtime import WorkerRuntime
 
+_KEEP_RATES_S = 300.0
+
 
 class Publishing:
     """A worker's sessions, and the slabs that it packs. They outlive a change of role."""
@@ -109,7 +111,8 @@ class SourceService(PrefillService):
         self.handoffs.on_step(events)
 
     def link_rates(self) -> dict[str, float]:
-        return self._reading.links.snapshot()
+        """Of the last minutes: where nothing is read any more because it was slow once, the link is tried again."""
+        return self._reading.links.snapshot(self._reading.context.clock.now() - _KEEP_RATES_S)
 
     def pull_overheads(self) -> dict[str, float]:
         return self._reading.pulls.overheads()

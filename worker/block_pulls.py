@@ -11,8 +11,8 @@ holder, a handle, a slab or the call is not as it should be. `PullFacts.note` sa
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
-from contextlib import aclosing
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import aclosing, contextmanager, suppress
 from dataclasses import dataclass
 
 import msgspec
@@ -48,6 +48,8 @@ SOURCE_ATTEMPT = "source/"
 """In front of the attempt of a fetch: the holder itself may run the request that the reader's attempt names."""
 LEAST_S = 0.05
 """No pull is given up before."""
+FORGET_S = 60.0
+"""The measured overhead of a pull halves in this time: a holder that was slow is tried again."""
 _ALPHA = 0.3
 
 
@@ -106,14 +108,20 @@ class BlockPulls:
     ) -> None:
         self._engine, self._context, self._me, self._on_pulled = engine, context, me, on_pulled
         self._open: dict[str, asyncio.Queue[PullStarted | Pulled | Failed]] = {}
-        self._overheads: dict[str, float] = {}
+        self._overheads: dict[str, tuple[float, float]] = {}
+        """By holder: seconds, and when they were measured."""
+        self._met: set[WorkerRef] = set()
+        """Holders whose first pull, which connects, is over."""
+        self._coming: dict[bytes, asyncio.Event] = {}
+        """By the key of a block that a pull is bringing: set when that pull has ended."""
 
     def __len__(self) -> int:
         return len(self._open)
 
     def overheads(self) -> dict[str, float]:
         """By holder: measured seconds of a pull beside the transfer of its bytes."""
-        return dict(self._overheads)
+        now = self._context.clock.now()
+        return {name: seconds * 0.5 ** ((now - at) / FORGET_S) for name, (seconds, at) in self._overheads.items()}
 
     def on_step(self, events: Sequence[EngineEvent]) -> None:
         """The engine's events of one step, of all attempts."""
@@ -149,16 +157,27 @@ class BlockPulls:
         limit_s = min(max(LEAST_S, source.compute_s), remaining_s)
         facts = PullFacts(me.worker_id, source.holder.worker_id)
         events = self._open[name] = asyncio.Queue()
+        wanted = msgspec.structs.replace(prompt, token_ids=prompt.token_ids[:end])
+        begin = PullBlocks(name, wanted, tenant_of(prompt.cache_salt), vouch)
         reserved = True
         try:
-            wanted = msgspec.structs.replace(prompt, token_ids=prompt.token_ids[:end])
-            self._engine.send(PullBlocks(name, wanted, tenant_of(prompt.cache_salt), vouch))
+            self._engine.send(begin)
             event = await events.get()
+            if isinstance(event, PullStarted) and (
+                other := self._coming.get(event.keys[event.num_cached_tokens // size])
+            ):
+                # Another pull is bringing the same blocks: what it has not brought is taken afterwards.
+                self._engine.send(EndPull(name))
+                await events.get()
+                await _until(other, limit_s)
+                self._engine.send(begin)
+                event = await events.get()
             if isinstance(event, PullStarted):
                 facts.first_token = event.num_cached_tokens
-                await self._fetch_in_time(_Fetch(source.holder, name, request_id, end, limit_s), event, facts)
-                self._engine.send(EndPull(name))
-                event = await events.get()
+                with self._bringing(event.keys[event.num_cached_tokens // size :]):
+                    await self._fetch_in_time(_Fetch(source.holder, name, request_id, end, limit_s), event, facts)
+                    self._engine.send(EndPull(name))
+                    event = await events.get()
             reserved = False
             if isinstance(event, Failed):
                 facts.note = event.error.message
@@ -177,16 +196,29 @@ class BlockPulls:
                 "not all KV was pulled", attempt=attempt, request_id=request_id, holder=facts.holder, why=facts.note
             )
         else:
-            self._observe(facts)
+            self._observe(source.holder, facts)
         self._on_pulled(facts)
         return facts
 
-    def _observe(self, facts: PullFacts) -> None:
-        rate = self._context.links.link(facts.holder)
-        if rate:
+    @contextmanager
+    def _bringing(self, keys: Sequence[bytes]) -> Iterator[None]:
+        ended = asyncio.Event()
+        self._coming.update(dict.fromkeys(keys, ended))
+        try:
+            yield
+        finally:
+            ended.set()
+            for key in keys:
+                if self._coming.get(key) is ended:
+                    del self._coming[key]
+
+    def _observe(self, holder: WorkerRef, facts: PullFacts) -> None:
+        rate, now = self._context.links.link(holder.worker_id), self._context.clock.now()
+        if rate and holder in self._met:
             overhead = max(0.0, facts.duration_s - facts.kv_bytes / rate)
-            known = self._overheads.setdefault(facts.holder, overhead)
-            self._overheads[facts.holder] = known + _ALPHA * (overhead - known)
+            known, _ = self._overheads.get(holder.worker_id, (overhead, now))
+            self._overheads[holder.worker_id] = known + _ALPHA * (overhead - known), now
+        self._met.add(holder)
 
     async def _fetch_in_time(self, fetch: _Fetch, started: PullStarted, facts: PullFacts) -> None:
         try:
@@ -304,6 +336,13 @@ class _Fetch:
     request_id: str
     end: int
     limit_s: float
+
+
+async def _until(event: asyncio.Event, limit_s: float) -> None:
+    """Or until this much time has passed."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(limit_s):
+            await event.wait()
 
 
 async def _watch(silence: LivenessTimer, ref: WorkerRef, silence_s: float) -> None:

@@ -35,12 +35,14 @@ class LinkRates:
         self._floor = floor_bytes_per_s
         self._rates: dict[str, _Mean] = {}
         self._first_ended: dict[str, float] = {}
+        self._last: dict[str, float] = {}
         self._bursts: dict[str, _Burst] = {}
         self._link_rates: dict[str, _Mean] = {}
         self._connected: set[str] = set()
 
     def observe(self, worker_id: str, size_bytes: int, began: float, now: float) -> None:
         """Record one read."""
+        self._last[worker_id] = now
         if began >= self._first_ended.setdefault(worker_id, now):
             self._mix(self._rates, worker_id, size_bytes, now - began)
 
@@ -68,9 +70,9 @@ class LinkRates:
         known = self._link_rates.get(worker_id)
         return known.bytes_per_s if known is not None else 0.0
 
-    def snapshot(self) -> dict[str, float]:
-        """By peer, where measured."""
-        return {worker_id: known.bytes_per_s for worker_id, known in self._rates.items()}
+    def snapshot(self, since: float = float("-inf")) -> dict[str, float]:
+        """By peer, where measured. `since`: only of peers that were read from after this time."""
+        return {name: known.bytes_per_s for name, known in self._rates.items() if self._last[name] >= since}
 
     def read_deadline_s(self, worker_id: str, size_bytes: int, *, base_s: float) -> float:
         """Deadline of a read, including its wait for a slab: base_s + four times the transfer time at the measured (or

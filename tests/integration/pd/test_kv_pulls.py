@@ -14,8 +14,10 @@ from diptych.cli.worker_roles import services_of
 from diptych.engine.sched.kv_cache_manager import KvCacheManager
 from diptych.rpc.v1 import decode_pb2, types_pb2
 from diptych.worker import wire
+from diptych.worker.block_pulls import FORGET_S
 from diptych.worker.process import make_transfer
 from diptych.worker.runtime import WorkerRuntime
+from diptych_tests import waiting
 
 PROMPT = [(7 * i + 3) % 1000 for i in range(100)]
 NEW = [(13 * i + 1) % 1000 for i in range(21)]
@@ -289,3 +291,53 @@ async def test_metrics_name_holder_and_outcome(pd: ModuleType) -> None:
         assert value("kv_pulls_total", outcome="whole") == value("kv_pulls_total", outcome="none") == 1
         assert value("kv_pulled_tokens_total", holder="decode-0") == held - 96
         assert (value("kv_pulled_bytes_total", holder="decode-0") or 0) > 0
+
+
+async def test_two_that_lack_the_same_blocks_take_them_once(pd: ModuleType) -> None:
+    """Two turns of one history at once: the second one waits for what the first one is bringing, and takes the rest."""
+    async with (
+        pd.cluster() as cluster,
+        second_decode(pd) as holder,
+        pd.FakeRouter(holder.address) as to_holder,
+        pd.FakeRouter(cluster.decode.address) as router,
+    ):
+        longer = [*PROMPT, *NEW]
+        await to_holder.run(pd.submit_message(holder, [], attempt="h", prompt=longer, local=True, local_max=200))
+        pulls = cluster.prefill[0].role.services["source"]._reading.pulls  # type: ignore[attr-defined]
+        fetch, held, go = pulls._fetch, asyncio.Event(), asyncio.Event()
+
+        async def first_waits(*arguments: Any) -> None:
+            if not held.is_set():
+                held.set()
+                await go.wait()
+            await fetch(*arguments)
+
+        pulls._fetch = first_waits
+        one = router.submit(submit(cluster, "a", PROMPT, for_prefill=source(holder, 96)))
+        await asyncio.wait_for(held.wait(), pd.DEADLINE_S)
+        two = router.submit(submit(cluster, "b", longer, for_prefill=source(holder, 112)))
+        await waiting.until(lambda: len(pulls) == 2, "both pull")
+        go.set()
+        for attempt in ("a", "b"):
+            await router.ended(attempt)
+        [first], [second] = one.explanation.pulls, two.explanation.pulls
+        assert (first.first_token, first.num_tokens) == (0, 96)
+        assert (second.first_token, second.num_tokens) == (96, 16)
+        assert not pulls._coming
+        await cluster.nothing_left()
+        await cluster.settle(holder)
+    assert [one.token_ids, two.token_ids] == await undisturbed(pd, PROMPT, longer)
+
+
+async def test_a_slow_pull_is_forgotten_in_time(pd: ModuleType) -> None:
+    """The first one, which connects, does not count; a slow one is believed for a minute or two."""
+    async with pd.cluster() as cluster, pd.FakeRouter(cluster.decode.address) as router:
+        pulls = cluster.prefill[0].role.services["source"]._reading.pulls  # type: ignore[attr-defined]
+        for turn in range(3):
+            prompt = [turn, *PROMPT]
+            await router.run(submit(cluster, f"d{turn}", prompt, local=True, local_max=200))
+            await router.run(submit(cluster, f"p{turn}", prompt, for_prefill=source(cluster.decode, 96)))
+            assert bool(pulls.overheads()) == (turn > 0)
+        seconds, at = pulls._overheads["decode-0"]
+        pulls._overheads["decode-0"] = seconds, at - 10 * FORGET_S
+        assert pulls.overheads()["decode-0"] < seconds / 1000
