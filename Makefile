@@ -36,7 +36,7 @@ PIP := $(BIN)/python -m pip --quiet
 STEP := .ci/with_progress.sh
 PROTO_SOURCES := $(wildcard proto/diptych/rpc/v1/*.proto)
 
-.PHONY: help check sdk-reference test test-full test-hostile up down proto model golden chaos-kill sim sdk-wheel bench bench-router bench-beside bench-overload bench-router-processes bench-peers bench-engine bench-kv bench-vllm test-gpu bench-gpu bench-gpu-batch-invariant bench-gpu-pair bench-gpu-http wheels wheels-gpu secrets images charts test-clients test-containers clean
+.PHONY: help check sdk-reference test test-full test-hostile up down proto model golden chaos chaos-kill sim sdk-wheel bench bench-router bench-beside bench-overload bench-router-processes bench-peers bench-engine bench-kv bench-vllm test-gpu bench-gpu bench-gpu-batch-invariant bench-gpu-pair bench-gpu-http wheels wheels-gpu secrets images charts test-clients test-containers clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 27
@@ -82,6 +82,11 @@ sdk-reference: $(VENV)/.dev ## write the SDK's sampling keywords from their tabl
 
 golden: $(VENV)/.dev model ## compute the reference token ids again, with transformers
 	@$(BIN)/python tests/golden/generate.py
+
+# Where the faults of docs/reliability.md have tests on real processes; as root with network namespaces, too.
+CHAOS := tests/chaos tests/integration/pd tests/integration/store tests/integration/kvtransfer tests/integration/router tests/e2e/test_rolling_restart.py tests/e2e/test_cancel.py
+chaos: $(VENV)/.dev model ## faults on real processes, and between network namespaces as root; each test's name as it ends
+	@$(BIN)/pytest -v -m "not gpu and not containers and not clients" --deselect tests/chaos/test_kills_under_load.py $(CHAOS) $(ARGS)
 
 SEEDS ?= 100000
 chaos-kill: $(VENV)/.dev model ## kill -9 of KILLS workers in every phase of a request under sixteen streams: every answer as without it

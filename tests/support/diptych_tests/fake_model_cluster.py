@@ -184,6 +184,10 @@ class FakeModelCluster(Cluster):
         self._workers[name] = (role, address)
         self.start(name, self.worker_command(name, role, port, fake=fake, **settings))
 
+    async def hold(self, name: str, *, after_steps: int) -> None:
+        """See StepGates. On a thread: the worker may be behind a proxy of this loop."""
+        await asyncio.to_thread(self.gates.hold, self, name, after_steps=after_steps)
+
     def freeze(self, name: str) -> None:
         """SIGSTOP, and wait until every thread is stopped."""
         pid = self.processes[name].pid

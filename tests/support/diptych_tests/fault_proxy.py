@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from diptych_tests import waiting
 
 _MOST = 1 << 16
-_WAITING = 64
+_WAITING = 4096
 """Slices that are under way in a direction before its sender is held up."""
 _ABORT = struct.pack("ii", 1, 0)
 Change = Callable[[bytes], bytes]
@@ -100,8 +100,8 @@ class FaultProxy:
     ) -> None:
         self.target, self.host, self.port = target, host, port
         self.up, self.down = Link(), Link()
-        self.connections = 0
-        """So far."""
+        self.connections = self.resets = 0
+        """So far; resets by a `change`."""
         self._rng = random.Random(seed)
         self._server: asyncio.Server | None = None
         self._writers: set[asyncio.StreamWriter] = set()
@@ -153,7 +153,10 @@ class FaultProxy:
                     under_way: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue(_WAITING)
                     group.create_task(self._take(link, source, under_way))
                     group.create_task(self._deliver(link, under_way, sink))
-        except* (OSError, Reset):
+        except* Reset:
+            self.resets += 1
+            _reset(mine)
+        except* OSError:
             _reset(mine)
         finally:
             self._writers -= mine
