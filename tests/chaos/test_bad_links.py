@@ -272,7 +272,11 @@ async def test_a_client_that_leaves_in_the_middle_of_a_transfer(tmp_path: Path) 
         link.heal()
         await cluster.idle_again()
         assert await cluster.metric("diptych_request_success_total") == 1
-        assert await cluster.metric("diptych_unfinished_tokens_total", of="prompt") == len(ask(1)["token_ids"])
+
+        async def counted() -> bool:
+            return await cluster.metric("diptych_unfinished_tokens_total", of="prompt") == len(ask(1)["token_ids"])
+
+        await waiting.until(counted, "it counts as a request whose client left")
 
 
 async def idle_blocks(cluster: FakeModelCluster) -> bool:
