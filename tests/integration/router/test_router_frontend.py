@@ -269,7 +269,7 @@ async def test_what_cannot_come_in_time_is_shed_before_any_work(model_folder, tm
             await drain(fleet.frontend.generate(request))  # 240 tokens at 1.5 x 100 a second, less 0.25 s
         assert caught.value.retry_after_s == pytest.approx(2.4, abs=0.1)
         assert len(decode.submits) == done
-        refused = fleet.frontend.explain(request.request_id, "").explanation
+        refused = (await fleet.frontend.explain(request.request_id, "")).explanation
         assert any("admission: shed before any work" in note for note in refused.notes)
         await fleet.ask(num_prompt=2)
         await fleet.until(fleet.no_reservations)
