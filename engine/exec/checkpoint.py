@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -16,6 +17,34 @@ from torch import Tensor
 
 from diptych.common.errors import ConfigError
 from diptych.common.model_files import weight_files
+from diptych.engine.exec.cuda.file_reader import NUM_THREADS, FileReader
+
+_FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_LEAST_READ_BYTES = 1 << 20
+"""Smaller tensors are taken from the mapped file."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Of a tensor in its file, in bytes from the file's beginning."""
+
+    begin: int
+    size: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+def _places(path: Path) -> dict[str, _Place]:
+    """Of the floating-point tensors of a file that safetensors has opened: it checked the header."""
+    with path.open("rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(size))
+    found = {}
+    for name, entry in header.items():
+        if name != "__metadata__" and entry["dtype"] in _FLOATS:
+            begin, end = entry["data_offsets"]
+            found[name] = _Place(8 + size + begin, end - begin, _FLOATS[entry["dtype"]], tuple(entry["shape"]))
+    return found
 
 
 def _cut_off(path: Path) -> str:
@@ -43,12 +72,14 @@ def _open(path: Path) -> Any:
 class Checkpoint:
     """Implements methods.base.TensorSource over all shards of a folder.
 
+    Args: threads: that read large tensors; 0: they are taken from the mapped file. None: as the device needs it.
     Raises: ConfigError for a folder without safetensors, with a broken index, a broken shard or a tensor in two shards.
     """
 
-    def __init__(self, folder: Path, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, folder: Path, *, dtype: torch.dtype, device: torch.device, threads: int | None = None) -> None:
         self._folder, self._dtype, self._device = folder, dtype, device
         self._shards: dict[str, tuple[Path, Any]] = {}
+        self._places: dict[str, _Place] = {}
         self._taken: list[tuple[str, Path, torch.dtype, Tensor]] = []
         for path in weight_files(folder):
             file = _open(path)
@@ -57,6 +88,12 @@ class Checkpoint:
                 if tensor in self._shards:
                     raise ConfigError("model", str(path), f"tensor {tensor} is also in {self._shards[tensor][0].name}")
                 self._shards[tensor] = (path, file)
+        if threads is None:
+            threads = NUM_THREADS if device.type == "cuda" else 0
+        self._reader = FileReader(device, num_threads=threads) if threads else None
+        if self._reader is not None:
+            for path in {path for path, _ in self._shards.values()}:
+                self._places.update(_places(path))
 
     def __enter__(self) -> Checkpoint:
         return self
@@ -66,28 +103,39 @@ class Checkpoint:
     ) -> None:
         self._shards.clear()
         self._taken.clear()
+        if self._reader is not None:
+            self._reader.__exit__(kind, error, trace)
 
     def take(self, name: str, shape: tuple[int, ...], *, as_stored: bool = False) -> Tensor:
         """See TensorSource.take. Whether it holds numbers only, `finish` says: on a GPU that costs one sync for all."""
         path, file = self._shards.pop(name, (self._folder, None))
         if file is None:
             raise ConfigError("model", str(self._folder), f"tensor {name} is missing")
-        try:
-            tensor: Tensor = file.get_tensor(name)
-        except SafetensorError as error:
-            raise ConfigError("model", str(path), f"tensor {name} cannot be read: {error}") from None
+        tensor, is_ours = self._read(name, path, file, shape)
         if tuple(tensor.shape) != shape:
             found = f"tensor {name} has shape {tuple(tensor.shape)}, where config.json asks for {shape}"
             raise ConfigError("model", str(path), found)
         floats = tensor.dtype.is_floating_point
         if not floats and not as_stored:
             raise ConfigError("model", str(path), f"tensor {name} holds {tensor.dtype}, not floating-point numbers")
-        # Always a copy: a view of the file changes when the file is written over, and ends the process when it is cut off.
-        tensor = tensor.to(device=self._device, dtype=tensor.dtype if as_stored else self._dtype, copy=True)
+        # No view of the file: it changes when the file is written over, and ends the process when it is cut off.
+        tensor = tensor.to(device=self._device, dtype=tensor.dtype if as_stored else self._dtype, copy=not is_ours)
         if floats:
             summed = tensor.float() if as_stored else tensor  # torch adds up no floats of 8 bits
             self._taken.append((name, path, tensor.dtype, summed.sum(dtype=torch.float32)))
         return tensor
+
+    def _read(self, name: str, path: Path, file: Any, shape: tuple[int, ...]) -> tuple[Tensor, bool]:
+        """Returns: the tensor as stored, and whether it is a copy on the device; otherwise it is a view of the file."""
+        place = self._places.get(name)
+        try:
+            if self._reader is None or place is None or place.size < _LEAST_READ_BYTES or place.shape != shape:
+                return file.get_tensor(name), False
+            out = torch.empty(shape, dtype=place.dtype, device=self._device)
+            self._reader.read(path, place.begin, out)
+            return out, True
+        except (SafetensorError, OSError, EOFError) as error:
+            raise ConfigError("model", str(path), f"tensor {name} cannot be read: {error}") from None
 
     def drop(self, suffixes: Iterable[str]) -> None:
         """Forget tensors that carry nothing new."""

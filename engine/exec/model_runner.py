@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import logging
+import time
 from collections.abc import Callable, Container, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
     from diptych.engine.exec.cuda.draw import DeviceStep
 
 _T = TypeVar("_T")
+log = logging.getLogger(__name__)
 
 DTYPES = {name: getattr(torch, name) for name in COMPUTE_DTYPES}
 
@@ -230,11 +233,13 @@ class TorchModelRunner:
         plan = plan_for(
             description, kv, device_type=device, dtype=DTYPES[dtype], wanted=backend, batch_invariant=batch_invariant
         )
+        began = time.monotonic()
         try:
             with Checkpoint(folder, dtype=DTYPES[dtype], device=_device(device)) as source:
                 model = load_weights(source, plan)
         except torch.OutOfMemoryError as error:
             raise out_of_memory("model", str(folder), f"the weights in {dtype}", error) from None
+        log.info("weights loaded in %.2f s", time.monotonic() - began)
 
         def make(blocks: int, host_blocks: int = 0) -> TorchModelRunner:
             return cls(

@@ -10,6 +10,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from diptych.common.errors import ConfigError
+from diptych.engine.exec import checkpoint
+from diptych.engine.exec.checkpoint import Checkpoint
+from diptych.engine.exec.cuda.file_reader import FileReader
 
 
 def prompt_of(length):
@@ -169,3 +172,52 @@ def test_17_a_weights_file_that_is_written_over_changes_nothing_that_is_served(m
     with (folder / "model.safetensors").open("r+b") as file:
         file.write(bytes((folder / "model.safetensors").stat().st_size))
     assert driver.generate([prompt_of(9)], 4) == expected
+
+
+def test_18_threads_read_what_a_mapping_shows(tmp_path, monkeypatch):
+    """Sizes that threads and pieces do not divide, two shards, another dtype, and a tensor too small for them."""
+    monkeypatch.setattr(checkpoint, "_LEAST_READ_BYTES", 1000)
+    generator = torch.Generator().manual_seed(1)
+    tensors = {
+        "bf16": torch.randn(37, 211, generator=generator).to(torch.bfloat16),
+        "fp16": torch.randn(5003, generator=generator).to(torch.float16),
+        "fp32": torch.randn(3, 1009, generator=generator),
+        "small": torch.randn(7, generator=generator),
+        "whole": torch.arange(4000).view(40, 100),
+    }
+    for number, names in enumerate((["bf16", "small", "whole"], ["fp16", "fp32"])):
+        save_file({name: tensors[name] for name in names}, tmp_path / f"part-{number}.safetensors")
+    weight_map = {name: f"part-{int(name in ('fp16', 'fp32'))}.safetensors" for name in tensors}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    read = []
+    monkeypatch.setattr(
+        FileReader, "read", lambda self, *args, read_it=FileReader.read: (read.append(args[1]), read_it(self, *args))
+    )
+    with Checkpoint(tmp_path, dtype=torch.bfloat16, device=torch.device("cpu"), threads=3) as source:
+        for name, tensor in tensors.items():
+            taken = source.take(name, tuple(tensor.shape), as_stored=name == "whole")
+            expected = tensor if name == "whole" else tensor.to(torch.bfloat16)
+            assert taken.dtype == expected.dtype
+            assert torch.equal(taken, expected), name
+        source.finish()
+    assert len(read) == 3
+
+
+@pytest.mark.parametrize(("threads", "piece"), [(1, 1), (2, 7), (3, 4096)])
+def test_18_pieces_of_any_size_make_up_the_file(tmp_path, threads, piece):
+    (tmp_path / "file").write_bytes(bytes(i * 7 % 251 for i in range(1000)))
+    with FileReader(torch.device("cpu"), num_threads=threads, piece_bytes=piece) as reader:
+        out = torch.empty(900, dtype=torch.uint8)
+        reader.read(tmp_path / "file", 100, out)
+        assert out.tolist() == [i * 7 % 251 for i in range(100, 1000)]
+        with pytest.raises(EOFError, match="the file ends at byte 1000"):
+            reader.read(tmp_path / "file", 101, out)
+
+
+def test_18_a_file_that_is_cut_off_while_it_is_loaded_is_named(tmp_path):
+    save_file({"one": torch.ones(1 << 19)}, tmp_path / "model.safetensors")
+    with Checkpoint(tmp_path, dtype=torch.float32, device=torch.device("cpu"), threads=2) as source:
+        with (tmp_path / "model.safetensors").open("r+b") as file:
+            file.truncate(1 << 20)
+        with pytest.raises(ConfigError, match="tensor one cannot be read: the file ends at byte 1048576"):
+            source.take("one", (1 << 19,))
