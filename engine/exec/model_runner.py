@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import logging
+import threading
 import time
 from collections.abc import Callable, Container, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -77,6 +79,24 @@ def _fused_backend(
         graphs: dict[str, Any] = {"graph_sizes": graph_sizes, "chunk_graphs": chunk_graphs}
         chosen = {name: value for name, value in graphs.items() if value is not None}
         return CudaBackend(weights, pool, max_model_len=max_model_len, batch_invariant=batch_invariant, **chosen)
+
+
+def _trial_graphs(sizes: Sequence[int] | None, row_bytes: int) -> tuple[list[int], int]:
+    """Graphs that a trial captures: the largest, into whose memory the others fit. Args: row_bytes: of a row's logits.
+    Returns: also the bytes of what the others put out, which each keeps for itself."""
+    from diptych.engine.exec.cuda.graphs import GRAPH_SIZES, output_bytes
+
+    sizes = GRAPH_SIZES if sizes is None else sizes
+    return list(sizes[-1:]), output_bytes(sizes[:-1], row_bytes)
+
+
+def _prepare_kernels() -> None:
+    """Import them, and have Triton hash its own files for the key of its cache, which it keeps: 0.4 s without Python code."""
+    from triton.runtime import cache
+
+    from diptych.engine.exec.cuda import backend  # noqa: F401
+
+    cache.triton_key()
 
 
 def _with_memory(step: Callable[[], _T]) -> _T:
@@ -233,6 +253,10 @@ class TorchModelRunner:
         plan = plan_for(
             description, kv, device_type=device, dtype=DTYPES[dtype], wanted=backend, batch_invariant=batch_invariant
         )
+        preparing = None
+        if device == "cuda" and plan.names == (TRITON,):
+            preparing = threading.Thread(target=_prepare_kernels, name="prepare-kernels", daemon=True)
+            preparing.start()
         began = time.monotonic()
         try:
             with Checkpoint(folder, dtype=DTYPES[dtype], device=_device(device)) as source:
@@ -240,8 +264,10 @@ class TorchModelRunner:
         except torch.OutOfMemoryError as error:
             raise out_of_memory("model", str(folder), f"the weights in {dtype}", error) from None
         log.info("weights loaded in %.2f s", time.monotonic() - began)
+        if preparing is not None:
+            preparing.join()
 
-        def make(blocks: int, host_blocks: int = 0) -> TorchModelRunner:
+        def make(blocks: int, host_blocks: int = 0, sizes: Sequence[int] | None = graph_sizes) -> TorchModelRunner:
             return cls(
                 model,
                 eos_token_ids=eos,
@@ -249,13 +275,18 @@ class TorchModelRunner:
                 block_size=block_size,
                 max_model_len=length,
                 num_host_blocks=host_blocks,
-                graph_sizes=graph_sizes,
+                graph_sizes=sizes,
                 chunk_graphs=chunk_graphs,
                 demand=demand,
             )
 
         if budget is not None:
-            num_blocks = profile(make, budget, kv, demand)
+            trial_sizes = graph_sizes
+            if plan.names == (TRITON,):
+                row_bytes = description.vocab_size * DTYPES[dtype].itemsize
+                trial_sizes, outputs = _trial_graphs(graph_sizes, row_bytes)
+                budget = replace(budget, reserve_bytes=budget.reserve_bytes + outputs)
+            num_blocks = profile(lambda blocks: make(blocks, sizes=trial_sizes), budget, kv, demand)
         try:
             return make(num_blocks, num_host_blocks)
         except torch.OutOfMemoryError as error:

@@ -26,6 +26,15 @@ _SECTIONS = 6
 """Besides the slots, of which each KV group has its own."""
 
 
+_UNIT = 2 << 20
+"""Tensors of more than a megabyte are rounded up to it (torch's allocator)."""
+
+
+def output_bytes(sizes: Sequence[int], row_bytes: int) -> int:
+    """What graphs of these sizes keep besides the memory that they share: the logits of each."""
+    return sum(-(-size * row_bytes // _UNIT) * _UNIT for size in sizes)
+
+
 class DecodeGraphs:
     """Captured at construction: before readiness.
 

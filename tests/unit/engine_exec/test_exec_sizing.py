@@ -9,7 +9,7 @@ from diptych.common.errors import ConfigError
 from diptych.common.kv_format import full_format
 from diptych.common.sampling import SamplingParams
 from diptych.engine.exec.cuda.sizing import PoolBudget, blocks_that_fit
-from diptych.engine.exec.model_runner import TorchModelRunner
+from diptych.engine.exec.model_runner import TorchModelRunner, _trial_graphs
 from diptych.engine.messages import ScheduledSeq
 from diptych.engine.runner import OutOfDeviceMemory
 
@@ -53,6 +53,14 @@ def test_15_3_4_no_memory_for_the_pool_is_reported_with_numbers(tiny_dir, monkey
     with pytest.raises(ConfigError, match="5.0 of the GPU's 80.0 GiB are free, this process has 15.0") as caught:
         TorchModelRunner.load(tiny_dir, num_blocks=64)
     assert caught.value.field == "num_blocks"
+
+
+def test_18_a_trial_captures_the_largest_graph_and_leaves_room_for_what_the_others_put_out():
+    pytest.importorskip("triton", reason="Triton is not installed")
+    assert _trial_graphs([1, 8, 4096], 640) == ([4096], 2 * (2 << 20)), "the allocator rounds up to 2 MiB"
+    assert _trial_graphs([16, 32, 256], 128_256 * 2) == ([256], (4 << 20) + (8 << 20))
+    assert _trial_graphs(None, 640) == ([256], 16 * (2 << 20))
+    assert _trial_graphs([], 640) == ([], 0)
 
 
 @pytest.mark.parametrize("share", [0.0, -1.0, 1.1, float("nan")])
