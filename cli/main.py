@@ -65,7 +65,10 @@ def _router(config: RouterConfig) -> int:
 
 
 def _worker(config: WorkerConfig) -> int:
-    from diptych.cli.worker_roles import run_worker
+    from diptych.worker.device_start import begin_context
+
+    begin_context(config.device)
+    from diptych.cli.worker_roles import run_worker  # takes seconds
 
     return run_worker(config) or 0
 
@@ -75,11 +78,13 @@ def _serve(config: ServeConfig) -> int:
     from diptych.cli.progress import progress_on
     from diptych.cli.up.cluster_plan import own_name
     from diptych.cli.up.processes import require_free_port
+    from diptych.worker.device_start import begin_context
 
     for name in ("http_port", "grpc_port"):  # fail before the model is fetched and loaded
         require_free_port(name, config.host, getattr(config, name))
     with progress_on() as progress:
         folder = resolve_model(config.model or DEFAULT_ALIASES[0], progress)
+    begin_context(config.device)
     from diptych.cli.serve.command import run_serve  # takes seconds
 
     return run_serve(config, folder, config.served_model_name or own_name(config.model, folder))
