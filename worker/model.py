@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent import futures
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -107,11 +108,14 @@ def load_model(config: WorkerConfig) -> LoadedModel:
     folder = Path(config.model)
     if not config.model or not folder.is_dir():
         raise ConfigError("model", config.model, "must be a local Hugging Face folder")
-    with CheckpointHash(folder, verify=config.verify_weights) as hashing:
-        return _load(config, folder, hashing)
+    with (
+        CheckpointHash(folder, verify=config.verify_weights) as hashing,
+        futures.ThreadPoolExecutor(1, "load-text") as beside,
+    ):
+        return _load(config, folder, hashing, beside)
 
 
-def _load(config: WorkerConfig, folder: Path, hashing: CheckpointHash) -> LoadedModel:
+def _load(config: WorkerConfig, folder: Path, hashing: CheckpointHash, beside: futures.Executor) -> LoadedModel:
     # Imported here: torch takes seconds, and a fake runner does not need it.
     from diptych.engine.exec.attention import attention_version
     from diptych.engine.exec.cuda.sizing import PoolBudget
@@ -149,6 +153,8 @@ def _load(config: WorkerConfig, folder: Path, hashing: CheckpointHash) -> Loaded
         available_bytes=_available_bytes(),
     )
     log.info("loading the model", folder=str(folder), dtype=config.dtype, num_blocks=num_blocks)
+    # Python code for a second, while the weights are read and a GPU computes.
+    text = beside.submit(_load_text, config, folder) if DECODE in ROLES[config.role].services else None
     runner = TorchModelRunner.load(
         folder,
         device=config.device,
@@ -190,8 +196,8 @@ def _load(config: WorkerConfig, folder: Path, hashing: CheckpointHash) -> Loaded
     identity, compat = identified(compat, identity_key(config))
     factory: DetokenizerFactory | None = None
     grammars: GrammarCompiler | None = None
-    if DECODE in ROLES[config.role].services:
-        factory, grammars = _load_text(config, folder)
+    if text is not None:
+        factory, grammars = text.result()
     log.info("model loaded", seconds=round(time.monotonic() - began, 2))
     log.info(
         capacity_line(kv, runner.capabilities.group_blocks),
