@@ -301,7 +301,7 @@ def main() -> None:
     parser.add_argument("--num-slabs", type=int, default=16)
     parser.add_argument("--chunk", type=int, default=4096, help="tokens of a prefill step")
     parser.add_argument("--trace", type=int, default=0, help="print so many last moments of each hand-off series")
-    parser.add_argument("--switch-ms", type=float, default=0.5, help="sys.setswitchinterval of the workers")
+    parser.add_argument("--switch-ms", type=float, default=0.05, help="sys.setswitchinterval of the workers")
     parser.add_argument("--after", action="store_true", help="plan every step after the last one's tokens are read")
     parser.add_argument("--rates", type=float, nargs="+", default=[8.0, 16.0])
     parser.add_argument("--seconds", type=float, default=20.0)

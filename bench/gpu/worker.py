@@ -38,7 +38,7 @@ from diptych.prefill.server import PrefillService, Publishing
 from diptych.worker import slab_unpacker as unpack_desk
 from diptych.worker.config import WorkerConfig
 from diptych.worker.model import LoadedModel
-from diptych.worker.process import SWITCH_INTERVAL_S, make_transfer
+from diptych.worker.process import make_transfer, switch_interval_s
 from diptych.worker.role import ServiceFactories
 from diptych.worker.role_spec import PREFILL
 from diptych.worker.runtime import WorkerRuntime
@@ -125,7 +125,7 @@ async def serve(role: str, options: dict[str, Any]) -> None:
     """Until killed."""
     graph_sizes = options.pop("graph_sizes", None)
     number = options.pop("number", 0)
-    sys.setswitchinterval(options.pop("switch_interval_s", SWITCH_INTERVAL_S))
+    sys.setswitchinterval(options.pop("switch_interval_s", switch_interval_s("cuda")))
     if options.pop("trace", False):
         trace()
     config = WorkerConfig(

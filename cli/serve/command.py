@@ -24,7 +24,7 @@ from diptych.common.store.memory import MemoryStore
 from diptych.router import server as router
 from diptych.router.server import RouterAddresses
 from diptych.worker.model import load_model
-from diptych.worker.process import SWITCH_INTERVAL_S, make_transfer
+from diptych.worker.process import make_transfer, switch_interval_s
 from diptych.worker.runtime import WorkerRuntime
 
 log = structlog.get_logger(__name__)
@@ -41,7 +41,7 @@ def run_serve(config: ServeConfig, model: Path, name: str) -> int:
 
 
 async def _serve(config: ServeConfig, model: Path, name: str, secret: Path) -> int:
-    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    sys.setswitchinterval(switch_interval_s(config.device))
     stop, hurry = asyncio.Event(), asyncio.Event()
     received: list[int] = []
 
