@@ -116,7 +116,7 @@ class EngineCore:
         self._before_packing: Callable[[], None] = lambda: None
         self._on_packed_early: Callable[[], None] = lambda: None
         self.events_may_wait = False
-        """The last step was a large one of decodes: its events may be delivered while the next one is on the device."""
+        """The last step had many decodes: its events may be delivered while the next one is on the device."""
 
     def on_launched(self, callback: Callable[[], None]) -> None:
         """`callback` is called in every step once it is on the device; never where `is_synchronous`."""
@@ -230,8 +230,7 @@ class EngineCore:
             return True
         self._execute(out, cancelled, start)
         self.steps += 1
-        only_decodes = out.num_decode == len(out.seqs)
-        self.events_may_wait = self._runs_ahead and only_decodes and out.num_decode > _FEW_DECODES
+        self.events_may_wait = self._runs_ahead and out.num_decode > _FEW_DECODES
         return True
 
     def _launch_ahead(self, flight: InFlightStep) -> InFlightStep | None:

@@ -348,3 +348,18 @@ def test_ahead_or_not_everybody_gets_the_same(kit, requests, num_blocks, host, p
         seen.append(got)
         at_rest(engine)
     assert seen[0] == seen[1]
+
+
+@pytest.mark.parametrize(("decoding", "may_wait"), [(0, False), (8, False), (9, True)])
+def test_18_events_of_many_decodes_wait_for_the_next_launch_also_beside_a_prompt(kit, decoding, may_wait):
+    """To hand out so many tokens takes the interpreter from the thread that has to launch the next step."""
+    engine = device(kit, 256, max_num_seqs=32)
+    for i in range(decoding):
+        engine.send(kit.make_request(f"r{i}", 5, sampling=params(30, seed=i)))
+    if decoding:
+        engine.core.step()
+        engine.core.take_events()
+    engine.send(kit.make_request("prompt", 7, sampling=params(3, seed=99)))
+    engine.core.step()
+    assert any(isinstance(e, TokensOut) and e.attempt == "prompt" for e in engine.core.take_events())
+    assert engine.core.events_may_wait is may_wait
