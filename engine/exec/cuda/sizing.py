@@ -4,7 +4,8 @@
 
 Our own are weights and context: a worker may share its GPU with another that has a share of its own, and "free" is what
 the driver says. A trial runner on a small pool runs one prefill of the
-most tokens and captures every graph; what it took beyond its pool is kept free for the real one.
+most tokens and captures the largest decode graph and those of chunks; what it took beyond its pool is kept free for the
+real one, and what the other decode graphs put out.
 """
 
 # mypy: disable-error-code="no-untyped-call"
