@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from diptych.common.errors import ConfigError, InternalError
-from diptych.common.kv_format import COMPUTE_DTYPES
+from diptych.common.kv_format import COMPUTE_DTYPES, dtype_bytes
 from diptych.common.kv_groups import PoolDemand
 from diptych.engine.exec.backends.base import Layout
 from diptych.engine.exec.backends.registry import plan_for
@@ -283,7 +283,7 @@ class TorchModelRunner:
         if budget is not None:
             trial_sizes = graph_sizes
             if plan.names == (TRITON,):
-                row_bytes = description.vocab_size * DTYPES[dtype].itemsize
+                row_bytes = description.vocab_size * dtype_bytes(dtype)
                 trial_sizes, outputs = _trial_graphs(graph_sizes, row_bytes)
                 budget = replace(budget, reserve_bytes=budget.reserve_bytes + outputs)
             num_blocks = profile(lambda blocks: make(blocks, sizes=trial_sizes), budget, kv, demand)
