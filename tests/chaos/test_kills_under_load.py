@@ -23,7 +23,8 @@ SEED = int(os.environ.get("DIPTYCH_TEST_SEED", "1"))
 @pytest.mark.slow
 async def test_every_answer_is_that_of_the_undisturbed_run(cluster_module: Any, tmp_path: Path) -> None:
     with cluster_module.running_cluster(tmp_path, *kill_run.flags(tmp_path, "smollm2")) as cluster:
-        done = await kill_run.run(cluster, kills=KILLS, seed=SEED)
+        done = kill_run.Run(SEED)
+        await kill_run.run(done, cluster, kills=KILLS)
     record = done.record()
     print({name: record[name] for name in ("by_phase", "replace_s", "gap_s", "gap_less_recompute_s")})
     assert not done.failed, f"seed {SEED}"
@@ -40,7 +41,7 @@ def part(seed: int, phase: str, missed: str, replace_s: float) -> dict[str, Any]
             "losses": [{"kill": 0, "kind": "plain", "had": 3, "replace_s": replace_s}],
             "gaps": [{"gap_s": 1.5, "recompute_s": 0.5, "queue_s": 0.0, "kind": "plain"}],
         }
-    ) | {"environment": {"cores": seed}}  # fmt: skip
+    ) | {"environment": {"cores": seed}, "broken": ""}  # fmt: skip
 
 
 def test_parts_of_a_run_make_one_record() -> None:
@@ -50,6 +51,7 @@ def test_parts_of_a_run_make_one_record() -> None:
     assert whole["by_phase"]["queued"] == {"hit": 0, "missed": 1, "decode": 0, "prefill": 0}
     assert whole["replace_s"] == {"n": 2, "p50": 0.1, "p99": 0.3, "max": 0.3}
     assert whole["gap_less_recompute_s"]["max"] == 1.0
+    assert [one["kill"] for one in whole["losses"]] == [0, 1]
     assert whole["logprobs"] == {"compared": 8, "equal to the bit": 6}
     assert [one["cores"] for one in whole["parts"]] == [1, 2]
 

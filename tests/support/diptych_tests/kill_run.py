@@ -28,9 +28,11 @@ import signal
 import sys
 import tempfile
 import time
+import traceback
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -454,7 +456,7 @@ class Run:
     """What a run has found; `record` is its result file."""
 
     seed: int
-    phases: Sequence[str]
+    phases: Sequence[str] = PHASES
     kills: list[Kill] = field(default_factory=list)
     answers: list[Flight] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
@@ -554,14 +556,19 @@ def summed(body: dict[str, Any]) -> dict[str, Any]:
 
 def merged(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """One record of several runs."""
-    lists = ("seeds", "failed", "wrong", "resources", "kills", "losses", "gaps")
+    lists = ("seeds", "failed", "wrong", "resources", "kills", "gaps")
     numbers = ("seconds", "answers", "moved")
     body: dict[str, Any] = {name: sum((part[name] for part in parts), []) for name in lists}
     body |= {name: round(sum(part[name] for part in parts), 1) for name in numbers}
-    body["logprobs"] = dict(sum((Counter(part["logprobs"]) for part in parts), Counter()))
+    body["logprobs"] = {name: sum(part["logprobs"][name] for part in parts) for name in parts[0]["logprobs"]}
+    offsets = accumulate((len(part["kills"]) for part in parts), initial=0)
+    body["losses"] = [
+        one | {"kill": one["kill"] + n} for n, part in zip(offsets, parts, strict=False) for one in part["losses"]
+    ]
     body["phases"] = [phase for phase in PHASES if any(phase in part["phases"] for part in parts)]
     body["streams"] = parts[0]["streams"]
-    return {"parts": [part["environment"] for part in parts], **summed(body)}
+    broken = "; ".join(part["broken"] for part in parts if part["broken"])
+    return {"parts": [part["environment"] for part in parts], "broken": broken, **summed(body)}
 
 
 def model_folder(root: Path, model: str) -> Path:
@@ -588,16 +595,21 @@ def resources(cluster: clusters.Cluster) -> dict[str, float]:
 
 
 async def run(
+    done: Run,
     cluster: clusters.Cluster,
     *,
     kills: int,
-    seed: int,
-    phases: Sequence[str] = PHASES,
+    minutes: float = math.inf,
     most_down: int = 1,
     say: Callable[[str], None] = lambda line: print(line, flush=True),
-) -> Run:
-    """`most_down`: workers that may still be starting when the next one is killed."""
-    done, rng, bodies = Run(seed, phases), random.Random(seed), asks()
+) -> None:
+    """Fill `done`.
+
+    Args:
+        minutes: no worker is killed later than that.
+        most_down: workers that may still be starting when the next one is killed.
+    """
+    seed, phases, rng, bodies = done.seed, done.phases, random.Random(done.seed), asks()
     labels = iter(range(10**9))
     flights: list[Flight] = []
     began, ends = time.monotonic(), asyncio.Event()
@@ -650,7 +662,7 @@ async def run(
         aim = Aim(watch, flights, rng, lengths)
         skipped: Counter[str] = Counter()
         try:
-            while len(done.kills) < kills:
+            while len(done.kills) < kills and time.monotonic() - began < 60.0 * minutes:
                 await waiting.until(
                     lambda: back(most_down),
                     "workers are back",
@@ -690,7 +702,6 @@ async def run(
     await asyncio.to_thread(cluster.wait_idle)
     done.after = resources(cluster)
     done.seconds = time.monotonic() - began
-    return done
 
 
 def _close(one: Sequence[float], other: Sequence[float]) -> bool:
@@ -708,6 +719,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--phases", default="", help="separated by commas; empty: " + ", ".join(PHASES))
+    parser.add_argument("--minutes", type=float, default=math.inf, help="kill nothing later than that")
     parser.add_argument("--most-down", type=int, default=1, help="workers that may be starting at the next kill")
     parser.add_argument("--model", default="smollm2", help="the default model, or a folder of it")
     parser.add_argument("--up-args", default="", help="further flags of `diptych up`, as one string")
@@ -724,19 +736,21 @@ def main(arguments: Sequence[str]) -> int:
     environment = result.surroundings()
     environment["git_hash"] = environment["git_hash"] or chosen.commit
     clusters.OF_USERS = frozenset(os.environ)
-    with (
-        tempfile.TemporaryDirectory() as root,
-        clusters.running_cluster(Path(root), *flags(Path(root), chosen.model), *chosen.up_args.split()) as cluster,
-    ):
-        done = asyncio.run(
-            run(cluster, kills=chosen.kills, seed=chosen.seed, phases=phases, most_down=chosen.most_down)
-        )
-    body = {"environment": environment, "command": ["kill_run", *arguments], **done.record()}
+    done, broken = Run(chosen.seed, phases), ""
+    with tempfile.TemporaryDirectory() as root:
+        given = [*flags(Path(root), chosen.model), *chosen.up_args.split()]
+        try:
+            with clusters.running_cluster(Path(root), *given) as cluster:
+                asyncio.run(run(done, cluster, kills=chosen.kills, minutes=chosen.minutes, most_down=chosen.most_down))
+        except (AssertionError, TimeoutError) as error:  # what it has found so far is told all the same
+            broken = repr(error)
+            traceback.print_exc()
+    body = {"environment": environment, "command": ["kill_run", *arguments], "broken": broken, **done.record()}
     result.write(chosen.out, body)
     print(
         json.dumps({name: body[name] for name in ("by_phase", "replace_s", "gap_s", "gap_less_recompute_s")}, indent=1)
     )
-    return 1 if done.failed or done.wrong else 0
+    return 1 if done.failed or done.wrong or broken else 0
 
 
 if __name__ == "__main__":
