@@ -8,6 +8,7 @@ the same run with a result file.
 from __future__ import annotations
 
 import os
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -119,3 +120,16 @@ def test_a_record_has_each_kill_and_what_it_cost() -> None:
     ]
     assert record["gaps"] == [{"gap_s": 2.0, "recompute_s": 0.7, "queue_s": 0.2, "kind": "plain"}]
     assert (record["gap_less_recompute_s"]["max"], record["back_s"]["p50"]) == (1.3, 9.5)
+
+
+def test_when_the_router_noticed_is_in_its_log(tmp_path: Path) -> None:
+    line = '{"event": "stream to decode went down", "worker": "%s", "timestamp": "2026-11-29T10:00:0%d.250000Z"}\n'
+    log = tmp_path / "router.log"
+    log.write_text("not JSON\n" + line % ("decode-0", 1) + line % ("decode-1", 2) + line % ("decode-0", 3))
+    began = datetime(2026, 11, 29, 10, tzinfo=UTC).timestamp()
+    kills = [
+        kill_run.Kill(number, "decoding", victim, flight(), {}, at_unix=began + at)
+        for number, (victim, at) in enumerate([("decode-0", 1.0), ("decode-0", 2.0), ("prefill-0", 0.0)])
+    ]
+    kill_run.note_when_noticed(kills, log)
+    assert [kill.noticed_s for kill in kills] == [0.25, 1.25, None]

@@ -32,6 +32,7 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import datetime
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -341,6 +342,9 @@ class Kill:
     at: float = 0.0
     held: Sequence[tuple[Flight, int]] = ()
     """The requests on a decode worker, and their tokens so far."""
+    at_unix: float = 0.0
+    noticed_s: float | None = None
+    """Until the router found the stream of a decode worker broken, by its log."""
     back_s: float | None = None
     """Until the router used the worker's successor, as the run came to see; None: the next one was killed before."""
 
@@ -377,7 +381,7 @@ class Aim:
     ):
         self._watch, self._flights, self._rng, self._whole = watch, flights, rng, whole
         self._used: set[Flight] = set()
-        self._prefill_next = True
+        self._decode_next: Counter[str] = Counter()
 
     async def at(self, phase: str, usable: set[str]) -> tuple[str, Flight, dict[str, Any], Sequence[Flight]] | None:
         """(victim, target, seen, beside), see Kill; None: not in time. Only workers whose role has another usable one."""
@@ -432,9 +436,9 @@ class Aim:
             if not mine:
                 continue
             target = mine[-1] if phase == "queued" else mine[0]  # they are computed in the order of their arrival
-            victim = prefill if self._prefill_next else placed[target.label][1]
+            victim = placed[target.label][1] if self._decode_next[phase] % 2 else prefill
             if victim in may:
-                self._prefill_next = not self._prefill_next
+                self._decode_next[phase] += 1
                 return victim, target, seen, mine if victim == prefill else ()
         return None
 
@@ -515,6 +519,7 @@ class Run:
                         "victim": kill.victim,
                         "seen": kill.seen,
                         "missed": hit(kill),
+                        "noticed_s": kill.noticed_s,
                         "back_s": kill.back_s,
                     }
                     for kill in self.kills
@@ -523,6 +528,18 @@ class Run:
                 "gaps": gaps,
             }
         )
+
+
+def note_when_noticed(kills: Sequence[Kill], log: Path) -> None:
+    """`noticed_s` of each, from the router's log."""
+    downs: list[tuple[str, float]] = []
+    for line in log.read_text(encoding="utf-8", errors="replace").splitlines():
+        if '"stream to decode went down"' in line:
+            entry = json.loads(line)
+            downs.append((entry["worker"], datetime.fromisoformat(entry["timestamp"]).timestamp()))
+    for kill in kills:
+        after = [at - kill.at_unix for worker, at in downs if worker == kill.victim and at >= kill.at_unix]
+        kill.noticed_s = round(min(after), 3) if after else None
 
 
 def percentiles(values: Sequence[float]) -> dict[str, float]:
@@ -548,6 +565,7 @@ def summed(body: dict[str, Any]) -> dict[str, Any]:
         "replace_s": percentiles([one["replace_s"] for one in body["losses"]]),
         "gap_s": percentiles([one["gap_s"] for one in gaps]),
         "recompute_s": percentiles([one["recompute_s"] for one in gaps]),
+        "noticed_s": percentiles([one["noticed_s"] for one in body["kills"] if one.get("noticed_s") is not None]),
         "back_s": percentiles([one["back_s"] for one in body["kills"] if one["back_s"] is not None]),
         "gap_less_recompute_s": percentiles([round(max(0.0, one["gap_s"] - one["recompute_s"]), 3) for one in gaps]),
         **body,
@@ -682,7 +700,7 @@ async def run(
                 kill.held = [
                     (one, one.progress.total()) for one in flights if placed.get(one.label, ("", ""))[1] == kill.victim
                 ]
-                kill.at = time.monotonic()
+                kill.at, kill.at_unix = time.monotonic(), time.time()
                 child = cluster.kill(kill.victim)
                 dying = ProcessIdentity(child.pid, child.start_time)
                 await waiting.until(
@@ -701,6 +719,7 @@ async def run(
     await watch.close()
     await asyncio.to_thread(cluster.wait_idle)
     done.after = resources(cluster)
+    note_when_noticed(done.kills, cluster.folder.root / "logs" / "router.log")
     done.seconds = time.monotonic() - began
 
 
