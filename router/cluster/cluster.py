@@ -233,6 +233,8 @@ class Cluster:
     def _set_old_view(self, why: str) -> None:
         if bool(why) != bool(self._old_view):
             log.warning("store is unavailable", why=why) if why else log.info("store is available again")
+        if self._old_view and not why:
+            self._follower.after_outage()
         self._old_view = why
 
     def _fold_records(self, all_workers: Sequence[WorkerRecord]) -> None:

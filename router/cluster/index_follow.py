@@ -77,6 +77,12 @@ class IndexFollower:
             self._index.mark_stale(record.worker_id)
             self._event_watch.resynced(record.worker_id)
 
+    def after_outage(self) -> None:
+        """The store is back: events may be lost. A snapshot from each worker says sooner than its lease what it has."""
+        for member in self._members.all():
+            self._index.mark_stale(member.record.worker_id)
+            self._event_watch.resynced(member.record.worker_id)
+
     def find_untracked(self, known: Mapping[str, str]) -> dict[str, str]:
         """Workers whose cache events do not arrive, and the reason. `known`: those reported before."""
         now = self._clock.now()

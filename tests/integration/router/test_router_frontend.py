@@ -190,7 +190,7 @@ async def test_index_follows_events_and_fetches_snapshots(fleet):
 
 async def test_store_away_serving_goes_on(fleet):
     await fleet.add("p0", "prefill")
-    await fleet.add("d0")
+    decode = await fleet.add("d0")
     await fleet.until_ready()
     fleet.store.available = False
     # Its rows may be refused before it looks for others' and finds that its view is old.
@@ -199,9 +199,12 @@ async def test_store_away_serving_goes_on(fleet):
     assert fleet.frontend.ready()[0]
     finished = (await fleet.ask())[-1]
     assert finished.explanation.index_mode == "STALE"
+    keys = tuple(block_keys(replace(fleet.header, salt=tenant_salt(fleet.secret, "")), [1] * 64))
+    decode.dump = (0, 7, keys)  # its events of these were lost, and it has no lease yet
     fleet.store.available = True
     fleet.store.flush()
     await fleet.until(lambda: not fleet.frontend._cluster.degraded)
+    await fleet.until(lambda: fleet.frontend._cluster._index.hit_blocks("d0", keys) == 4)
     assert (await fleet.ask())[-1]  # a moment without any lease changes nothing
 
 
