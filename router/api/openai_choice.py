@@ -65,6 +65,11 @@ class Choice:
             self.reasoning_tokens += len(event.token_ids)
         self.token_ids.extend(event.token_ids)
         self.logprobs.extend(event.logprobs)
+        if self._splitter is None and self._parser is None:
+            if not event.text:
+                return []
+            self.content.append(event.text)
+            return [Content(event.text)]
         return self._keep(self._parsed(self._split(event.text)))
 
     def end(self, event: FinishedEvent | ChoiceFinishedEvent) -> list[Piece]:

@@ -115,10 +115,8 @@ class _Answer:
         self._num_tokens = 0
         """Of all choices, so far."""
         self._final_usage: dict[str, Any] | None = None
-
-    @property
-    def id(self) -> str:
-        return self.prefix + self.prepared.request_id
+        self.id = self.prefix + context.prepared.request_id
+        self._head = self.head()
 
     def choice(self, index: int) -> Choice:
         if not index < len(self.choices):
@@ -208,7 +206,7 @@ class _Answer:
         shown["finish_reason"] = choice.finish_reason if ended else None
         if ended:
             shown["stop_reason"] = choice.stop_reason
-        chunk = self.head() | {"choices": [shown]}
+        chunk = {**self._head, "choices": [shown]}
         if self.options.continuous_usage:
             chunk["usage"] = self._final_usage or self._usage_so_far()
         elif self.options.include_usage:

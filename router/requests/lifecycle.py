@@ -79,15 +79,15 @@ class Lifecycle:
         after = _MOVES.get((self.state, move))
         if after is None:
             raise IllegalMoveError(f"{move.name} in {self.state.name} after {' -> '.join(self.history) or 'nothing'}")
-        if not (move is Move.TOKENS and self.state is State.STREAMING):
-            self.history.append(move.name)
+        self.history.append(move.name)
         self.state = after
         if move is Move.REPLACE:
             self.num_replacements += 1
 
     def on_tokens(self, offset: int, count: int, choice: int = 0) -> None:
         """Raises: IllegalMoveError when tokens are missing or repeated."""
-        self.on(Move.TOKENS)
+        if self.state is not State.STREAMING:
+            self.on(Move.TOKENS)
         due = self.offsets.get(choice, 0)
         if offset != due or count < 0:
             raise IllegalMoveError(f"{count} tokens of choice {choice} at offset {offset}, expected offset {due}")

@@ -165,10 +165,11 @@ class StartedEvent:
     prompt_tokens: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class TokenEvent:
     """Tokens offset, offset + 1, ... of a choice and the text that they complete (may be empty). `logprobs`: one per
-    token, if requested. `cached_tokens`: of the prompt, with the request's first tokens."""
+    token, if requested. `cached_tokens`: of the prompt, with the request's first tokens. Not frozen, as
+    ValidatedRequest."""
 
     offset: int
     token_ids: tuple[int, ...]

@@ -395,7 +395,7 @@ class Relay:
             if self._answer is not None:
                 self._answer.extend(delta.choice, ids)
             self._cluster.wait_queue.written(self._request.tenant, len(ids))
-            logprobs = tuple(logprobs_from_proto(entry) for entry in delta.logprobs)
+            logprobs = tuple(map(logprobs_from_proto, delta.logprobs)) if delta.logprobs else ()
             return TokenEvent(delta.offset, ids, delta.text, delta.choice, logprobs, event.cached_tokens)
         if kind == "prompt_logprobs":
             entries = event.prompt_logprobs
