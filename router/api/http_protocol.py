@@ -25,6 +25,8 @@ from diptych.router.observe.access_log import Access
 LINGER_S = 5.0
 _TIMEOUT, _TOO_LARGE, _NOT_HTTP_1 = 408, 431, 505
 _CODES = {_TIMEOUT: "head_timeout", _TOO_LARGE: "headers_too_large", _NOT_HTTP_1: "http_version_not_supported"}
+CHUNKS = "chunks"
+"""Key of HttpProtocol.write_chunk in the ASGI scope's state."""
 _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 
 
@@ -33,11 +35,22 @@ class HttpProtocol(H11Protocol):
 
     def __init__(self, *args: Any, head_timeout_s: float, **more: Any) -> None:
         super().__init__(*args, **more)
+        self.app_state = {**self.app_state, CHUNKS: self.write_chunk}
         self._head_timeout_s = head_timeout_s
         self._begin: bytes | None = b""
         """The connection's first bytes while they may be an HTTP/2 preface; None: they are not."""
         self._deadline: asyncio.TimerHandle | None = None
         self._awaited: tuple[object, object] | None = None
+
+    async def write_chunk(self, data: bytes) -> None:
+        """Write a part, not empty, of the running response's body, which has begun, has chunks and goes on: the bytes that
+        h11 would write. A chunk changes none of its states, and ASGI's message with h11's event and checks cost as much
+        as all of the formatting."""
+        cycle = self.cycle
+        if self.flow.write_paused and not cycle.disconnected:
+            await self.flow.drain()
+        if not cycle.disconnected:
+            self.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)

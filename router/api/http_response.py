@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import partial
 
 from starlette.responses import Response
@@ -17,6 +17,7 @@ from starlette.types import Receive, Scope, Send
 
 from diptych.common.errors import DiptychError, InternalError
 from diptych.router.api.http_errors import error_response, json_response, warning_headers
+from diptych.router.api.http_protocol import CHUNKS
 from diptych.router.api.interface import RouterApi, accepted
 from diptych.router.api.openai_answers import PING
 from diptych.router.api.openai_format import ResponseContext, ResponseFormatter
@@ -63,6 +64,8 @@ class GenerationResponse(Response):
         self._ping_s = ping_s
         self._send_timeout_s = send_timeout_s
         self._form: ResponseFormatter | None = None
+        self._chunks: Callable[[bytes], Awaitable[None]] | None = None
+        """See HttpProtocol.write_chunk; None: another server's, or a response without chunks."""
         self._streaming = False
         self._complete = False
         """The end of the response is being sent."""
@@ -131,6 +134,8 @@ class GenerationResponse(Response):
             begun = all_accepted(self._router_api, (prepared, *more)) if more else accepted(self._router_api, prepared)
             async with begun as (_, events):
                 if call.stream:
+                    if scope.get("http_version") == "1.1":  # HTTP/1.0 has no chunks
+                        self._chunks = scope.get("state", {}).get(CHUNKS)
                     await self._stream(form, request_id, events, send)
                 else:
                     answer = await self._collect(form, request_id, events)
@@ -167,7 +172,10 @@ class GenerationResponse(Response):
         self._writing_since = self._last_write = time.monotonic()
         if last:
             self._streaming, self._complete = False, True
-        await send({"type": "http.response.body", "body": chunk, "more_body": not last})
+        if self._chunks is not None and not last:
+            await self._chunks(chunk)
+        else:
+            await send({"type": "http.response.body", "body": chunk, "more_body": not last})
         self._writing_since = None
 
     async def _fail(self, error: DiptychError, request_id: str, scope: Scope, receive: Receive, send: Send) -> None:

@@ -63,7 +63,7 @@ class Attempt:
         OverloadedError."""
         self._rest()
         try:
-            while not self.has_event:
+            while not (self._due and self._events):
                 if self._error is not None:
                     raise self._error
                 self._waiter = asyncio.get_running_loop().create_future()
@@ -130,7 +130,7 @@ class Attempt:
             tokens = event.tokens
             count = len(tokens.token_ids)
             self._buffered_bytes += _tokens_size(tokens, count)
-            if not self._merged(tokens, count):
+            if self._last is None or not self._merged(self._last, tokens, count):
                 self._events.append(event)
                 self._last, self._last_end = tokens, tokens.offset + count
         if kind == "end":
@@ -147,10 +147,9 @@ class Attempt:
         self._begun |= kind == "tokens"
         self.wake(self._stream.now())
 
-    def _merged(self, more: router_pb2.TokenDelta, count: int) -> bool:
-        """Whether these `count` tokens were merged into the previous event; the reader checks gaps and repeats."""
-        mine = self._last
-        if mine is None or more.offset != self._last_end or more.choice != mine.choice:
+    def _merged(self, mine: router_pb2.TokenDelta, more: router_pb2.TokenDelta, count: int) -> bool:
+        """Whether these `count` tokens were merged into the previous event's; the reader checks gaps and repeats."""
+        if more.offset != self._last_end or more.choice != mine.choice:
             return False
         self._last_end += count
         mine.token_ids.extend(more.token_ids)

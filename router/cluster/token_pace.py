@@ -38,8 +38,10 @@ class TokenPace:
     def wait_s(self, last: float, now: float) -> float:
         """Seconds that tokens arriving now wait, when the answer's last ones were delivered at `last`; 0: none. Both
         times are on one monotonic clock."""
+        if not self.num_busy:
+            return 0.0
         round_s = self.round_s
-        if not self.num_busy or now - last >= round_s / _KEEPS_UP:
+        if now - last >= round_s / _KEEPS_UP:
             return 0.0
         return last + round_s / _MERGED - now
 

@@ -116,7 +116,12 @@ class Relay:
                 if self._attempt is None:
                     await self._wait_for_turn()
                     self._submit()
-                event = self._translate(await self._receive())
+                attempt = self._attempt
+                assert attempt is not None
+                if self._timer is None and not attempt.has_event:  # one timer serves all waits of the request
+                    left_s = self._request.deadline - self._clock.now()
+                    self._timer = asyncio.get_running_loop().call_later(max(0.0, left_s), self._expire)
+                event = self._translate(await attempt.next())
             except IllegalMoveError as err:
                 self._record_outcome(InternalError.reason)
                 self.close()
@@ -358,14 +363,6 @@ class Relay:
 
     # ---- relaying ------------------------------------------------------------------------------------------------
 
-    async def _receive(self) -> decode_pb2.Event:
-        attempt = self._attempt
-        assert attempt is not None
-        if self._timer is None and not attempt.has_event:  # one timer serves all waits of the request
-            left_s = self._request.deadline - self._clock.now()
-            self._timer = asyncio.get_running_loop().call_later(max(0.0, left_s), self._expire)
-        return await attempt.next()
-
     def _expire(self) -> None:
         """The deadline has passed."""
         self._timer = None
@@ -375,16 +372,6 @@ class Relay:
     def _translate(self, event: decode_pb2.Event) -> GenerateEvent | None:
         """Raises: the failure reported by decode; IllegalMoveError."""
         kind = event.WhichOneof("event")
-        if kind == "accepted":
-            self._lifecycle.on(Move.ACCEPT)
-            self._on_accepted()
-            if self._loss is not None:
-                self._metrics.moved(self._loss.reason, self._clock.now() - self._lost_at)
-                self._loss = None
-            if self._started:
-                return None
-            self._started = True
-            return StartedEvent(self._request.request_id, self._request.model, len(self._request.prompt.token_ids))
         if kind == "tokens":
             delta, now = event.tokens, self._clock.now()
             self._trace.on_tokens(now)
@@ -397,6 +384,16 @@ class Relay:
             self._cluster.wait_queue.written(self._request.tenant, len(ids))
             logprobs = tuple(map(logprobs_from_proto, delta.logprobs)) if delta.logprobs else ()
             return TokenEvent(delta.offset, ids, delta.text, delta.choice, logprobs, event.cached_tokens)
+        if kind == "accepted":
+            self._lifecycle.on(Move.ACCEPT)
+            self._on_accepted()
+            if self._loss is not None:
+                self._metrics.moved(self._loss.reason, self._clock.now() - self._lost_at)
+                self._loss = None
+            if self._started:
+                return None
+            self._started = True
+            return StartedEvent(self._request.request_id, self._request.model, len(self._request.prompt.token_ids))
         if kind == "prompt_logprobs":
             entries = event.prompt_logprobs
             known = tuple(logprobs_from_proto(entry) for entry in entries.logprobs)
