@@ -362,7 +362,7 @@ class CompletionForm(_Answer):
         return {"text": ""}
 
     def token_chunks(self, choice: Choice, pieces: list[Piece], event: TokenEvent | None) -> bytes:
-        text = "".join(piece.text for piece in pieces if isinstance(piece, Content))
+        text = "".join([piece.text for piece in pieces if isinstance(piece, Content)])
         body: dict[str, Any] = {"text": text}
         if event is not None and self.options.return_token_ids and event.token_ids:
             body["token_ids"] = list(event.token_ids)
