@@ -51,6 +51,8 @@ from diptych.common.store.redis_store import RedisStore
 VOCAB = 32_768
 START_S = 120.0
 CLIENT_START_S = 5.0
+GRPC_CLIENTS = 4
+"""For each client over HTTP, with as many users in all: an SDK client has one connection, which belongs to one process."""
 KINDS = {"request": 1, "token": 257}
 """Tokens of an answer."""
 
@@ -149,11 +151,12 @@ def _cpu_s(process: psutil.Process) -> float:
 
 def _run(cluster: _Cluster, router: _Router, face: str, kind: str, args: argparse.Namespace) -> dict[str, Any]:
     """One measured load. Raises: ConfigError when a check fails."""
-    num_clients = args.clients * len(router.processes)
+    more = 1 if face == "HTTP" else GRPC_CLIENTS
+    num_clients, users = more * args.clients * len(router.processes), max(1, args.users // more)
     before = _series(router.http, "diptych_requests_total")
     begin = time.monotonic() + CLIENT_START_S + args.seconds / 4
     load = Load(
-        router.http if face == "HTTP" else router.grpc, args.users, args.prompt_tokens, KINDS[kind], begin, begin + args.seconds
+        router.http if face == "HTTP" else router.grpc, users, args.prompt_tokens, KINDS[kind], begin, begin + args.seconds
     )  # fmt: skip
     command = [sys.executable, "-P", "-m", "diptych.bench.router.processes_client", json.dumps(asdict(load))]
     clients = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) for _ in range(num_clients)]
