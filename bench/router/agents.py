@@ -32,7 +32,8 @@ BLOCK = 16
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """`held`: leading tokens of its prompt that some worker had computed before, in whole blocks."""
+    """`held`: leading tokens of its prompt that some worker had computed before, in whole blocks. `cached`: those that the worker
+    which computed the prompt had, or had pulled. (`cached_tokens` of an answer also counts what only the other worker had.)"""
 
     number: int
     prompt_tokens: int
@@ -62,9 +63,10 @@ class Agents:
         for number in range(turns):
             answer = await self._ask(prompt)
             why = answer["diptych"]
+            cached = why["cached_tokens_decode" if why["local_prefill"] else "cached_tokens_prefill"]
             self.turns.append(
                 Turn(
-                    number, len(prompt), held, why["cached_tokens"], sum(pull["num_tokens"] for pull in why["pulls"]),
+                    number, len(prompt), held, cached, sum(pull["num_tokens"] for pull in why["pulls"]),
                     why["ttft_s"],
                 )
             )  # fmt: skip
