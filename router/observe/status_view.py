@@ -10,6 +10,7 @@ import msgspec
 from diptych.router.cluster.breaker import Breakers
 from diptych.router.cluster.members import Member
 from diptych.router.placement.index import BlockIndex
+from diptych.router.placement.pulls import break_evens
 from diptych.router.placement.recent import Decision
 from diptych.router.placement.reservations import Reservations
 from diptych.router.placement.rollout import OTHER_GROUP
@@ -84,6 +85,7 @@ def _record(member: Member[WorkerLink]) -> dict[str, Any]:
         "prefill_tokens_per_s": load.prefill_tokens_per_s,
         "decode_step_s": load.decode_step_s,
         "link_bytes_per_s": dict(load.link_bytes_per_s),
+        "pull_pays_from_tokens": break_evens(record),
         "gpu": None if load.gpu is None else msgspec.structs.asdict(load.gpu),
     }
 

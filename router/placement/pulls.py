@@ -103,10 +103,29 @@ class PullLinks:
 
     def pays_from(self, reader: int, holder: int, token_ms: float) -> float:
         """Tokens from which `reader` takes KV from `holder` instead of computing it; infinite: never."""
-        gain = MOST_OF_COMPUTE * token_ms - float(self.byte_ms[reader, holder] * self.token_bytes[reader])
-        fixed = float(self.fixed_ms[reader, holder])
-        fixed += sum(float(self.byte_ms[reader, holder] * size[reader]) * window for window, size in self.windows)
-        return fixed / gain if gain > 0.0 else float("inf")
+        windows = sum(window * float(size[reader]) for window, size in self.windows)
+        return _pays_from(
+            float(self.fixed_ms[reader, holder]), float(self.byte_ms[reader, holder]), float(self.token_bytes[reader]),
+            windows, token_ms,
+        )  # fmt: skip
+
+
+def _pays_from(fixed_ms: float, byte_ms: float, token_bytes: float, window_bytes: float, token_ms: float) -> float:
+    gain = MOST_OF_COMPUTE * token_ms - byte_ms * token_bytes
+    return (fixed_ms + byte_ms * window_bytes) / gain if gain > 0.0 else float("inf")
+
+
+def break_evens(reader: WorkerRecord) -> dict[str, int]:
+    """By holder, the tokens from which this worker takes KV from it instead of computing it, for the links that it has measured;
+    0: never."""
+    load, found = reader.load, {}
+    windows = sum(window * size for window, size in reader.kv_windows)
+    for holder, seconds in load.pull_overhead_s.items():
+        if (rate := load.link_bytes_per_s.get(holder, 0.0)) and load.prefill_tokens_per_s:
+            token_ms = 1000.0 / load.prefill_tokens_per_s
+            least = _pays_from(1000.0 * seconds, 1000.0 / rate, reader.kv_bytes_per_token, windows, token_ms)
+            found[holder] = 0 if np.isinf(least) else max(reader.block_size, int(np.ceil(least)))
+    return found
 
 
 @dataclass(frozen=True, slots=True, eq=False)

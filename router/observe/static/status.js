@@ -152,6 +152,8 @@ function workerCard(worker) {
     ["cache index, breaker", `${worker.index_mode}, ${worker.breaker}`],
     ...(worker.gpu ? [["GPU", gpuText(worker.gpu)]] : []),
     ...links.map(([peer, rate]) => [`reads from ${peer}`, `${count(rate)}B/s`]),
+    ...Object.entries(worker.pull_pays_from_tokens).map(([peer, tokens]) =>
+      [`a pull from ${peer} pays`, tokens ? `from ${count(tokens)} tokens on` : "never"]),
   ];
   for (const [term, value] of rows) list.append(element("dt", term), element("dd", value));
   card.append(list);

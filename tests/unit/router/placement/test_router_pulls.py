@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from diptych.router.placement.cost import choose_placement
-from diptych.router.placement.pulls import FIELD, FIXED_MS, MOST_OF_COMPUTE, PullLinks, plan_pulls
+from diptych.router.placement.pulls import FIELD, FIXED_MS, MOST_OF_COMPUTE, PullLinks, break_evens, plan_pulls
 from diptych.router.placement.types import Placement, PlacementRequest
 from diptych.router.placement.worker_arrays import ClusterSnapshot
 from diptych.worker import wire
@@ -134,6 +134,14 @@ def test_a_pull_that_would_be_slower_is_never_made(rate, tokens_per_s, fixed_s, 
     else:
         assert pull.pull_ms <= MOST_OF_COMPUTE * pull.compute_ms * (1 + 1e-6)
         assert gain >= pays_from * (1 - 1e-6)
+
+
+def test_the_break_even_of_each_measured_link_is_shown():
+    reader = view(
+        "p0", link_bytes_per_s={"d0": 1e9, "d1": 1e6, "d2": 1e9}, pull_overhead_s={"d0": 0.5, "d1": 0.5, "d3": 0.5}
+    )
+    # 0.5 s / (0.8 x 10 ms - 50,000 bytes at 1 GB/s); d1 is slower than computing, d2 and d3 are not measured
+    assert break_evens(reader.record) == {"d0": 63, "d1": 0}
 
 
 def test_a_link_is_known_by_its_own_measurements():
