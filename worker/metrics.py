@@ -28,7 +28,7 @@ from diptych.engine.messages import EngineStats
 from diptych.engine.stats import AGE_BUCKETS_S, Ages
 from diptych.kvtransfer.api import PeerRef, ReceivedSlab, SlabReader, Transfer, TransferAudit
 from diptych.kvtransfer.handle import SlabHandle
-from diptych.worker.block_pulls import PullFacts
+from diptych.worker.block_pulls import SOURCE_ATTEMPT, PullFacts
 from diptych.worker.gpu import GpuMonitor, gpu_families
 
 log = structlog.get_logger(__name__)
@@ -151,7 +151,7 @@ class WorkerMetrics(Metrics):
         )
         sources.add_metric(["local_compute"], now.computed_tokens_total - since.computed_tokens_total)
         sources.add_metric(["local_cache_hit"], cached)
-        if self.role == "decode" or self.external_tokens:
+        if self.role == "decode":
             sources.add_metric(["external_kv_transfer"], self.external_tokens)
         yield sources
         generated = now.generation_tokens_total - since.generation_tokens_total
@@ -243,7 +243,8 @@ class _MeteredReader:
             self._metrics.read_failures.labels(error.reason).inc()
             raise
         self._metrics.read_seconds.observe(self._clock.now() - began)
-        if handle.first_layer == 0:  # its other layers are the same tokens
+        # Its other layers are the same tokens; those of a pull are a hit of the cache when they are used.
+        if handle.first_layer == 0 and not handle.attempt.startswith(SOURCE_ATTEMPT):
             self._metrics.external_tokens += handle.num_tokens
         return slab
 
