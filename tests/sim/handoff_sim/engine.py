@@ -74,6 +74,8 @@ class Sizes:
     windows: tuple[int, ...] = ()
     reusable: bool = True
     """Prefill announces that it sends what makes a hit of a prompt."""
+    slab_blocks: int = 0
+    """Blocks that a slab holds; 0: as many as fit."""
 
     @property
     def facts(self) -> Facts:

@@ -47,6 +47,7 @@ SEEN_BY: dict[str, int] = {
     "a_slab_is_finished_while_it_is_unpacked": 94,
     "a_hit_ends_where_the_full_group_has_it": 693,
     "a_block_that_has_not_arrived_makes_a_hit": 693,
+    "a_pull_counts_blocks_behind_a_gap": 659,
 }
 """A seed that detects the missing guard, if finding one takes more than a few. It only saves time: see mutate.py."""
 

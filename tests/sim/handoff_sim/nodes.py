@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -226,6 +227,9 @@ class WorkerNode:
             if grant.slab in self.transfer.transport.touching():
                 self.context.report(f"{self.ref.worker_id}: slab {grant.slab} was granted while it is being sent")
             self.granted[grant.slab] = grant.generation
+        if blocks := self.context.sizes.slab_blocks:
+            most = blocks * BLOCK * self.engine.core.scheduler.limits.kv_bytes_per_token
+            grants = tuple(replace(grant, payload=grant.payload[:most]) for grant in grants)
         self.engine.send(GrantSlabs(grants, Overlap(self.context.sizes.overlap)))
 
     def _on_free(self, slab: int, why: str) -> None:

@@ -18,16 +18,21 @@ if TYPE_CHECKING:
 _LATEST_S = 0.4
 
 
+def has_pulls(seed: int) -> bool:
+    """A quarter of the schedules. The others are what they were without, and seeds that once found a fault are among these: they
+    stay reproducers."""
+    return seed % 10 in (0, 1, 2, 9) and seed % 13 not in (0, 3, 10, 12)
+
+
 class Sources:
-    """In a quarter of the schedules, none of them with WayBack: decode publishes there, too. The others are what they were
-    without it, and seeds that once found a fault are among these: they stay reproducers.
+    """Of one schedule; none has WayBack as well. Decode publishes, too, and slabs hold two blocks.
 
     A source may be right, or of a worker that holds less, has started again, or is the reader itself. Workers lose their
     caches at random times: a block is evicted between two blocks of a read, or before it."""
 
     def __init__(self, world: World) -> None:
         self._world, self._rng = world, Random(f"sources {world.seed}")
-        self.active = world.seed % 10 in (0, 1, 2, 9) and world.seed % 13 not in (0, 3, 10, 12)
+        self.active = has_pulls(world.seed)
         if not self.active:
             return
         world.decode.readers = lambda: list(world.prefill.values())

@@ -20,7 +20,7 @@ from handoff_sim.engine import BLOCK, LAYERS, WINDOWS, Context, Sizes
 from handoff_sim.links import Links
 from handoff_sim.loop import Deadlock, VirtualLoop
 from handoff_sim.nodes import DecodeNode, PrefillNode, WorkerNode
-from handoff_sim.sources import Sources
+from handoff_sim.sources import Sources, has_pulls
 from handoff_sim.trouble import Trouble
 from handoff_sim.way_back import WayBack
 from handoff_sim.wire import Faults, Wires
@@ -69,6 +69,7 @@ class World:
             cap=rng.randint(1, 2),
             grant_quota=rng.randint(1, 3),
             overlap=rng.choice(("on", "on", "off")),
+            slab_blocks=2 if has_pulls(seed) else 0,
             **_window_groups(seed),
         )
         self.client = Client(self)
