@@ -306,25 +306,25 @@ class Watch:
         self.placed = {one["label"]: (one["prefill"], one["decode"]) for one in found if one["outcome"] == "running"}
         return self.placed
 
-    def _stub(self, name: str) -> worker_pb2_grpc.WorkerStub:
-        address = self.cluster.child(name).address
-        channel = self._channels.get(address)
+    async def _ask(self, name: str, call: Callable[[worker_pb2_grpc.WorkerStub], Any]) -> Any:
+        """The worker's answer; None: it has none now."""
+        child = next((child for child in self.cluster.state.children if child.name == name), None)
+        if child is None:  # about to be started again
+            return None
+        channel = self._channels.get(child.address)
         if channel is None:
-            channel = self._channels[address] = self._access.open(address)
-        return worker_pb2_grpc.WorkerStub(channel)
-
-    async def _ask(self, call: Callable[[], Any]) -> Any:
-        with contextlib.suppress(grpc.RpcError, StopIteration):
-            return await asyncio.to_thread(call)
+            channel = self._channels[child.address] = self._access.open(child.address)
+        with contextlib.suppress(grpc.RpcError):
+            return await asyncio.to_thread(call, worker_pb2_grpc.WorkerStub(channel))
         return None
 
     async def stats(self, name: str) -> dict[str, float]:
-        answer = await self._ask(lambda: self._stub(name).GetStats(worker_pb2.GetStatsRequest(), timeout=5.0))
+        answer = await self._ask(name, lambda stub: stub.GetStats(worker_pb2.GetStatsRequest(), timeout=5.0))
         return {} if answer is None else dict(answer.engine)
 
     async def slabs_in_use(self, name: str) -> int:
         """Of the staging ring: packed, or being read."""
-        answer = await self._ask(lambda: self._stub(name).Audit(worker_pb2.AuditRequest(), timeout=5.0))
+        answer = await self._ask(name, lambda stub: stub.Audit(worker_pb2.AuditRequest(), timeout=5.0))
         return 0 if answer is None else answer.slabs.packed + answer.slabs.in_flight
 
 
