@@ -10,6 +10,8 @@ ADAPTER = "adapter"
 """The field's name among those that workers announce."""
 CHOICE = "choice"
 """The same: the number of the choice that an attempt continues."""
+RESUME = "resume"
+"""The same: a decode worker keeps attempts whose stream broke, and takes Command.resume."""
 
 
 class Prompt(msgspec.Struct, frozen=True):

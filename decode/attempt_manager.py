@@ -2,12 +2,20 @@
 
 Attach stream -> Session -> submit / cancel -> Attempt
 step thread   -> on_step(events of one step) -> Attempt -> Outbox of its session -> one StepBatch
+
+An attempt of Submit.keep has a Transcript before its outbox, and outlives its stream:
+attached --stream breaks--> detached --Resume on another stream--> attached
+                               |--detach_s, Cancel, its deadline--> ended
+ended well --detach_s--> forgotten; until then it can be resumed, too
 """
 
 from __future__ import annotations
 
 import asyncio
+import hmac
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
 
 import structlog
 
@@ -17,6 +25,7 @@ from diptych.common.errors import (
     NoWorkerError,
     OverloadedError,
     RequestCancelledError,
+    StaleReferenceError,
     WorkerLostError,
 )
 from diptych.common.grammar import Grammar, check_grammar
@@ -24,6 +33,7 @@ from diptych.decode.attempt import Attempt, CompileGrammar
 from diptych.decode.outbox import Events, Outbox
 from diptych.decode.remote_prefill import RemotePrefillContext
 from diptych.decode.submission import parse_submit
+from diptych.decode.transcript import MAX_TOTAL_BYTES, Budget, Transcript
 from diptych.engine.grammar.program import Program
 from diptych.engine.messages import (
     Admitted,
@@ -66,11 +76,19 @@ class Session:
                 self._intake.cancel(self, command.cancel.attempt)
             case "prepare":
                 self._intake.prepare(command.prepare)
+            case "resume":
+                self._intake.resume(self, command.resume)
             case _:
                 log.warning("a command of an unknown kind was ignored")
 
+    def detach(self) -> None:
+        """The stream broke: keep the attempts that may be kept, cancel the others. Idempotent."""
+        for attempt in list(self.attempts):
+            self._intake.detach(attempt)
+        self.close()
+
     def close(self, error: DiptychError | None = None) -> None:
-        """The stream ended: cancel its attempts. Idempotent."""
+        """End the attempts of this stream, and the stream. Idempotent."""
         error = error or RequestCancelledError("the router's stream ended")
         for attempt in list(self.attempts):
             self._intake.end(attempt, error)
@@ -78,9 +96,25 @@ class Session:
         self._intake.close_session(self)
 
 
+@dataclass(slots=True)
+class _Kept:
+    """An attempt of Submit.keep. `session`: None: it is detached. `timer`: ends its keeping."""
+
+    transcript: Transcript
+    cache_salt: bytes
+    session: Session | None
+    timer: asyncio.TimerHandle | None = None
+
+
 class AttemptManager:
-    """The attempts of the worker. `max_attempts`: attempts held at once, running and waiting; a further Submit is
-    rejected with OverloadedError. `compile_grammar`: None: requests with a grammar are rejected."""
+    """The attempts of the worker.
+
+    Args:
+        max_attempts: attempts held at once, running and waiting; a further Submit is rejected with OverloadedError.
+        compile_grammar: None: requests with a grammar are rejected.
+        detach_s: how long an attempt of Submit.keep outlives its stream, and its events outlive its end; 0: not at all.
+        max_kept_bytes: of the events of all of them.
+    """
 
     def __init__(
         self,
@@ -92,6 +126,8 @@ class AttemptManager:
         max_attempts: int,
         max_buffer_bytes: int = 32 * 1024 * 1024,
         compile_grammar: CompileGrammar | None = None,
+        detach_s: float = 0.0,
+        max_kept_bytes: int = MAX_TOTAL_BYTES,
     ) -> None:
         self._engine = engine
         self._context = context
@@ -101,6 +137,9 @@ class AttemptManager:
         self._max_attempts = max_attempts
         self._max_buffer_bytes = max_buffer_bytes
         self._attempts: dict[str, tuple[Attempt, Session]] = {}
+        self._detach_s = detach_s
+        self._kept: dict[str, _Kept] = {}
+        self._budget = Budget(max_kept_bytes)
         self._sessions: set[Session] = set()
         self._routers: set[Session] = set()
         self._endpoint: decode_pb2.DirectEndpoint | None = None
@@ -160,6 +199,10 @@ class AttemptManager:
         except DiptychError as error:
             outbox.end(message.attempt, decode_pb2.End(failure=to_failure(error)))
             return
+        if message.keep and self._detach_s:
+            on_full = partial(self._on_full, submission.attempt)
+            outbox = Transcript(submission.attempt, outbox, self._budget, on_full)
+            self._kept[submission.attempt] = _Kept(outbox, message.cache_salt, session)
         attempt = Attempt(
             submission,
             outbox,
@@ -189,9 +232,61 @@ class AttemptManager:
             log.info("a grammar was not compiled in advance", reason=error.reason, error=error.message)
 
     def cancel(self, session: Session, attempt: str) -> None:
-        """Only the session that submitted an attempt may cancel it; an unknown one has ended."""
-        if attempt in session.attempts:
+        """Only the session that has an attempt may cancel it, and any router's one that no session has; an unknown one
+        has ended."""
+        kept = self._kept.get(attempt)
+        detached = kept is not None and kept.session is None and session in self._routers
+        if attempt in session.attempts or detached:
             self.end(attempt, RequestCancelledError("cancelled by the router"))
+
+    def resume(self, session: Session, message: decode_pb2.Resume) -> None:
+        """Give the attempt to this session, with all its events so far; one that had it loses it."""
+        name, kept = message.attempt, self._kept.get(message.attempt)
+        if kept is None or not kept.transcript.whole or not hmac.compare_digest(kept.cache_salt, message.cache_salt):
+            gone = StaleReferenceError("this worker has no such attempt, or no longer")
+            session.outbox.end(name, decode_pb2.End(failure=to_failure(gone)))
+            return
+        before, kept.session = kept.session, session
+        if before is not None and name in before.attempts and before is not session:
+            before.attempts.discard(name)
+            taken = RequestCancelledError("another router goes on with this answer")
+            before.outbox.end(name, decode_pb2.End(failure=to_failure(taken)))
+        if (running := self._attempts.get(name)) is not None:
+            if kept.timer is not None:
+                kept.timer.cancel()
+                kept.timer = None
+            self._attempts[name] = (running[0], session)
+            session.attempts.add(name)
+        kept.transcript.attach(session.outbox)
+        log.info("another router goes on with an attempt", attempt=name, running=running is not None)
+
+    def detach(self, attempt: str) -> None:
+        """Its stream broke: keep it for detach_s, if it may be kept."""
+        kept, running = self._kept.get(attempt), self._attempts.get(attempt)
+        if running is None or kept is None or not kept.transcript.whole:
+            return
+        kept.session = kept.transcript.outbox = None
+        running[1].attempts.discard(attempt)
+        self._keep(attempt, kept)
+        log.info("an attempt has lost its router", attempt=attempt, kept_s=self._detach_s)
+
+    def _keep(self, attempt: str, kept: _Kept) -> None:
+        """For detach_s from now on, or until its timer that runs already."""
+        if kept.timer is None:
+            kept.timer = asyncio.get_running_loop().call_later(self._detach_s, self._drop, attempt)
+
+    def _drop(self, attempt: str) -> None:
+        """End the attempt if no session has it, and forget its events."""
+        kept = self._kept.pop(attempt)
+        if kept.timer is not None:
+            kept.timer.cancel()
+        kept.transcript.drop()
+        if kept.session is None:
+            self.end(attempt, RequestCancelledError("its router is gone, and no other one went on with it"))
+
+    def _on_full(self, attempt: str) -> None:
+        log.info("an attempt is too large to be kept", attempt=attempt)
+        self._drop(attempt)
 
     def end(self, attempt: str, error: DiptychError) -> None:
         entry = self._attempts.get(attempt)
@@ -231,6 +326,11 @@ class AttemptManager:
         entry = self._attempts.pop(attempt, None)
         if entry is not None:
             entry[1].attempts.discard(attempt)
+        if (kept := self._kept.get(attempt)) is not None:
+            if kept.transcript.ended_well:
+                self._keep(attempt, kept)
+            else:
+                self._drop(attempt)
         if not self._attempts:
             self._idle.set()
 
@@ -252,3 +352,5 @@ class AttemptManager:
             task.cancel()
         for session in list(self._sessions):
             session.close(error or WorkerLostError("this decode worker shuts down"))
+        for attempt in list(self._kept):
+            self._drop(attempt)

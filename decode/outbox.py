@@ -16,6 +16,8 @@ from diptych.rpc.convert import logprobs_to_proto
 from diptych.rpc.v1 import decode_pb2, router_pb2, types_pb2
 
 _EVENT_BYTES = 64
+_MAX_BATCH_BYTES = 4 * 1024 * 1024
+"""Half of the largest message: answers that were kept for another router come whole."""
 
 
 class Events(Protocol):
@@ -98,8 +100,8 @@ class Outbox:
         self._ready.set()
 
     async def next_batch(self) -> decode_pb2.StepBatch | None:
-        """All buffered events, oldest first; waits for one. None: closed and empty. Raises: OverloadedError when the
-        router fell too far behind."""
+        """All buffered events, oldest first, or as many as fit into a message; waits for one. None: closed and empty. Raises:
+        OverloadedError when the router fell too far behind."""
         while not (self._events or self._ticket_statuses or self._endpoint or self.overflowed):
             if self._closed:
                 return None
@@ -107,13 +109,23 @@ class Outbox:
             await self._ready.wait()
         if self.overflowed:
             raise OverloadedError(f"the router reads too slowly: more than {self._max_bytes} bytes wait for it")
+        now = len(self._events) if self._bytes <= _MAX_BATCH_BYTES else self._num_fitting()
         batch = decode_pb2.StepBatch(
-            events=self._events, direct_endpoint=self._endpoint, ticket_status=self._ticket_statuses.values()
+            events=self._events[:now], direct_endpoint=self._endpoint, ticket_status=self._ticket_statuses.values()
         )
-        self._events, self._ticket_statuses, self._endpoint = [], {}, None
+        self._events, self._ticket_statuses, self._endpoint = self._events[now:], {}, None
         self._tokens = {}
-        self._bytes = 0
+        self._bytes = sum(event.ByteSize() + _EVENT_BYTES for event in self._events)
         return batch
+
+    def _num_fitting(self) -> int:
+        """Events that make one message; at least one."""
+        size = 0
+        for number, event in enumerate(self._events):
+            size += event.ByteSize()
+            if size > _MAX_BATCH_BYTES and number:
+                return number
+        return len(self._events)
 
     def _append(self, event: decode_pb2.Event, size: int) -> None:
         if self._closed or self.overflowed:

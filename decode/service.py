@@ -27,15 +27,16 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
                     yield batch
         finally:
             reader.cancel()
-            session.close()
+            session.detach()
 
 
 async def _read(commands: AsyncIterator[decode_pb2.Command], session: Session) -> None:
-    """Read until the router closes its side: then it wants no more answers."""
+    """Read until the stream ends. A router that stops closes its side, a killed one does not; either way another one may
+    go on with its answers. What it does not want it has cancelled."""
     try:
         async for command in commands:
             session.on_command(command)
     except grpc.aio.UsageError:
         pass  # the call was cancelled
     finally:
-        session.close()
+        session.detach()

@@ -124,6 +124,8 @@ class WorkerConfig:
         heartbeat_s: pause between two renewals of the worker's lease in the store.
         stall_bound_s: a step longer than this makes the worker NOT_SERVING.
         drain_s: seconds that running requests may continue after SIGTERM.
+        detach_s: how long a decode worker goes on with an answer whose router is gone, for another router to continue, and
+            keeps one that has ended; 0: it cancels such answers at once.
         handshake_timeout_s: for a peer's answer to GetInfo.
         leg_silence_s: seconds without a message after which decode gives up a prefill worker, which sends three times
             as often. The same on both sides.
@@ -203,6 +205,7 @@ class WorkerConfig:
     heartbeat_s: float = 0.5
     stall_bound_s: float = 10.0
     drain_s: float = 30.0
+    detach_s: float = 10.0
     handshake_timeout_s: float = 2.0
     leg_silence_s: float = 3.0
     kv_overlap: str = "auto"
@@ -263,6 +266,7 @@ class WorkerConfig:
             "num_slabs",
             "num_second_slabs",
             "drain_s",
+            "detach_s",
             "fault_corrupt_every",
         ):
             if not 0 <= (getattr(self, name) or 0) < math.inf:

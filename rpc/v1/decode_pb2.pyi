@@ -45,14 +45,24 @@ class DirectEndpoint(_message.Message):
     def __init__(self, address: _Optional[str] = ..., tls: _Optional[bool] = ..., ticket_epoch: _Optional[int] = ...) -> None: ...
 
 class Command(_message.Message):
-    __slots__ = ("submit", "cancel", "prepare")
+    __slots__ = ("submit", "cancel", "prepare", "resume")
     SUBMIT_FIELD_NUMBER: _ClassVar[int]
     CANCEL_FIELD_NUMBER: _ClassVar[int]
     PREPARE_FIELD_NUMBER: _ClassVar[int]
+    RESUME_FIELD_NUMBER: _ClassVar[int]
     submit: Submit
     cancel: Cancel
     prepare: Prepare
-    def __init__(self, submit: _Optional[_Union[Submit, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., prepare: _Optional[_Union[Prepare, _Mapping]] = ...) -> None: ...
+    resume: Resume
+    def __init__(self, submit: _Optional[_Union[Submit, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., prepare: _Optional[_Union[Prepare, _Mapping]] = ..., resume: _Optional[_Union[Resume, _Mapping]] = ...) -> None: ...
+
+class Resume(_message.Message):
+    __slots__ = ("attempt", "cache_salt")
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
+    attempt: str
+    cache_salt: bytes
+    def __init__(self, attempt: _Optional[str] = ..., cache_salt: _Optional[bytes] = ...) -> None: ...
 
 class Placement(_message.Message):
     __slots__ = ("decode", "prefill", "local_prefill", "local_prefill_max_tokens", "prefill_source", "decode_source")
@@ -71,7 +81,7 @@ class Placement(_message.Message):
     def __init__(self, decode: _Optional[_Union[_types_pb2.WorkerRef, _Mapping]] = ..., prefill: _Optional[_Iterable[_Union[_types_pb2.WorkerRef, _Mapping]]] = ..., local_prefill: _Optional[bool] = ..., local_prefill_max_tokens: _Optional[int] = ..., prefill_source: _Optional[_Union[_types_pb2.KvSource, _Mapping]] = ..., decode_source: _Optional[_Union[_types_pb2.KvSource, _Mapping]] = ...) -> None: ...
 
 class Submit(_message.Message):
-    __slots__ = ("attempt", "request_id", "prompt_token_ids", "sampling", "placement", "remaining_s", "cache_salt", "failure_policy", "adapter", "output_token_ids", "choice", "traceparent", "priority")
+    __slots__ = ("attempt", "request_id", "prompt_token_ids", "sampling", "placement", "remaining_s", "cache_salt", "failure_policy", "adapter", "output_token_ids", "choice", "keep", "traceparent", "priority")
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -83,6 +93,7 @@ class Submit(_message.Message):
     ADAPTER_FIELD_NUMBER: _ClassVar[int]
     OUTPUT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     CHOICE_FIELD_NUMBER: _ClassVar[int]
+    KEEP_FIELD_NUMBER: _ClassVar[int]
     TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     attempt: str
@@ -96,9 +107,10 @@ class Submit(_message.Message):
     adapter: str
     output_token_ids: _containers.RepeatedScalarFieldContainer[int]
     choice: int
+    keep: bool
     traceparent: str
     priority: int
-    def __init__(self, attempt: _Optional[str] = ..., request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., placement: _Optional[_Union[Placement, _Mapping]] = ..., remaining_s: _Optional[float] = ..., cache_salt: _Optional[bytes] = ..., failure_policy: _Optional[_Union[_router_pb2.FailurePolicy, str]] = ..., adapter: _Optional[str] = ..., output_token_ids: _Optional[_Iterable[int]] = ..., choice: _Optional[int] = ..., traceparent: _Optional[str] = ..., priority: _Optional[int] = ...) -> None: ...
+    def __init__(self, attempt: _Optional[str] = ..., request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., placement: _Optional[_Union[Placement, _Mapping]] = ..., remaining_s: _Optional[float] = ..., cache_salt: _Optional[bytes] = ..., failure_policy: _Optional[_Union[_router_pb2.FailurePolicy, str]] = ..., adapter: _Optional[str] = ..., output_token_ids: _Optional[_Iterable[int]] = ..., choice: _Optional[int] = ..., keep: _Optional[bool] = ..., traceparent: _Optional[str] = ..., priority: _Optional[int] = ...) -> None: ...
 
 class Cancel(_message.Message):
     __slots__ = ("attempt",)

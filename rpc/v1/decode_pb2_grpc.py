@@ -26,7 +26,8 @@ if _version_not_supported:
 
 
 class DecodeStub:
-    """Runs requests from Submit to End. One stream carries all requests of one router; a broken stream cancels its attempts.
+    """Runs requests from Submit to End. One stream carries all requests of one router; a broken stream cancels its attempts, but
+    for those with Submit.keep.
     """
 
     def __init__(self, channel):
@@ -43,7 +44,8 @@ class DecodeStub:
 
 
 class DecodeServicer:
-    """Runs requests from Submit to End. One stream carries all requests of one router; a broken stream cancels its attempts.
+    """Runs requests from Submit to End. One stream carries all requests of one router; a broken stream cancels its attempts, but
+    for those with Submit.keep.
     """
 
     def Attach(self, request_iterator, context):
@@ -70,7 +72,8 @@ def add_DecodeServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Decode:
-    """Runs requests from Submit to End. One stream carries all requests of one router; a broken stream cancels its attempts.
+    """Runs requests from Submit to End. One stream carries all requests of one router; a broken stream cancels its attempts, but
+    for those with Submit.keep.
     """
 
     @staticmethod

@@ -30,6 +30,24 @@ FAILURE_POLICY_FAIL: FailurePolicy
 FAILURE_POLICY_RECOMPUTE: FailurePolicy
 FAILURE_POLICY_RETRY: FailurePolicy
 
+class MoveRequest(_message.Message):
+    __slots__ = ("request_id", "to")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    TO_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    to: str
+    def __init__(self, request_id: _Optional[str] = ..., to: _Optional[str] = ...) -> None: ...
+
+class MoveResponse(_message.Message):
+    __slots__ = ("before", "after", "num_tokens")
+    BEFORE_FIELD_NUMBER: _ClassVar[int]
+    AFTER_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    before: str
+    after: str
+    num_tokens: int
+    def __init__(self, before: _Optional[str] = ..., after: _Optional[str] = ..., num_tokens: _Optional[int] = ...) -> None: ...
+
 class PlaceRequest(_message.Message):
     __slots__ = ("id", "request", "remaining_s")
     ID_FIELD_NUMBER: _ClassVar[int]
@@ -171,7 +189,7 @@ class TokenIdsInput(_message.Message):
     def __init__(self, token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("model", "prompt", "token_ids", "chat", "sampling", "request_id", "explain", "local_prefill_max_tokens", "failure_policy", "idempotency_key", "resume_after", "tools", "tool_choice", "tool_name", "single_tool_call", "split", "priority")
+    __slots__ = ("model", "prompt", "token_ids", "chat", "sampling", "request_id", "explain", "local_prefill_max_tokens", "failure_policy", "idempotency_key", "resume_after", "resume_id", "tools", "tool_choice", "tool_name", "single_tool_call", "split", "priority")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     PROMPT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -183,6 +201,7 @@ class GenerateRequest(_message.Message):
     FAILURE_POLICY_FIELD_NUMBER: _ClassVar[int]
     IDEMPOTENCY_KEY_FIELD_NUMBER: _ClassVar[int]
     RESUME_AFTER_FIELD_NUMBER: _ClassVar[int]
+    RESUME_ID_FIELD_NUMBER: _ClassVar[int]
     TOOLS_FIELD_NUMBER: _ClassVar[int]
     TOOL_CHOICE_FIELD_NUMBER: _ClassVar[int]
     TOOL_NAME_FIELD_NUMBER: _ClassVar[int]
@@ -200,13 +219,14 @@ class GenerateRequest(_message.Message):
     failure_policy: FailurePolicy
     idempotency_key: str
     resume_after: TokenIdsInput
+    resume_id: str
     tools: _containers.RepeatedCompositeFieldContainer[Tool]
     tool_choice: ToolChoice
     tool_name: str
     single_tool_call: bool
     split: bool
     priority: int
-    def __init__(self, model: _Optional[str] = ..., prompt: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIdsInput, _Mapping]] = ..., chat: _Optional[_Union[ChatInput, _Mapping]] = ..., sampling: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., request_id: _Optional[str] = ..., explain: _Optional[bool] = ..., local_prefill_max_tokens: _Optional[int] = ..., failure_policy: _Optional[_Union[FailurePolicy, str]] = ..., idempotency_key: _Optional[str] = ..., resume_after: _Optional[_Union[TokenIdsInput, _Mapping]] = ..., tools: _Optional[_Iterable[_Union[Tool, _Mapping]]] = ..., tool_choice: _Optional[_Union[ToolChoice, str]] = ..., tool_name: _Optional[str] = ..., single_tool_call: _Optional[bool] = ..., split: _Optional[bool] = ..., priority: _Optional[int] = ...) -> None: ...
+    def __init__(self, model: _Optional[str] = ..., prompt: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIdsInput, _Mapping]] = ..., chat: _Optional[_Union[ChatInput, _Mapping]] = ..., sampling: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., request_id: _Optional[str] = ..., explain: _Optional[bool] = ..., local_prefill_max_tokens: _Optional[int] = ..., failure_policy: _Optional[_Union[FailurePolicy, str]] = ..., idempotency_key: _Optional[str] = ..., resume_after: _Optional[_Union[TokenIdsInput, _Mapping]] = ..., resume_id: _Optional[str] = ..., tools: _Optional[_Iterable[_Union[Tool, _Mapping]]] = ..., tool_choice: _Optional[_Union[ToolChoice, str]] = ..., tool_name: _Optional[str] = ..., single_tool_call: _Optional[bool] = ..., split: _Optional[bool] = ..., priority: _Optional[int] = ...) -> None: ...
 
 class Piece(_message.Message):
     __slots__ = ("content", "reasoning", "call_start", "call_arguments")
@@ -239,16 +259,18 @@ class CallArguments(_message.Message):
     def __init__(self, index: _Optional[int] = ..., text: _Optional[str] = ...) -> None: ...
 
 class Started(_message.Message):
-    __slots__ = ("request_id", "model", "prompt_tokens", "seed")
+    __slots__ = ("request_id", "model", "prompt_tokens", "seed", "resume_ref")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     SEED_FIELD_NUMBER: _ClassVar[int]
+    RESUME_REF_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     model: str
     prompt_tokens: int
     seed: int
-    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., seed: _Optional[int] = ...) -> None: ...
+    resume_ref: str
+    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., seed: _Optional[int] = ..., resume_ref: _Optional[str] = ...) -> None: ...
 
 class TokenDelta(_message.Message):
     __slots__ = ("offset", "token_ids", "text", "choice", "logprobs")

@@ -322,3 +322,80 @@ class Router:
             timeout,
             metadata,
             _registered_method=True)
+
+
+class OperationsStub:
+    """For operators. Metadata `diptych-operator` proves that the caller has the cluster secret: see rpc/operator.py.
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.Move = channel.unary_unary(
+                '/diptych.rpc.v1.Operations/Move',
+                request_serializer=diptych_dot_rpc_dot_v1_dot_router__pb2.MoveRequest.SerializeToString,
+                response_deserializer=diptych_dot_rpc_dot_v1_dot_router__pb2.MoveResponse.FromString,
+                _registered_method=True)
+
+
+class OperationsServicer:
+    """For operators. Metadata `diptych-operator` proves that the caller has the cluster secret: see rpc/operator.py.
+    """
+
+    def Move(self, request, context):
+        """Moves a running request to another decode worker. INVALID_ARGUMENT names what is wrong: request_id is unknown here,
+        has ended, or cannot move; to is no worker that could take it. UNAVAILABLE: there is no other worker.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_OperationsServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'Move': grpc.unary_unary_rpc_method_handler(
+                    servicer.Move,
+                    request_deserializer=diptych_dot_rpc_dot_v1_dot_router__pb2.MoveRequest.FromString,
+                    response_serializer=diptych_dot_rpc_dot_v1_dot_router__pb2.MoveResponse.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'diptych.rpc.v1.Operations', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('diptych.rpc.v1.Operations', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class Operations:
+    """For operators. Metadata `diptych-operator` proves that the caller has the cluster secret: see rpc/operator.py.
+    """
+
+    @staticmethod
+    def Move(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/diptych.rpc.v1.Operations/Move',
+            diptych_dot_rpc_dot_v1_dot_router__pb2.MoveRequest.SerializeToString,
+            diptych_dot_rpc_dot_v1_dot_router__pb2.MoveResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)

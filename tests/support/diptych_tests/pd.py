@@ -180,6 +180,12 @@ class FakeRouter:
     def cancel(self, attempt: str) -> None:
         self._commands.put_nowait(decode_pb2.Command(cancel=decode_pb2.Cancel(attempt=attempt)))
 
+    def resume(self, attempt: str, cache_salt: bytes = b"") -> Answer:
+        answer = Answer()
+        self._answers[attempt] = (answer, asyncio.Event(), asyncio.Event())
+        self._commands.put_nowait(decode_pb2.Command(resume=decode_pb2.Resume(attempt=attempt, cache_salt=cache_salt)))
+        return answer
+
     async def run(self, message: decode_pb2.Submit) -> Answer:
         answer = self.submit(message)
         await self.ended(message.attempt)
