@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from random import Random
 from types import TracebackType
 from typing import Any, Self, Unpack
@@ -15,10 +15,12 @@ import grpc
 import grpc.aio
 
 from diptych.client import wire
-from diptych.client.exchange import Attempts, Exchange, ReadOnce, RetryPolicy
+from diptych.client.errors import UnreachableError
+from diptych.client.exchange import CUT, Attempts, Exchange, ReadOnce, RetryPolicy
 from diptych.client.lookaside import Answer, DirectAnswer, Lookaside, RoutedAnswer, may_fall_back
 from diptych.client.request import GenerateOptions, build_request
 from diptych.client.request_parts import may_stream_directly
+from diptych.client.routers import HEALTH_TIMEOUT_S, Routers, health_method, is_serving
 from diptych.client.types import Completion, Delta, ModelInfo, models_from
 from diptych.common.errors import DiptychError, RequestCancelledError
 from diptych.rpc.errors import from_failure
@@ -34,7 +36,8 @@ class AsyncClient:
                 print(delta.text, end="", flush=True)
 
     Args:
-        address: host:port of the router's gRPC server. Nothing is connected before the first call.
+        address: host:port of the router's gRPC server, or of several routers of one cluster: where one fails or does not
+            serve, calls go to the next that is healthy, and streams go on there. Nothing is connected before the first call.
         timeout_s: deadline of `generate` and `stream` calls that do not bring their own.
         retry: tries after UNAVAILABLE, before the first message, and of streams with resume=True.
         api_key: None: the one in DIPTYCH_API_KEY, if it is set.
@@ -45,7 +48,7 @@ class AsyncClient:
 
     def __init__(
         self,
-        address: str = wire.DEFAULT_ADDRESS,
+        address: str | Sequence[str] = wire.DEFAULT_ADDRESS,
         *,
         timeout_s: float = wire.DEFAULT_TIMEOUT_S,
         retry: RetryPolicy | None = None,
@@ -53,15 +56,20 @@ class AsyncClient:
         tls: wire.Tls | None = None,
         lookaside: bool = False,
     ) -> None:
-        self.address = address
+        self._routers = Routers(address)
         self._timeout_s = timeout_s
         self._retry = retry or RetryPolicy()
         self._rng = Random()
         self._metadata = wire.metadata(api_key)
         self._tls = tls
-        self._channel: Any = None
+        self._channels: dict[str, Any] = {}
         self._uses_lookaside = lookaside
         self._lookaside: Lookaside | None = None
+
+    @property
+    def address(self) -> str:
+        """Of the router in use."""
+        return self._routers.current
 
     async def generate(self, **options: Unpack[GenerateOptions]) -> Completion:
         """Wait for the whole answer. Keywords: see GenerateOptions. Raises: DiptychError, see diptych.client.errors."""
@@ -79,29 +87,34 @@ class AsyncClient:
         request = build_request(options)
         timeout_s = options.get("timeout_s")
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
-        return AsyncStream(self, request, timeout_s, resume=bool(options.get("resume")))
+        resume = options.get("resume")
+        return AsyncStream(self, request, timeout_s, resume=self._routers.several if resume is None else resume)
 
     async def list_models(self, *, timeout_s: float = wire.DEFAULT_LIST_TIMEOUT_S) -> list[ModelInfo]:
         """The models that the cluster serves now. Raises: DiptychError."""
         attempts = self._attempts(timeout_s)
         while True:
+            address = self.address
             try:
-                method = wire.list_models_method(self._connected())
+                method = wire.list_models_method(self._connected(address))
                 return models_from(
                     await method(
                         router_pb2.ListModelsRequest(), timeout=attempts.remaining_s(), metadata=self._metadata
                     )
                 )
             except grpc.RpcError as error:
-                pause = attempts.pause_after(wire.typed(error, self.address))
+                failure = wire.typed(error, address)
+                pause = attempts.pause_after(failure)
             await asyncio.sleep(pause)
+            await self._turn_from(address, failure)
 
     async def close(self) -> None:
         """Close the connection; calls in flight are cancelled."""
         if self._lookaside is not None:
             await self._lookaside.close()
-        if self._channel is not None:
-            await self._channel.close()
+        channels, self._channels = self._channels, {}
+        for channel in channels.values():
+            await channel.close()
 
     async def __aenter__(self) -> Self:
         return self
@@ -111,28 +124,51 @@ class AsyncClient:
     ) -> None:
         await self.close()
 
-    def _connected(self) -> Any:
-        if self._channel is None:  # made here and not in __init__: an aio channel belongs to the running loop
+    def _connected(self, address: str) -> Any:
+        """The channel to this router."""
+        channel = self._channels.get(address)
+        if channel is None:  # made here and not in __init__: an aio channel belongs to the running loop
             if self._tls is None:
-                self._channel = grpc.aio.insecure_channel(self.address, options=wire.options())
+                channel = grpc.aio.insecure_channel(address, options=wire.options())
             else:
                 credentials, options = self._tls.credentials(), wire.tls_options(self._tls)
-                self._channel = grpc.aio.secure_channel(self.address, credentials, options=options)
-        return self._channel
+                channel = grpc.aio.secure_channel(address, credentials, options=options)
+            self._channels[address] = channel
+        return channel
+
+    async def _turn_from(self, address: str, error: DiptychError) -> None:
+        """After a failed call: use another router, if there is one that serves. A router that answers with a typed error is
+        asked first."""
+        if not self._routers.several or error.grpc_code not in CUT:
+            return
+        order = self._routers.in_order(address)
+        for other in order if isinstance(error, UnreachableError) else (address, *order[:-1]):
+            try:
+                check = health_method(self._connected(other))
+                if is_serving(await check(b"", timeout=HEALTH_TIMEOUT_S, metadata=self._metadata)):
+                    self._routers.use(address, other)
+                    return
+            except grpc.RpcError:
+                continue
+        self._routers.use(address, order[0])
 
     async def _answer(self, request: router_pb2.GenerateRequest, exchange: Exchange, *, directly: bool) -> Answer:
         """Open the call at the decode worker (lookaside) or at the router. Raises: DiptychError."""
-        channel = self._connected()
         if directly and self._uses_lookaside and may_stream_directly(request):
             if self._lookaside is None:
-                self._lookaside = Lookaside(channel, address=self.address, metadata=self._metadata, tls=self._tls)
+                self._lookaside = Lookaside(
+                    lambda: (self._connected(self.address), self.address), metadata=self._metadata, tls=self._tls
+                )
             try:
                 return await self._lookaside.begin(request, exchange.remaining_s())
             except DiptychError as error:
                 if not may_fall_back(error, request, placing=True):
                     raise
-        call = wire.generate_method(channel)(request, timeout=exchange.remaining_s(), metadata=self._metadata)
-        return RoutedAnswer(call, self.address)
+                await self._turn_from(self.address, error)
+        address = self.address
+        method = wire.generate_method(self._connected(address))
+        call = method(request, timeout=exchange.remaining_s(), metadata=self._metadata)
+        return RoutedAnswer(call, address)
 
     def _attempts(self, timeout_s: float) -> Attempts:
         return Attempts(timeout_s, self._retry, time.monotonic, self._rng)
@@ -185,7 +221,8 @@ class AsyncStream(ReadOnce):
             try:
                 return await self._next_of(exchange)
             except DiptychError as error:
-                pause = self._pause_before_retry(exchange, error)
+                address = self._answer.address if isinstance(self._answer, RoutedAnswer) else ""
+                failure, pause = error, self._pause_before_retry(exchange, error)
             except asyncio.CancelledError:
                 task = asyncio.current_task()
                 if self._closed and not (task and task.cancelling()):
@@ -193,6 +230,8 @@ class AsyncStream(ReadOnce):
                     raise RequestCancelledError("the stream was closed") from None
                 raise
             await asyncio.sleep(pause)
+            if address:
+                await self._client._turn_from(address, failure)
 
     async def _next_of(self, exchange: Exchange) -> Delta:
         """Raises: StopAsyncIteration at the end, DiptychError."""

@@ -17,7 +17,7 @@ from random import Random
 from typing import Any
 
 from diptych.client.errors import StreamBrokenError
-from diptych.client.request_parts import name_callers_keyword, resumed
+from diptych.client.request_parts import may_continue, name_callers_keyword, resume_id, resumed
 from diptych.client.types import (
     FINISH_REASONS,
     Choice,
@@ -34,7 +34,7 @@ from diptych.common.errors import DiptychError, DuplicateRequestError, InvalidRe
 from diptych.rpc.v1 import router_pb2, types_pb2
 
 UNAVAILABLE = 14
-_CUT = (UNAVAILABLE, 10)
+CUT = (UNAVAILABLE, 10)
 """gRPC codes of a stream that broke while it ran: UNAVAILABLE, ABORTED."""
 
 
@@ -231,6 +231,7 @@ class Exchange:
         self._first_offset = len(self._request.resume_after.token_ids)
         self._resume = resume
         self._num_resumed = 0
+        self._resume_ref = ""
         self._state = State.WAITING
         self._started: router_pb2.Started | None = None
         self._finished: router_pb2.Finished | None = None
@@ -247,11 +248,21 @@ class Exchange:
 
     @property
     def request(self) -> router_pb2.GenerateRequest:
-        """The request of the next call. Once tokens have arrived, it continues after them."""
+        """The request of the next call. Once the stream has begun, it goes on after what has arrived."""
         if self._started is None or not self._num_resumed:
             return self._request
-        had = self._request.resume_after.token_ids
-        return resumed(self._request, [*had, *self._choice(0).token_ids], self._started.seed, self._num_resumed)
+        request = self._request
+        if may_continue(request):
+            had = request.resume_after.token_ids
+            request = resumed(request, [*had, *self._choice(0).token_ids], self._started.seed, self._num_resumed)
+        if self._resume_ref:
+            rest = router_pb2.GenerateRequest()
+            rest.CopyFrom(request)
+            parts = [self._choice(number) for number in range(max(1, request.sampling.n))]
+            seen = [(part.token_ids, part.text_size, part.finished is not None) for part in parts]
+            rest.resume_id = resume_id(self._resume_ref, seen)
+            request = rest
+        return request
 
     @property
     def seed(self) -> int | None:
@@ -269,6 +280,7 @@ class Exchange:
             return self._on_tokens(event, pieces)
         if kind == "started" and self._state in (State.WAITING, State.RESUMING):
             self._started = self._started or event
+            self._resume_ref = event.resume_ref or self._resume_ref
             self._state = State.STREAMING
             return None
         if kind == "choice_finished" and self._state is State.STREAMING:
@@ -319,7 +331,8 @@ class Exchange:
     def on_error(self, error: DiptychError) -> float:
         """Seconds to wait before the call may be opened again. Raises: `error` when it is final."""
         name_callers_keyword(error, self._request)
-        resumes = self._state is State.STREAMING and self._resume and error.grpc_code in _CUT
+        known = bool(self._resume_ref) or may_continue(self._request)
+        resumes = self._state is State.STREAMING and self._resume and known and error.grpc_code in CUT
         # After a broken call the router may still count that request as running.
         again = isinstance(error, DuplicateRequestError) and self._attempts.tries > 1
         if self._state not in (State.WAITING, State.RESUMING) and not resumes:
@@ -333,8 +346,8 @@ class Exchange:
         if resumes:
             self._num_resumed += 1
             self._state = State.WAITING
-            partial = self._choice(0)
-            partial.repeated_ids, partial.repeated_text = len(partial.token_ids), partial.text_size
+            for partial in self._choices.values():
+                partial.repeated_ids, partial.repeated_text = len(partial.token_ids), partial.text_size
         return pause
 
     def result(self) -> Completion:

@@ -10,7 +10,7 @@ Errors of the caller (a bad value, no key, no quota, the deadline) do not fall b
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import grpc
@@ -35,15 +35,14 @@ class Lookaside:
     """The direct streams of one client; belongs to one event loop.
 
     Args:
-        router: the channel to the router.
+        router: the channel to the router in use, and its address.
         tls: for decode workers that use TLS.
     """
 
     def __init__(
         self,
-        router: Any,
+        router: Callable[[], tuple[Any, str]],
         *,
-        address: str,
         metadata: tuple[tuple[str, str], ...],
         tls: wire.Tls | None,
     ) -> None:
@@ -51,7 +50,7 @@ class Lookaside:
         self._channels: list[Any] = []
         self._streams: dict[str, DirectStream] = {}
         self._placer = Placer(
-            lambda: wire.placements_method(router)(metadata=metadata), lambda error: wire.typed(error, address)
+            lambda: wire.placements_method(router()[0])(metadata=metadata), lambda error: wire.typed(error, router()[1])
         )
 
     async def begin(self, request: router_pb2.GenerateRequest, remaining_s: float) -> DirectAnswer:
@@ -157,7 +156,7 @@ class RoutedAnswer:
 
     def __init__(self, call: Any, address: str) -> None:
         self._call = call
-        self._address = address
+        self.address = address
         self.pieces: Sequence[router_pb2.Piece] = ()
         """Those of the last event."""
 
@@ -166,7 +165,7 @@ class RoutedAnswer:
         try:
             message = await self._call.read()
         except grpc.RpcError as error:
-            raise wire.typed(error, self._address) from None
+            raise wire.typed(error, self.address) from None
         if message is grpc.aio.EOF:
             return "", None
         kind = message.WhichOneof("event") or "an unknown event"

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from diptych.client.request_parts import add_message, check_size, may_resume, set_grammar, set_tools
+from diptych.client.request_parts import add_message, check_size, set_grammar, set_tools
 from diptych.client.sampling_options import SamplingOptions
 from diptych.common.errors import InvalidRequestError
 from diptych.rpc.v1 import router_pb2, types_pb2
@@ -40,8 +40,9 @@ class GenerateOptions(SamplingOptions, total=False):
         split: split a chat answer into content, reasoning and tool_calls; always done with tools.
         idempotency_key: the router refuses a second request of this key while the first runs and for a while after it
             has succeeded (DuplicateRequestError). Printable ASCII, at most 128 bytes.
-        resume: when the stream breaks after tokens have arrived, continue after them, with pauses of at most 60 s in all
-            (RetryPolicy.resume_budget_s). Tokens and text are those of an undisturbed run. For one choice, without split.
+        resume: when the stream breaks after its first message, go on with it, at another router if the client has several,
+            with pauses of at most 60 s in all (RetryPolicy.resume_budget_s). Tokens and text are those of an undisturbed run.
+            Default: where the client has several addresses.
         resume_after: the answer's first tokens, from a stream that broke in another process: only later tokens are
             sent. Needs the seed of that stream.
         model: name of the model; may be left out when the cluster serves one.
@@ -73,7 +74,7 @@ class GenerateOptions(SamplingOptions, total=False):
     parallel_tool_calls: bool
     split: bool
     idempotency_key: str
-    resume: bool
+    resume: bool | None
     resume_after: Sequence[int] | None
 
 
@@ -126,10 +127,6 @@ def build_request(options: GenerateOptions) -> router_pb2.GenerateRequest:
     if "resume_after" in values:
         request.resume_after.SetInParent()
         _extend(request.resume_after, "token_ids", values["resume_after"] or (), "resume_after")
-    if values.get("resume") and not may_resume(request):
-        raise InvalidRequestError(
-            "resume requires one choice, without tools, split and prompt_logprobs", param="resume"
-        )
     if policy := values.get("failure_policy"):
         if policy not in FAILURE_POLICIES:
             raise InvalidRequestError(

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from array import array
 from collections.abc import Mapping, Sequence
 from typing import Any
+from zlib import crc32
 
 from google.protobuf.message import Message
 
@@ -156,8 +158,8 @@ def _call(call: Any) -> dict[str, str]:
     return {"id": call["id"], "name": function["name"], "arguments": function["arguments"]}
 
 
-def may_resume(request: router_pb2.GenerateRequest) -> bool:
-    """Whether a broken stream of this request can continue after its tokens."""
+def may_continue(request: router_pb2.GenerateRequest) -> bool:
+    """Whether a broken stream of this request can continue after its tokens, at a router that knows nothing else of it."""
     sampling = request.sampling
     return not (
         sampling.beam_width
@@ -172,6 +174,15 @@ def may_resume(request: router_pb2.GenerateRequest) -> bool:
 def may_stream_directly(request: router_pb2.GenerateRequest) -> bool:
     """Whether the answer may be streamed by its decode worker: no part of it needs the router."""
     return not (request.tools or request.split or request.idempotency_key or request.HasField("resume_after"))
+
+
+def resume_id(ref: str, choices: Sequence[tuple[Sequence[int], int, bool]]) -> str:
+    """GenerateRequest.resume_id. `choices`: of each, the token ids and the number of characters that the caller has, and
+    whether it has the choice's end. See router/requests/resume.py."""
+    numbers = [len(choices), 0, 0]
+    for token_ids, num_chars, ended in choices:
+        numbers += (len(token_ids), num_chars, crc32(array("I", token_ids).tobytes()), 0, int(ended))
+    return f"{ref}.{'-'.join(map(str, numbers))}"
 
 
 def resumed(

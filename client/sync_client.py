@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from random import Random
 from types import TracebackType
 from typing import Any, Self, Unpack
@@ -14,8 +15,10 @@ import grpc
 from diptych.client import wire
 from diptych.client.async_client import AsyncClient
 from diptych.client.bridge import Bridge, BridgedStream
-from diptych.client.exchange import Attempts, Exchange, ReadOnce, RetryPolicy
+from diptych.client.errors import UnreachableError
+from diptych.client.exchange import CUT, Attempts, Exchange, ReadOnce, RetryPolicy
 from diptych.client.request import GenerateOptions, build_request
+from diptych.client.routers import HEALTH_TIMEOUT_S, Routers, health_method, is_serving
 from diptych.client.types import Completion, Delta, ModelInfo, models_from
 from diptych.common.errors import DiptychError, RequestCancelledError
 from diptych.rpc.v1 import router_pb2
@@ -30,7 +33,8 @@ class Client:
                 print(delta.text, end="", flush=True)
 
     Args:
-        address: host:port of the router's gRPC server. Nothing is connected before the first call.
+        address: host:port of the router's gRPC server, or of several routers of one cluster: where one fails or does not
+            serve, calls go to the next that is healthy, and streams go on there. Nothing is connected before the first call.
         timeout_s: deadline of `generate` and `stream` calls that do not bring their own.
         retry: tries after UNAVAILABLE, before the first message, and of streams with resume=True.
         api_key: None: the one in DIPTYCH_API_KEY, if it is set.
@@ -41,7 +45,7 @@ class Client:
 
     def __init__(
         self,
-        address: str = wire.DEFAULT_ADDRESS,
+        address: str | Sequence[str] = wire.DEFAULT_ADDRESS,
         *,
         timeout_s: float = wire.DEFAULT_TIMEOUT_S,
         retry: RetryPolicy | None = None,
@@ -49,17 +53,14 @@ class Client:
         tls: wire.Tls | None = None,
         lookaside: bool = False,
     ) -> None:
-        self.address = address
+        self._routers = Routers(address)
         self._timeout_s = timeout_s
         self._retry = retry or RetryPolicy()
         self._rng = Random()
         self._metadata = wire.metadata(api_key)
-        if tls is None:
-            self._channel = grpc.insecure_channel(address, options=wire.options())
-        else:
-            self._channel = grpc.secure_channel(address, tls.credentials(), options=wire.tls_options(tls))
-        self._generate = wire.generate_method(self._channel)
-        self._list_models = wire.list_models_method(self._channel)
+        self._tls = tls
+        self._channels: dict[str, grpc.Channel] = {}
+        self._lock = threading.Lock()
         self._bridge = (
             Bridge(
                 lambda: AsyncClient(address, timeout_s=timeout_s, retry=retry, api_key=api_key, tls=tls, lookaside=True)
@@ -67,6 +68,11 @@ class Client:
             if lookaside
             else None
         )
+
+    @property
+    def address(self) -> str:
+        """Of the router in use."""
+        return self._routers.current
 
     def generate(self, **options: Unpack[GenerateOptions]) -> Completion:
         """Wait for the whole answer. Keywords: see GenerateOptions. Raises: DiptychError, see diptych.client.errors."""
@@ -85,27 +91,62 @@ class Client:
         request = build_request(options)
         timeout_s = options.get("timeout_s")
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
-        return Stream(self, request, timeout_s, resume=bool(options.get("resume")))
+        resume = options.get("resume")
+        return Stream(self, request, timeout_s, resume=self._routers.several if resume is None else resume)
 
     def list_models(self, *, timeout_s: float = wire.DEFAULT_LIST_TIMEOUT_S) -> list[ModelInfo]:
         """The models that the cluster serves now. Raises: DiptychError."""
         attempts = self._attempts(timeout_s)
         while True:
+            address = self.address
             try:
+                method = wire.list_models_method(self._connected(address))
                 return models_from(
-                    self._list_models(
-                        router_pb2.ListModelsRequest(), timeout=attempts.remaining_s(), metadata=self._metadata
-                    )
+                    method(router_pb2.ListModelsRequest(), timeout=attempts.remaining_s(), metadata=self._metadata)
                 )
             except grpc.RpcError as error:
-                pause = attempts.pause_after(wire.typed(error, self.address))
+                failure = wire.typed(error, address)
+                pause = attempts.pause_after(failure)
             time.sleep(pause)
+            self._turn_from(address, failure)
 
     def close(self) -> None:
         """Close the connection; calls in flight are cancelled."""
         if self._bridge is not None:
             self._bridge.close()
-        self._channel.close()
+        with self._lock:
+            channels, self._channels = self._channels, {}
+        for channel in channels.values():
+            channel.close()
+
+    def _connected(self, address: str) -> grpc.Channel:
+        """The channel to this router."""
+        with self._lock:
+            channel = self._channels.get(address)
+            if channel is None:
+                if self._tls is None:
+                    channel = grpc.insecure_channel(address, options=wire.options())
+                else:
+                    credentials, options = self._tls.credentials(), wire.tls_options(self._tls)
+                    channel = grpc.secure_channel(address, credentials, options=options)
+                self._channels[address] = channel
+            return channel
+
+    def _turn_from(self, address: str, error: DiptychError) -> None:
+        """After a failed call: use another router, if there is one that serves. A router that answers with a typed error is
+        asked first."""
+        if not self._routers.several or error.grpc_code not in CUT:
+            return
+        order = self._routers.in_order(address)
+        for other in order if isinstance(error, UnreachableError) else (address, *order[:-1]):
+            try:
+                check = health_method(self._connected(other))
+                if is_serving(check(b"", timeout=HEALTH_TIMEOUT_S, metadata=self._metadata)):
+                    self._routers.use(address, other)
+                    return
+            except grpc.RpcError:
+                continue
+        self._routers.use(address, order[0])
 
     def __enter__(self) -> Self:
         return self
@@ -130,6 +171,8 @@ class Stream(ReadOnce):
         self._timeout_s = timeout_s
         self._resume = resume
         self._call: Any = None
+        self._address = ""
+        """Of the router of the call."""
         self._closed = False
 
     def __iter__(self) -> Iterator[Delta]:
@@ -153,9 +196,9 @@ class Stream(ReadOnce):
                 raise RequestCancelledError("the stream was closed")
             try:
                 if self._call is None:
-                    self._call = self._client._generate(
-                        exchange.request, timeout=exchange.remaining_s(), metadata=self._client._metadata
-                    )
+                    client, self._address = self._client, self._client.address
+                    method = wire.generate_method(client._connected(self._address))
+                    self._call = method(exchange.request, timeout=exchange.remaining_s(), metadata=client._metadata)
                     if self._closed:
                         self._call.cancel()
                 for message in self._call:
@@ -165,9 +208,11 @@ class Stream(ReadOnce):
                 exchange.on_end()
                 raise StopIteration
             except grpc.RpcError as error:
-                pause = exchange.on_error(wire.typed(error, self._client.address))
+                failure = wire.typed(error, self._address)
+                pause = exchange.on_error(failure)
                 self._call = None
             time.sleep(pause)
+            self._client._turn_from(self._address, failure)
 
 
 class _Deltas(Iterator[Delta]):

@@ -251,6 +251,8 @@ class AttemptManager:
             before.attempts.discard(name)
             taken = RequestCancelledError("another router goes on with this answer")
             before.outbox.end(name, decode_pb2.End(failure=to_failure(taken)))
+        if before is session:
+            session.outbox.forget(name)
         if (running := self._attempts.get(name)) is not None:
             if kept.timer is not None:
                 kept.timer.cancel()

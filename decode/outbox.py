@@ -94,6 +94,11 @@ class Outbox:
     def end(self, attempt: str, end: decode_pb2.End) -> None:
         self._append(decode_pb2.Event(attempt=attempt, end=end), end.ByteSize() + _EVENT_BYTES)
 
+    def forget(self, attempt: str) -> None:
+        """Drop the buffered events of an attempt."""
+        self._events = [event for event in self._events if event.attempt != attempt]
+        self._tokens = {key: event for key, event in self._tokens.items() if key[0] != attempt}
+
     def close(self) -> None:
         """No more events: `next_batch` empties the buffer, then returns None."""
         self._closed = True

@@ -250,7 +250,9 @@ class Frontend:
 
         Raises (while iterating): a DiptychError; before StartedEvent no token was generated.
         """
-        return self._generate_once(request) if request.idempotency_key else self._generate(request)
+        # A resumed request is the one that has its key.
+        once = request.idempotency_key and request.resume is None
+        return self._generate_once(request) if once else self._generate(request)
 
     async def _generate_once(self, request: ValidatedRequest) -> AsyncGenerator[GenerateEvent, None]:
         """As `generate`, under the request's idempotency key."""
@@ -266,9 +268,9 @@ class Frontend:
                     yield event
 
     async def _generate(self, request: ValidatedRequest) -> AsyncGenerator[GenerateEvent, None]:
-        cluster, attempts = self._of(request.model).cluster, self._config.migration_attempts
-        relay = Relay(cluster, request, self.metrics, self._clock, migration_attempts=attempts)
-        if self._shadows is not None and self._rollout.is_shadowed(request.request_id):
+        model, attempts = self._of(request.model), self._config.migration_attempts
+        relay = Relay(model.cluster, request, self.metrics, self._clock, migration_attempts=attempts, refs=model.refs)
+        if self._shadows is not None and request.resume is None and self._rollout.is_shadowed(request.request_id):
             self._shadows.start(request)
         timer = RequestTimer(self.metrics, request, self._clock)
         span = RequestSpan(request, self._clock)
@@ -278,7 +280,7 @@ class Frontend:
             while True:
                 event = await relay.next()
                 if isinstance(event, TokenEvent):
-                    timer.tokens(event)
+                    timer.tokens(event, relay.num_new(event))
                     span.token()
                 elif isinstance(event, StartedEvent):
                     if (access := current_access.get()) is not None:

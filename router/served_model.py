@@ -36,8 +36,10 @@ from diptych.router.observe.metrics import RouterMetrics
 from diptych.router.placement.native.library import Library
 from diptych.router.preprocess.preprocessor import PreprocessLimits, RequestPreprocessor
 from diptych.router.preprocess.text_bound import TextBound, read_text_bound
+from diptych.router.requests import resume
 from diptych.router.requests.lookaside import Lookaside
 from diptych.router.requests.messages import ModelFeatures
+from diptych.router.requests.resume import Refs
 from diptych.router.tools.reasoning import CLOSE
 from diptych.router.tools.registry import guess_tool_parser, tool_factory
 
@@ -74,6 +76,7 @@ class ServedModel:
     intake: RequestPreprocessor
     lookaside: Lookaside | None
     max_model_len: Callable[[], int]
+    refs: Refs
     sweeping: asyncio.Task[None] | None = None
 
     @property
@@ -195,6 +198,7 @@ def make_model(
         text_bound=folder.text_bound,
         pool_tokens=cluster.pool_tokens,
     )
+    refs = Refs(derive_key(around.secret, resume.PURPOSE))
     intake = RequestPreprocessor(
         folder.tokenizer,
         limits,
@@ -203,11 +207,12 @@ def make_model(
         clock=around.clock,
         rng=around.rng,
         unpack=unpack if around.library is None else around.library.unpack,
+        refs=refs,
     )
     lookaside = None
     if config.lookaside:
         lookaside = Lookaside(cluster, derive_key(around.secret, PURPOSE), around.metrics, around.clock)
-    return ServedModel(folder, cluster, intake, lookaside, max_model_len)
+    return ServedModel(folder, cluster, intake, lookaside, max_model_len, refs)
 
 
 def _features(tokenizer: ModelTokenizer, tool_parser: str, reasoning_parser: str) -> ModelFeatures:

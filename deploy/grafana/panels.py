@@ -135,6 +135,7 @@ ROUTER: list[Panel] = [
     ("Prefill workers given up by decode, by reason", "reqps", rate("prefill_faults_total", "reason")),
     ("Requests placed again", "reqps", rate("replacements_total", "worker")),
     ("Lost decode workers' requests, by outcome", "reqps", rate("migrations_total", "outcome")),
+    ("Answers that went on after a broken stream", "reqps", rate("resumes_total", "outcome")),
     ("From a loss to another worker's acceptance", "s", quantiles("migration_seconds")),
     ("Regret: lateness of the first token", "s", quantiles("placement_regret_seconds")),
     ("First token: error of the prediction", "s", quantiles("predicted_ttft_error_seconds")),
@@ -292,6 +293,10 @@ DESCRIPTIONS: dict[str, str] = {
     "Requests placed again": ("Attempts that followed one that a decode worker refused or lost."),
     "Lost decode workers' requests, by outcome": (
         "moved: the same stream went on at another worker. Anything else is an answer that ended with an error."
+    ),
+    "Answers that went on after a broken stream": (
+        "Requests with an id of an answer whose stream broke, mostly since its router died: attached to the decode worker "
+        "that goes on with it, or computed again."
     ),
     "From a loss to another worker's acceptance": (
         "Without the time in which the lost worker was not known to be lost, and without computing the context again."

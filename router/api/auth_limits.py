@@ -1,8 +1,9 @@
 """Tokens and requests a minute per tenant, as token buckets that refill steadily. Prompt and output tokens both count.
 
 A request is admitted while the bucket is not empty; it pays for its prompt at once and for its output as it is
-generated. So the level can fall below zero, and the tenant then waits until it is positive again. The buckets are
-local: with several routers each one grants the whole quota.
+generated. So the level can fall below zero, and the tenant then waits until it is positive again. A resumed answer is paid
+once; only one that is computed again is paid again. The buckets are local: with several routers each one grants the whole
+quota.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from diptych.router.requests.messages import (
     GenerateEvent,
     ModelFeatures,
     ModelInfo,
+    StartedEvent,
     TokenEvent,
     UncheckedRequest,
     ValidatedRequest,
@@ -133,9 +135,11 @@ class MeteredRouterApi:
 
     async def prepare(self, spec: UncheckedRequest) -> ValidatedRequest:
         """Raises: QuotaExceededError, and the errors of the wrapped API."""
-        self._check(spec.tenant)
+        if spec.resume_id is None:
+            self._check(spec.tenant)
         prepared = await self._router_api.prepare(spec)
-        self._quotas.spend(spec.tenant, len(prepared.prompt.token_ids))
+        if prepared.resume is None:
+            self._quotas.spend(spec.tenant, len(prepared.prompt.token_ids))
         return prepared
 
     def prepare_again(
@@ -178,8 +182,18 @@ class MeteredRouterApi:
 
     async def generate(self, request: ValidatedRequest) -> AsyncIterator[GenerateEvent]:
         events = cast(AsyncGenerator[GenerateEvent, None], self._router_api.generate(request))
+        paid: Sequence[int] = ()
+        """By choice: tokens that were paid for at another router."""
         async with aclosing(events):
             async for event in events:
                 if isinstance(event, TokenEvent):
-                    self._quotas.spend(request.tenant, len(event.token_ids))
+                    had = paid[event.choice] if event.choice < len(paid) else 0
+                    count = len(event.token_ids)
+                    self._quotas.spend(request.tenant, min(count, max(0, event.offset + count - had)))
+                elif isinstance(event, StartedEvent) and request.resume is not None:
+                    if event.attached:
+                        paid = [choice.num_tokens for choice in request.resume.seen.choices]
+                    else:  # it is computed again: as any other request
+                        self._check(request.tenant)
+                        self._quotas.spend(request.tenant, len(request.prompt.token_ids))
                 yield event

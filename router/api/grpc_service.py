@@ -29,6 +29,7 @@ from diptych.router.requests.messages import (
     UncheckedRequest,
 )
 from diptych.router.requests.placements import place, serve_placements
+from diptych.router.requests.seam import ALL, Seam
 from diptych.router.tools.options import ToolOptions
 from diptych.rpc.channels import trace_context
 from diptych.rpc.convert import finish_reason_to_proto, logprobs_to_proto
@@ -93,20 +94,24 @@ class RouterService:
             request, features, spec, offer = await self._bodies.off_loop(read, len(body))
         spec.tenant = current_caller.get().tenant
         spec.traceparent = trace_context(context.invocation_metadata())
+        spec.resume_id, spec.resumable = request.resume_id or None, True
         access.asked(spec)
         prepared = await self._router_api.prepare(spec)
         splitter = Splitter.of(request, offer, prepared, features)
+        seam = None if prepared.resume is None else Seam(prepared.resume.seen)
         finished = False
         async with accepted(self._router_api, prepared) as (started, events):
             response = response_from(started)
             response.started.seed = prepared.sampling.seed
             await context.write(response)
             async for event in events:
-                response = response_from(event)
-                if splitter is not None:
-                    splitter.fill(response, event)
-                # Tokens that arrive during this write are merged into one event.
-                await context.write(response)
+                for part, drop in ((event, 0),) if seam is None else seam.parts(event):
+                    response = response_from(part)
+                    if splitter is not None:
+                        splitter.fill(response, part)
+                    if drop != ALL:
+                        # Tokens that arrive during this write are merged into one event.
+                        await context.write(response)
                 finished = isinstance(event, FinishedEvent)
         if not finished:
             raise InternalError("the answer ended without FinishedEvent")
@@ -164,7 +169,12 @@ def response_from(event: GenerateEvent) -> router_pb2.GenerateResponse:
         )
         return router_pb2.GenerateResponse(tokens=tokens)
     if isinstance(event, StartedEvent):
-        started = router_pb2.Started(request_id=event.request_id, model=event.model, prompt_tokens=event.prompt_tokens)
+        started = router_pb2.Started(
+            request_id=event.request_id,
+            model=event.model,
+            prompt_tokens=event.prompt_tokens,
+            resume_ref=event.resume_ref,
+        )
         return router_pb2.GenerateResponse(started=started)
     if isinstance(event, PromptLogprobsEvent):
         entries = [logprobs_to_proto(entry) for entry in event.logprobs]

@@ -57,6 +57,7 @@ from diptych.router.requests.messages import ModelInfo, UncheckedRequest
 EXPLAIN_HEADER = "x-diptych-explain"
 LABEL_HEADER = "x-request-id"
 IDEMPOTENCY_HEADER = "idempotency-key"
+RESUME_HEADER = "last-event-id"
 MAX_LABEL_BYTES = 128
 EXPOSED_HEADERS = [
     LABEL_HEADER, WARNING_HEADER, "retry-after", "retry-after-ms",
@@ -282,6 +283,16 @@ def _with_headers(request: Request, call: ParsedRequest) -> ParsedRequest:
     spec, headers = call.spec, request.headers
     spec.request_id = spec.request_id or _label(request)
     spec.idempotency_key = headers.get(IDEMPOTENCY_HEADER, "")
+    if (resume_id := headers.get(RESUME_HEADER)) is not None:
+        if spec.resume_id not in (None, resume_id):
+            raise InvalidRequestError(f"resume_after and {RESUME_HEADER} differ", param="resume_after")
+        spec.resume_id = resume_id
+    if spec.resume_id is not None:
+        call.renamed = {**call.renamed, "resume_id": "resume_after" if resume_id is None else RESUME_HEADER}
+    if call.more and spec.resume_id is not None:
+        raise InvalidRequestError("resume_after: an answer to several prompts cannot go on", param="resume_after")
+    # A whole answer has no ids: its caller asks again.
+    spec.resumable = call.stream and not call.more
     spec.explain = headers.get(EXPLAIN_HEADER, "0").lower() in ("1", "true")
     spec.tenant = current_caller.get().tenant
     spec.traceparent = headers.get(TRACEPARENT, "")

@@ -16,6 +16,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from diptych.common.errors import DiptychError, InternalError
+from diptych.router.api.event_ids import EventIds
 from diptych.router.api.http_errors import error_response, json_response, warning_headers
 from diptych.router.api.http_protocol import CHUNKS
 from diptych.router.api.interface import RouterApi, accepted
@@ -129,14 +130,17 @@ class GenerationResponse(Response):
             request_id = prepared.request_id
             more = tuple([await self._router_api.prepare(spec) for spec in call.more])
             tokens, features = self._router_api.tokens(prepared.model), self._router_api.features(prepared.model)
-            context = ResponseContext(prepared, int(self._now()), features, tokens, more)
+            context = ResponseContext(prepared, prepared.created or int(self._now()), features, tokens, more)
             self._form = form = call.make_form(context)
             begun = all_accepted(self._router_api, (prepared, *more)) if more else accepted(self._router_api, prepared)
-            async with begun as (_, events):
+            async with begun as (started, events):
                 if call.stream:
                     if scope.get("http_version") == "1.1":  # HTTP/1.0 has no chunks
                         self._chunks = scope.get("state", {}).get(CHUNKS)
-                    await self._stream(form, request_id, events, send)
+                    seen = None if prepared.resume is None else prepared.resume.seen
+                    ref = "" if started is None else started.resume_ref
+                    ids = EventIds(form, ref, context.num_choices, seen)
+                    await self._stream(ids, request_id, events, send)
                 else:
                     answer = await self._collect(form, request_id, events)
                     self._complete = True
@@ -150,17 +154,15 @@ class GenerationResponse(Response):
             bug = InternalError("internal error; the server's log has the traceback")
             await self._fail(bug, request_id, scope, receive, send)
 
-    async def _stream(
-        self, form: ResponseFormatter, request_id: str, events: AsyncIterator[GenerateEvent], send: Send
-    ) -> None:
+    async def _stream(self, ids: EventIds, request_id: str, events: AsyncIterator[GenerateEvent], send: Send) -> None:
         headers = _SSE_HEADERS | {"x-request-id": request_id} | self._extra_headers()
         raw = [(name.encode(), value.encode()) for name, value in headers.items()]
         await send({"type": "http.response.start", "status": 200, "headers": raw})
         self._streaming = True
-        if first := form.begin():
+        if first := ids.begin():
             await self._write(first, send)
         async for event in events:
-            chunk = form.chunks(event)
+            chunk = ids.chunks(event)
             if isinstance(event, FinishedEvent):
                 await self._write(chunk, send, last=True)
                 return

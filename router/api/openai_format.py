@@ -79,7 +79,11 @@ class ResponseContext:
 
 
 class ResponseFormatter(Protocol):
-    """Pass every event in order: to `chunks` for a stream, else to `absorb`, followed by `whole`."""
+    """Pass every event in order: to `chunks` for a stream, else to `absorb`, followed by `whole`. `sequence`: number of the
+    next message of a stream, where the API numbers them."""
+
+    sequence: int
+    choices: list[Choice]
 
     def begin(self) -> bytes:
         """The start of a stream; may be empty."""
@@ -104,6 +108,7 @@ class _Answer:
     bytes_prefix = ""
 
     def __init__(self, options: ResponseOptions, context: ResponseContext, *, chat: bool) -> None:
+        self.sequence = 0
         self.options = options
         self.prepared = context.prepared
         self.created = context.created
@@ -400,7 +405,9 @@ def make_choice(index: int, options: ResponseOptions, context: ResponseContext, 
     splitter = ReasoningSplitter(thinking=context.prepared.thinking) if features.reasoning else None
     parser = None
     if options.tool_names and features.tool_parser != "none":
-        parser = tool_factory(features.tool_parser)(options.tool_names, id_maker(features.tool_parser))
+        # Of the request and the choice: the same ones at a router that goes on with the answer.
+        ids = id_maker(features.tool_parser, f"{context.prepared.request_id}/{index}")
+        parser = tool_factory(features.tool_parser)(options.tool_names, ids)
     return Choice(
         index,
         splitter,

@@ -107,6 +107,7 @@ class Sampled(_with_sampling("_Sampled", _Strict, responses=True)):  # type: ign
     request_id: str | None = None
     local_prefill_max_tokens: int | None = None
     priority: int | None = None
+    resume_after: str | None = None
     truncate_prompt_tokens: int | None = None
     truncation_side: Literal["left", "right"] | None = None
     cache_salt: str | None = None
@@ -270,6 +271,7 @@ def spec_fields(request: Sampled, sampling: Mapping[str, object]) -> dict[str, A
         "model": request.model,
         "request_id": request.request_id or "",
         "failure_policy": request.failure_policy or "",
+        "resume_id": request.resume_after,
     }
 
 

@@ -30,7 +30,8 @@ class ResponsesForm:
         self._request_fields = request_fields
         self._context = context
         self._choice = make_choice(0, options, context, chat=True)
-        self._sequence = 0
+        self.choices = [self._choice]
+        self.sequence = 0
         self._items: list[dict[str, Any]] = []
         self._texts: list[str] = []
         """Of the last item, which is being written."""
@@ -171,8 +172,8 @@ class ResponsesForm:
         } | dict(self._request_fields)
 
     def _event(self, kind: str, **facts: Any) -> bytes:
-        payload = {"type": kind, "sequence_number": self._sequence} | facts
-        self._sequence += 1
+        payload = {"type": kind, "sequence_number": self.sequence} | facts
+        self.sequence += 1
         return f"event: {kind}\ndata: ".encode() + msgspec.json.encode(payload) + b"\n\n"
 
 

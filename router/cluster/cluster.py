@@ -17,12 +17,13 @@ from diptych.common.clock import Clock
 from diptych.common.errors import NoWorkerError, WorkerLostError
 from diptych.common.grammar import Grammar
 from diptych.common.ids import new_incarnation
+from diptych.common.request import RESUME
 from diptych.common.store.interface import Store, StoreError
 from diptych.common.store.worker_record import WorkerRecord
 from diptych.common.tls import ClusterTls
 from diptych.router.cluster.breaker import Breakers, is_fault
 from diptych.router.cluster.compatibility import RouterCheck, pair_differences
-from diptych.router.cluster.decode_stream import Attempt
+from diptych.router.cluster.decode_stream import Attempt, DecodeStream
 from diptych.router.cluster.event_watch import EventWatch
 from diptych.router.cluster.index_follow import IndexFollower
 from diptych.router.cluster.loop_uptime import LoopUptime
@@ -45,6 +46,7 @@ from diptych.router.placement.rollout import CANARY, OTHER_GROUP, STABLE, Groups
 from diptych.router.placement.types import Placement, PlacementRequest, Rejected
 from diptych.router.placement.what_if import pool_snapshot
 from diptych.router.placement.worker_arrays import ClusterSnapshot
+from diptych.router.requests.resume import worker_mark
 from diptych.router.requests.retry_budget import RetryBudget
 from diptych.router.requests.slow_grammars import SlowGrammars
 from diptych.rpc.convert import grammar_to_proto
@@ -426,13 +428,37 @@ class Cluster:
 
     def open(self, placement: Placement, submit: decode_pb2.Submit, tenant: str) -> Attempt:
         """Send the attempt to decode and count it as pending until `reservations.release`. Raises: WorkerLostError."""
+        attempt = self._stream_of(placement).open(submit)
+        self.hold(placement, attempt.id, tenant, len(submit.prompt_token_ids) + len(submit.output_token_ids))
+        return attempt
+
+    def keeper_of(self, mark: bytes) -> Incarnation | None:
+        """The decode worker of this worker_mark that takes Command.resume; None: there is none."""
+        for member in self._members.all():
+            record = member.record
+            if record.role == "decode" and worker_mark(record.worker_id, record.incarnation) == mark:
+                return (record.worker_id, record.incarnation) if RESUME in record.request_fields else None
+        return None
+
+    def only(self, incarnation: Incarnation) -> frozenset[Incarnation]:
+        """All decode incarnations but this one: to be excluded from a placement that must choose it."""
+        return frozenset((member.record.worker_id, member.record.incarnation) for member in self._members.all()) - {
+            incarnation
+        }
+
+    def resume(self, placement: Placement, attempt: str, cache_salt: bytes, tenant: str) -> Attempt:
+        """Go on with an attempt of another router at the placement's decode worker. It is pending as in `open`. Raises:
+        WorkerLostError."""
+        opened = self._stream_of(placement).resume(attempt, cache_salt)
+        self.hold(placement, attempt, tenant, 0)
+        return opened
+
+    def _stream_of(self, placement: Placement) -> DecodeStream:
         record = placement.decode.record
         member = self._members.get(record.worker_id)
         if member is None or member.link.incarnation != record.incarnation or member.link.decode is None:
             raise WorkerLostError(f"decode worker {record.worker_id} is gone")
-        attempt = member.link.decode.open(submit)
-        self.hold(placement, attempt.id, tenant, len(submit.prompt_token_ids) + len(submit.output_token_ids))
-        return attempt
+        return member.link.decode
 
     def on_grammar_compiled(self, grammar: Grammar, at: Incarnation, took_s: float) -> None:
         """An attempt with a grammar was accepted after so many seconds: see SlowGrammars."""
@@ -457,7 +483,7 @@ class Cluster:
         """Count the attempt as pending on its workers until `reservations.release`. `doubtful`: see Reservations."""
         record = placement.decode.record
         computes = placement.chosen.prefill or placement.decode
-        num_tokens = num_prompt_tokens - placement.chosen.computed_from
+        num_tokens = max(0, num_prompt_tokens - placement.chosen.computed_from)
         reservation = Reservation(computes.worker_id, record.worker_id, num_tokens, tenant)
         self.reservations.reserve(attempt, reservation, doubtful=doubtful)
         now = self._clock.now()

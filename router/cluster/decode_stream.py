@@ -3,9 +3,10 @@
     CLOSED --start--> CONNECTING --channel ready--> UP --stream ends--> CONNECTING (after a pause)
     any --close--> CLOSED
 
-When a stream breaks, each attempt ends with WorkerLostError (decode cancels them on its side). The stream is always
-read; events that an attempt's reader has not taken are merged up to a limit, then the attempt is cancelled. A message
-has a fixed cost, so tokens after the first are delivered at most every LEAST_GAP_S; starts, ends and errors at once.
+When a stream breaks, each attempt ends with WorkerLostError. Decode cancels them, but for those of Submit.keep, which it
+keeps for another router; if this router lives, it cancels them on its next stream. The stream is always read; events that
+an attempt's reader has not taken are merged up to a limit, then the attempt is cancelled. A message has a fixed cost, so
+tokens after the first are delivered at most every LEAST_GAP_S; starts, ends and errors at once.
 """
 
 from __future__ import annotations
@@ -18,7 +19,13 @@ import grpc
 import structlog
 
 from diptych.common.clock import Clock, MonotonicClock
-from diptych.common.errors import DiptychError, InvalidRequestError, OverloadedError, WorkerLostError
+from diptych.common.errors import (
+    DiptychError,
+    InvalidRequestError,
+    OverloadedError,
+    RequestCancelledError,
+    WorkerLostError,
+)
 from diptych.router.cluster.token_pace import TokenPace
 from diptych.rpc.channels import MAX_MESSAGE_BYTES
 from diptych.rpc.v1 import decode_pb2, decode_pb2_grpc, router_pb2
@@ -57,6 +64,8 @@ class Attempt:
         """When something was last due, on the stream's clock."""
         self.over = False
         """No event will be added."""
+        self.resuming = False
+        """All of its events will come again: until then, others are of the one that had it on this stream before."""
 
     async def next(self) -> decode_pb2.Event:
         """The next event; tokens that arrived meanwhile are merged. For one reader. Raises: WorkerLostError,
@@ -214,6 +223,8 @@ class DecodeStream:
         """Where clients may redeem tickets; None: nowhere."""
         self._max_buffered_bytes = max_buffered_bytes
         self._attempts: dict[str, Attempt] = {}
+        self._left: list[str] = []
+        """Attempts that the worker may keep since the last stream broke: nobody here waits for them."""
         self._commands: asyncio.Queue[decode_pb2.Command | None] | None = None
         self._task: asyncio.Task[None] | None = None
         self._late: set[Attempt] = set()
@@ -244,14 +255,27 @@ class DecodeStream:
 
     def open(self, submit: decode_pb2.Submit) -> Attempt:
         """Submit an attempt. Raises: WorkerLostError when the stream is down, InvalidRequestError when it is too large."""
-        if self._commands is None:
-            raise WorkerLostError(f"decode worker {self._worker_id} cannot be reached")
         if submit.ByteSize() > MAX_MESSAGE_BYTES - _COMMAND_OVERHEAD_BYTES:
             # gRPC would break the whole stream, and with it every other request.
             raise InvalidRequestError(f"the request takes {submit.ByteSize()} bytes on the wire: too many")
-        attempt = Attempt(self, submit.attempt, self._max_buffered_bytes)
-        self._attempts[submit.attempt] = attempt
-        self._commands.put_nowait(decode_pb2.Command(submit=submit))
+        return self._opened(submit.attempt, decode_pb2.Command(submit=submit))
+
+    def resume(self, attempt: str, cache_salt: bytes) -> Attempt:
+        """Go on with an attempt that another router has begun. It ends with StaleReferenceError if the worker does not have
+        it. Raises: WorkerLostError when the stream is down."""
+        command = decode_pb2.Command(resume=decode_pb2.Resume(attempt=attempt, cache_salt=cache_salt))
+        before = self._attempts.pop(attempt, None)
+        opened = self._opened(attempt, command)
+        opened.resuming = True
+        if before is not None:
+            before.fail(RequestCancelledError("this answer goes on with another request"))
+        return opened
+
+    def _opened(self, name: str, command: decode_pb2.Command) -> Attempt:
+        if self._commands is None:
+            raise WorkerLostError(f"decode worker {self._worker_id} cannot be reached")
+        attempt = self._attempts[name] = Attempt(self, name, self._max_buffered_bytes)
+        self._commands.put_nowait(command)
         return attempt
 
     def prepare(self, message: decode_pb2.Prepare) -> None:
@@ -311,6 +335,9 @@ class DecodeStream:
         stub = decode_pb2_grpc.DecodeStub(self._channel)  # type: ignore[no-untyped-call]
         call = stub.Attach(_drain(commands))
         self._commands = commands
+        left, self._left = self._left, []
+        for attempt in left:
+            commands.put_nowait(decode_pb2.Command(cancel=decode_pb2.Cancel(attempt=attempt)))
         self._notify()
         try:
             async for batch in call:
@@ -337,6 +364,10 @@ class DecodeStream:
         if kind is None:
             log.warning("event of an unknown kind", worker=self._worker_id)
             return
+        if attempt.resuming:
+            attempt.resuming = kind != "accepted" and not event.end.HasField("failure")
+            if attempt.resuming:
+                return
         attempt.put(event, kind)
         if attempt.over:
             self._attempts.pop(event.attempt, None)
@@ -347,6 +378,7 @@ class DecodeStream:
             self._late, self._late_timer = set(), None
         was_up, self._commands, self.direct_endpoint = self.up, None, None
         attempts, self._attempts = list(self._attempts.values()), {}
+        self._left += [attempt.id for attempt in attempts]
         for attempt in attempts:
             attempt.fail(WorkerLostError(f"decode worker {self._worker_id} was lost: {why}"))
         if was_up:

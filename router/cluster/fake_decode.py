@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import grpc
 
-from diptych.common.errors import DiptychError, RequestCancelledError, TicketRefusedError
+from diptych.common.errors import DiptychError, RequestCancelledError, StaleReferenceError, TicketRefusedError
 from diptych.common.ticket import unseal
 from diptych.common.tiers import DEVICE
 from diptych.rpc import channels
@@ -40,6 +40,7 @@ class FakeDecode(decode_pb2_grpc.DecodeServicer, worker_pb2_grpc.WorkerServicer)
         skip_offset: this token is left out of the stream.
         lengths: by choice, of its answer, where it is shorter than max_tokens.
         words: text of each token, where it is not "t0 ", ...
+        forgets: answers every Command.resume as for an unknown attempt. Else an attempt of Submit.keep outlives its stream.
         dump: (epoch, sequence, keys) of DumpBlocks.
     """
 
@@ -53,6 +54,9 @@ class FakeDecode(decode_pb2_grpc.DecodeServicer, worker_pb2_grpc.WorkerServicer)
     skip_offset: int = -1
     hold_from: int = -1
     lengths: dict[int, int] = field(default_factory=dict)
+    forgets: bool = False
+    resumes: list[str] = field(default_factory=list)
+    kept: dict[str, _Kept] = field(default_factory=dict)
     words: Sequence[str] = ()
     dump: tuple[int, int, tuple[bytes, ...]] = (0, 0, ())
     go: asyncio.Event = field(default_factory=asyncio.Event)
@@ -92,6 +96,10 @@ class FakeDecode(decode_pb2_grpc.DecodeServicer, worker_pb2_grpc.WorkerServicer)
     async def kill(self) -> None:
         """Break all connections at once."""
         await self._server.stop(None)
+        tasks = [kept.task for kept in self.kept.values() if kept.task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         if self.ticket_key is not None:
             await self._clients.stop(None)
 
@@ -118,19 +126,37 @@ class FakeDecode(decode_pb2_grpc.DecodeServicer, worker_pb2_grpc.WorkerServicer)
                     self.take(command.submit, out)
                 elif command.HasField("prepare"):
                     self.prepared.append(command.prepare.grammar.source)
+                elif command.HasField("resume"):
+                    self._resume(command.resume, out)
                 else:
                     self.drop(command.cancel.attempt, out)
 
         reader = asyncio.create_task(read())
         try:
-            while True:
+            while not out.broken:
                 yield await out.batch()
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "broken by the test")
         finally:
             self._routers.remove(out)
+            for kept in self.kept.values():
+                kept.leave(out)
             await out.close(reader)
+
+    def _resume(self, resume: decode_pb2.Resume, out: _Out) -> None:
+        self.resumes.append(resume.attempt)
+        kept = self.kept.get(resume.attempt)
+        if self.forgets or kept is None or kept.cache_salt != resume.cache_salt:
+            gone = to_failure(StaleReferenceError("no such attempt"))
+            out.put(decode_pb2.Event(attempt=resume.attempt, end=decode_pb2.End(failure=gone)))
+        else:
+            kept.give(out)
 
     def take(self, submit: decode_pb2.Submit, out: _Out) -> None:
         self.submits.append(submit)
+        if submit.keep:
+            kept = self.kept[submit.attempt] = _Kept(submit.cache_salt, out)
+            kept.task = asyncio.create_task(self._answer(submit, kept))
+            return
         task = out.answers[submit.attempt] = asyncio.create_task(self._answer(submit, out))
         if out.client:
             self.tell(decode_pb2.TicketStatus(attempt=submit.attempt, taken=True))
@@ -139,7 +165,12 @@ class FakeDecode(decode_pb2_grpc.DecodeServicer, worker_pb2_grpc.WorkerServicer)
     def drop(self, attempt: str, out: _Out) -> None:
         self.cancels.append(attempt)
         self.cancelled.set()
-        out.answers[attempt].cancel()
+        kept = self.kept.get(attempt)
+        task = out.answers.get(attempt)
+        if kept is not None and kept.belongs_to(out):
+            task = self.kept.pop(attempt).task
+        if task is not None:
+            task.cancel()
 
     def _left(self, attempt: str) -> None:
         """The TicketStatus of an attempt that its client has cancelled."""
@@ -155,7 +186,7 @@ class FakeDecode(decode_pb2_grpc.DecodeServicer, worker_pb2_grpc.WorkerServicer)
         for out in self._routers:
             out.put(status)
 
-    async def _answer(self, submit: decode_pb2.Submit, out: _Out) -> None:
+    async def _answer(self, submit: decode_pb2.Submit, out: _Out | _Kept) -> None:
         attempt, count = submit.attempt, submit.sampling.max_tokens
         if self.refuse is not None:
             out.put(decode_pb2.Event(attempt=attempt, end=decode_pb2.End(failure=to_failure(self.refuse))))
@@ -239,6 +270,40 @@ class _Out:
         for task in (reader, *self.answers.values()):
             task.cancel()
         await asyncio.gather(reader, *self.answers.values(), return_exceptions=True)
+
+
+class _Kept:
+    """The events of an attempt of Submit.keep. `out`: where they go, too; None: nowhere."""
+
+    client = False
+
+    def __init__(self, cache_salt: bytes, out: _Out) -> None:
+        self.cache_salt = cache_salt
+        self._out: _Out | None = out
+        self._events: list[decode_pb2.Event] = []
+        self.task: asyncio.Task[None] | None = None
+
+    def put(self, event: decode_pb2.Event) -> None:
+        self._events.append(event)
+        if self._out is not None:
+            self._out.put(event)
+
+    def belongs_to(self, out: _Out) -> bool:
+        """Or to nobody."""
+        return self._out in (None, out)
+
+    def leave(self, out: _Out) -> None:
+        if self._out is out:
+            self._out = None
+
+    def give(self, out: _Out) -> None:
+        """To another stream, from the first event on."""
+        before, self._out = self._out, out
+        if before is not None and before is not out:
+            taken = to_failure(RequestCancelledError("another router has it"))
+            before.put(decode_pb2.Event(attempt=self._events[0].attempt, end=decode_pb2.End(failure=taken)))
+        for event in self._events:
+            out.put(event)
 
 
 class FakeLookaside(decode_pb2_grpc.LookasideServicer):

@@ -118,6 +118,11 @@ class RouterMetrics(Metrics):
         self.migration = self.histogram(
             "migration_seconds", "From the loss of a decode worker until another one had accepted", STAGE_BUCKETS_S
         )
+        self.resumes = self.counter(
+            "resumes",
+            "Answers that went on after their stream had broken: attached to the worker that has them, or computed again",
+            ["outcome"],
+        )
         self.admission = self.counter("admission", "Requests by admission decision", ["verdict"])
         self.admission_checks = self.counter(
             "admission_refusals_judged",
@@ -283,12 +288,18 @@ class RequestTimer:
         """By choice: time of its last token."""
         self._over = False
         self._tokens = 0
+        self._had = len(request.resume_after)
+        """Tokens of the answer that another router has counted."""
         metrics.requests.inc()
         metrics.num_running += 1
         metrics.num_waiting += 1
 
-    def tokens(self, event: TokenEvent) -> None:
+    def tokens(self, event: TokenEvent, num_new: int | None = None) -> None:
+        """`num_new`: of its tokens, those that another router has not counted; None: all."""
         count = len(event.token_ids)
+        if num_new is not None:
+            self._had += count - num_new
+            count = num_new
         if not count:
             return
         now = self._clock.now()
@@ -319,7 +330,7 @@ class RequestTimer:
         now, request, metrics, usage = self._clock.now(), self._request, self._metrics, event.usage
         if not self._last:  # all of it was sent before
             metrics.computed(usage.prompt_tokens, usage.cached_tokens, request.tenant, now)
-        own = usage.completion_tokens - len(request.resume_after)
+        own = usage.completion_tokens - self._had
         if own > self._tokens:  # from choices that best_of discarded
             metrics.written(own - self._tokens, request.tenant)
             metrics.live.tokens(own - self._tokens, now)

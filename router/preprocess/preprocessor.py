@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
@@ -37,6 +38,7 @@ from diptych.router.preprocess.checks import (
 )
 from diptych.router.preprocess.text_bound import TextBound
 from diptych.router.requests.messages import FAILURE_POLICIES, UncheckedRequest, ValidatedRequest
+from diptych.router.requests.resume import Refs, ResumePoint, digest_of
 from diptych.router.tools.reasoning import CLOSE, OPEN
 
 _MAX_KNOWN = 1024
@@ -122,7 +124,11 @@ class RequestPreprocessor:
         clock: Clock,
         rng: random.Random,
         unpack: Unpack = unpack,
+        refs: Refs | None = None,
+        wall: Callable[[], float] = time.time,
     ) -> None:
+        self._refs = refs
+        self._wall = wall
         self._unpack = unpack
         self._tokenizer = tokenizer
         self._limits = limits
@@ -165,17 +171,26 @@ class RequestPreprocessor:
             raise RequestDeadlineError("the deadline passed while the prompt was being tokenized") from None
         room = self._room(len(token_ids), param)
         sampling = self._sampling(spec, self._what_fits(spec, len(token_ids), room), bad_words)
+        point = None
+        if spec.resume_id is not None:
+            point = self._point(spec.resume_id, owner)
+            sampling = with_seed(sampling, point.seed)
+            if "max_tokens" not in spec.sampling:  # the rest of the pools may be another one now
+                sampling = replace(sampling, max_tokens=point.max_tokens)
         check_room(sampling.max_tokens, room)
         thinking = param == "messages" and self._ends_thinking(token_ids)
         # the grammar applies to the answer, not to the reasoning before it
         if thinking and sampling.grammar is not None:
             sampling = replace(sampling, grammar=replace(sampling.grammar, free_until=CLOSE))
         echo = await self._echo(spec, token_ids) if spec.echo else Echo("")
+        prompt = Prompt(tuple(token_ids), further_salt(owner, salt) if salt else owner)
+        if point is not None and (point.digest, len(point.seen.choices)) != (digest_of(prompt, sampling), sampling.n):
+            raise InvalidRequestError("resume_id: the request is not the one of this id", param="resume_id")
         return ValidatedRequest(
-            request_id=new_request_id(),
+            request_id=new_request_id() if point is None else point.request_id,
             label=own_label,
             model=limits.model,
-            prompt=Prompt(tuple(token_ids), further_salt(owner, salt) if salt else owner),
+            prompt=prompt,
             sampling=sampling,
             owner=owner,
             explain=bool(spec.explain),
@@ -190,6 +205,9 @@ class RequestPreprocessor:
             echo_offsets=echo.offsets,
             idempotency_key=key,
             resume_after=self._resume_after(spec, sampling),
+            resume=point,
+            resumable=spec.resumable,
+            created=int(self._wall()) if point is None else point.created,
         )
 
     def prepare_again(
@@ -229,6 +247,12 @@ class RequestPreprocessor:
     def _ends_thinking(self, token_ids: list[int]) -> bool:
         tail = self._tokenizer.decode(token_ids[-_THINK_TAIL_TOKENS:], skip_special_tokens=False)
         return tail.rstrip().endswith(OPEN)
+
+    def _point(self, resume_id: object, owner: bytes) -> ResumePoint:
+        """Raises: InvalidRequestError."""
+        if self._refs is None:
+            raise InvalidRequestError("resume_id: no answer goes on here", param="resume_id")
+        return self._refs.read(resume_id, owner, "resume_id")
 
     def _resume_after(self, spec: UncheckedRequest, sampling: SamplingParams) -> tuple[int, ...]:
         """Raises: InvalidRequestError when the continuation could differ from the original answer."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from diptych.common.request import Prompt
 from diptych.common.sampling import FinishReason, SamplingParams, TokenLogprobs
 from diptych.router.api.packed_ids import PackedIds
+from diptych.router.requests.resume import ResumePoint
 from diptych.rpc.v1 import router_pb2, types_pb2
 
 Explanation = types_pb2.Explanation
@@ -57,6 +58,8 @@ class UncheckedRequest:
         echo: the answer begins with the prompt.
         idempotency_key: printable ASCII of at most 128 bytes.
         resume_after: the answer's first tokens, which the caller has: it continues after them. Needs a seed.
+        resume_id: of an answer whose stream broke: this request goes on with it, see resume.py. None: a new one.
+        resumable: its caller learns such ids, so that the answer is kept for a while when this router dies.
         tenant: whose cache is used; set by the server, never from the body.
         traceparent: the caller's W3C trace context.
         sampling_key: determines `sampling`; b"": unknown.
@@ -88,6 +91,8 @@ class UncheckedRequest:
     echo: bool = False
     idempotency_key: object = ""
     resume_after: object = None
+    resume_id: object = None
+    resumable: bool = False
     tenant: str = ""
     traceparent: str = ""
     sampling_key: bytes = b""
@@ -110,6 +115,8 @@ class ValidatedRequest:
         echo: text that the answer begins with. echo_offsets: where each prompt token begins in it; empty: nobody asked, or
             the echo is the tokens' own text.
         resume_after: tokens of the answer that the caller has already.
+        resume: this request goes on with an answer whose stream broke. resumable: as in UncheckedRequest.
+        created: Unix seconds; of a resumed one those of the first request. 0: nobody asked.
         packed: the prompt's ids as the client sent them; None: it sent something else.
         repeated: the sampling values of an earlier request, which these are but for the seed; None: nobody knows one.
     """
@@ -134,6 +141,9 @@ class ValidatedRequest:
     echo_offsets: tuple[int, ...] = ()
     idempotency_key: str = ""
     resume_after: tuple[int, ...] = ()
+    resume: ResumePoint | None = None
+    resumable: bool = False
+    created: int = 0
     repeated: SamplingParams | None = None
     packed: PackedIds | None = None
     owner: bytes = b""
@@ -158,11 +168,18 @@ class ModelFeatures:
 
 @dataclass(frozen=True, slots=True)
 class StartedEvent:
-    """A decode worker accepted the request."""
+    """A decode worker accepted the request.
+
+    Args:
+        resume_ref: of the ids by which the answer goes on elsewhere, see resume.py; "": it cannot.
+        attached: a resumed answer is that of its first router, and nothing is computed again.
+    """
 
     request_id: str
     model: str
     prompt_tokens: int
+    resume_ref: str = ""
+    attached: bool = False
 
 
 @dataclass(slots=True)

@@ -1,5 +1,6 @@
 """Relays one request from its placement to its end: submits, places again where allowed, and checks decode's stream.
-See lifecycle.py for its states, migration.py for what happens when an attempt fails.
+See lifecycle.py for its states, migration.py for what happens when an attempt fails, resume.py for an answer that another
+router has begun: its attempt is looked for first, and only where there is none is the request placed.
 
 A request has one attempt at a time. Whatever comes of an earlier one is dropped by its id (decode_stream.py), so a worker
 that was stopped and goes on cannot reach the client."""
@@ -22,10 +23,11 @@ from diptych.common.errors import (
     OverloadedError,
     RequestCancelledError,
     RequestDeadlineError,
+    StaleReferenceError,
     WorkerLostError,
 )
 from diptych.common.ids import new_attempt_id
-from diptych.common.request import CHOICE
+from diptych.common.request import CHOICE, RESUME
 from diptych.router.cluster.cluster import RETRY_AFTER_S, Cluster
 from diptych.router.cluster.decode_stream import Attempt
 from diptych.router.fairness.admission import AdmissionDecision
@@ -49,6 +51,7 @@ from diptych.router.requests.messages import (
 )
 from diptych.router.requests.migration import AnswerSoFar, MoveOutcome, Moves, Verdict, is_refusal
 from diptych.router.requests.outcomes import record_outcome
+from diptych.router.requests.resume import Refs, worker_mark
 from diptych.router.requests.submission import placement_request, prompt_so_far, submit_of
 from diptych.rpc.convert import finish_reason_from_proto, logprobs_from_proto
 from diptych.rpc.errors import from_failure
@@ -60,7 +63,8 @@ _REPLACE_WAIT_S = 1.0
 
 
 class Relay:
-    """Call `next` until FinishedEvent or an error, and `close` in any case. `migration_attempts`: see Moves."""
+    """Call `next` until FinishedEvent or an error, and `close` in any case. `migration_attempts`: see Moves. `refs`: None:
+    nobody can go on with it elsewhere."""
 
     def __init__(
         self,
@@ -70,24 +74,26 @@ class Relay:
         clock: Clock,
         *,
         migration_attempts: int = 0,
+        refs: Refs | None = None,
     ) -> None:
         self._cluster = cluster
-        self._request = request
+        self._refs = refs
         self._metrics = metrics
         self._clock = clock
         self._prompt = PromptBlocks(prompt_so_far(request))
-        resumed = len(request.resume_after)
-        self._lifecycle = Lifecycle(num_tokens=resumed, offsets={0: resumed})
         fails = request.failure_policy == router_pb2.FAILURE_POLICY_FAIL
         self._moves = Moves(migration_attempts, allowed=not fails)
-        self._answer = AnswerSoFar(request) if migration_attempts > 0 and not fails else None
-        """None: no other attempt may continue it."""
+        self._may_continue = migration_attempts > 0 and not fails
+        self._begin(request)
+        self._to_attach = request if request.resume is not None else None
+        """It goes on with another router's attempt, which was not looked for yet."""
+        self._attaching: ValidatedRequest | None = None
+        """The request, until that attempt has answered."""
+        self.attached = False
         self._started = False
         self._attempt: Attempt | ChoiceAttempts | None = None
         self._timer: asyncio.TimerHandle | None = None
         """Of the deadline, from the first wait."""
-        self._attempt_base = resumed
-        """Tokens that the answer had when the attempt was submitted."""
         self._loss: WorkerLostError | None = None
         """Of the worker whose request no other one has accepted yet."""
         self._lost_at = 0.0
@@ -109,10 +115,22 @@ class Relay:
         self.traceparent = ""
         """The router's span of this request, for decode."""
 
+    def _begin(self, request: ValidatedRequest) -> None:
+        """Set what depends on the tokens that the caller has of this request's answer."""
+        resumed = len(request.resume_after)
+        self._request = request
+        self._lifecycle = Lifecycle(num_tokens=resumed, offsets={0: resumed})
+        self._answer = AnswerSoFar(request) if self._may_continue else None
+        """None: no other attempt may continue it."""
+        self._attempt_base = resumed
+        """Tokens that the answer had when the attempt was submitted."""
+
     async def next(self) -> GenerateEvent:
         """StartedEvent once decode accepted, then TokenEvent*, then FinishedEvent. Raises: DiptychError."""
         while True:
             try:
+                if self._to_attach is not None:
+                    self._attach(self._to_attach)
                 if self._attempt is None:
                     await self._wait_for_turn()
                     self._submit()
@@ -128,7 +146,10 @@ class Relay:
                 log.error("protocol violation by decode", request_id=self._request.request_id, trace=str(err))
                 raise InternalError("protocol violation by the decode worker; the answer was stopped") from err
             except DiptychError as err:
-                await self._place_again(err)
+                if self._attaching is not None and isinstance(err, (StaleReferenceError, WorkerLostError)):
+                    self._leave_attempt(self._attaching, err)
+                else:
+                    await self._place_again(err)
                 continue
             if event is not None:
                 return event
@@ -164,6 +185,39 @@ class Relay:
         facts = self._trace.facts
         prefill = facts.prefill if facts is not None else ""
         record_outcome(self._cluster, placement, reason=reason, prefill=prefill, faults=faults)
+
+    # ---- going on with another router's attempt -------------------------------------------------------------------
+
+    def _attach(self, request: ValidatedRequest) -> None:
+        """Ask the worker for the attempt, if it is one that could have it. All of its events come again."""
+        point, self._to_attach = request.resume, None
+        assert point is not None
+        there = self._cluster.keeper_of(point.worker)
+        if there is None:
+            self._metrics.resumes.labels("computed").inc()
+            return
+        try:
+            placement = self._cluster.place(placement_request(request), self._prompt, self._cluster.only(there))
+            attempt = self._cluster.resume(placement, point.attempt, request.prompt.cache_salt, request.tenant)
+        except (NoWorkerError, WorkerLostError):
+            self._metrics.resumes.labels("computed").inc()
+            return
+        self._begin(replace(request, resume_after=()))
+        self._attaching, self._attempt = request, attempt
+        self._trace.placement, self._trace.mode = placement, self._cluster.index_mode(placement)
+        self._trace.submitted_s = self._clock.now() - request.arrived
+        self._cluster.decisions.add(self._decision)
+        self._lifecycle.on(Move.SUBMIT)
+        self._outcome_recorded = False
+
+    def _leave_attempt(self, request: ValidatedRequest, error: DiptychError) -> None:
+        """It is gone: the request is placed as any other."""
+        log.info("an answer is computed again", request_id=request.request_id, error=error.message)
+        self._metrics.resumes.labels("computed").inc()
+        self._record_outcome(RequestCancelledError.reason)
+        self._drop_attempt()
+        self._attaching = self._trace.placement = None
+        self._begin(request)
 
     # ---- placing -------------------------------------------------------------------------------------------------
 
@@ -233,9 +287,16 @@ class Relay:
     def _open(self, request: ValidatedRequest, placement: Placement, left_s: float, choice: int = 0) -> Attempt:
         """Raises: as Cluster.open."""
         submit = submit_of(request, placement, new_attempt_id(), left_s, self.traceparent)
+        submit.keep = self._is_kept(request, placement)
         if choice:
             submit.choice = choice
         return self._cluster.open(placement, submit, request.tenant)
+
+    @staticmethod
+    def _is_kept(request: ValidatedRequest, placement: Placement) -> bool:
+        """Whether the worker keeps the attempt when this router dies. Only one that sends all of the answer: another router
+        needs it from its first token on."""
+        return request.resumable and not request.resume_after and RESUME in placement.decode.record.request_fields
 
     def _open_choices(self, parts: dict[int, ValidatedRequest], placement: Placement, left_s: float) -> ChoiceAttempts:
         """Raises: as Cluster.open."""
@@ -381,7 +442,7 @@ class Relay:
             self._lifecycle.on_tokens(delta.offset, len(ids), delta.choice)
             if self._answer is not None:
                 self._answer.extend(delta.choice, ids)
-            self._cluster.wait_queue.written(self._request.tenant, len(ids))
+            self._cluster.wait_queue.written(self._request.tenant, self._num_new(delta.choice, delta.offset, len(ids)))
             logprobs = tuple(map(logprobs_from_proto, delta.logprobs)) if delta.logprobs else ()
             return TokenEvent(delta.offset, ids, delta.text, delta.choice, logprobs, event.cached_tokens)
         if kind == "accepted":
@@ -393,7 +454,7 @@ class Relay:
             if self._started:
                 return None
             self._started = True
-            return StartedEvent(self._request.request_id, self._request.model, len(self._request.prompt.token_ids))
+            return self._start()
         if kind == "prompt_logprobs":
             entries = event.prompt_logprobs
             known = tuple(logprobs_from_proto(entry) for entry in entries.logprobs)
@@ -427,6 +488,39 @@ class Relay:
                 self._clock.now() - self._request.arrived - self._trace.submitted_s,
             )
             self._cluster.on_grammar_compiled(grammar, (record.worker_id, record.incarnation), waited_s)
+
+    def _start(self) -> StartedEvent:
+        request, attempt, placement, ref = self._request, self._attempt, self._trace.placement, ""
+        assert attempt is not None
+        assert placement is not None
+        if self._attaching is not None:
+            assert request.resume is not None
+            self._attaching, self.attached, ref = None, True, request.resume.ref
+            self._metrics.resumes.labels("attached").inc()
+            self._trace.notes.append("begun at another router, whose attempt went on")
+        elif self._refs is not None and self._is_kept(request, placement):
+            record = placement.decode.record
+            ref = self._refs.issue(
+                request.request_id,
+                attempt.id,
+                worker_mark(record.worker_id, record.incarnation),
+                request.prompt,
+                request.sampling,
+                created=request.created,
+                owner=request.owner,
+            )
+        num_prompt = len(request.prompt.token_ids)
+        return StartedEvent(request.request_id, request.model, num_prompt, ref, self.attached)
+
+    def num_new(self, event: TokenEvent) -> int:
+        """Of its tokens, those that another router has not counted."""
+        return self._num_new(event.choice, event.offset, len(event.token_ids))
+
+    def _num_new(self, choice: int, offset: int, count: int) -> int:
+        resume = self._request.resume
+        if not self.attached or resume is None or choice >= len(resume.seen.choices):
+            return count
+        return min(count, max(0, offset + count - resume.seen.choices[choice].num_tokens))
 
     def _on_first_tokens(self, attempt: Attempt | ChoiceAttempts, event: decode_pb2.Event, now: float) -> None:
         """Of the attempt. Those of the request count once, in its times and its cached tokens."""

@@ -6,9 +6,11 @@ attribute `call_form`, calls can be enforced (tool_choice required or by name).
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Callable, Collection, Mapping
 from importlib.metadata import entry_points
+from itertools import count
+
+from blake3 import blake3
 
 from diptych.common.errors import ConfigError
 from diptych.router.tools.choice_grammar import HERMES_FORM, LLAMA3_JSON_FORM, MISTRAL_FORM, CallForm
@@ -28,6 +30,7 @@ FORMS: Mapping[str, CallForm] = {
     "llama3-json": LLAMA3_JSON_FORM,
     "mistral": MISTRAL_FORM,
 }
+_CONTEXT = "diptych ids of tool calls"
 GROUP = "diptych.tool_parsers"
 _MARKS = (("<tool_call>", "hermes"), ("[TOOL_CALLS]", "mistral"), ('"parameters": dictionary', "llama3-json"))
 
@@ -56,14 +59,13 @@ def guess_tool_parser(template: str) -> str:
     return next((name for mark, name in _MARKS if mark in template), "none")
 
 
-def new_call_id() -> str:
-    return "call_" + secrets.token_hex(12)
+def id_maker(name: str, answer: str) -> Callable[[], str]:
+    """Makes the ids of an answer's calls, one after the other. `answer`: no other answer has it; the same one has the same ids.
+    Mistral's templates accept only nine letters and digits."""
+    numbers = count()
 
+    def new_id() -> str:
+        digest: str = blake3(f"{answer}/{next(numbers)}".encode(), derive_key_context=_CONTEXT).hexdigest(12)
+        return digest[:9] if name == "mistral" else f"call_{digest}"
 
-def new_mistral_id() -> str:
-    """Mistral's templates accept only nine letters and digits."""
-    return secrets.token_hex(5)[:9]
-
-
-def id_maker(name: str) -> Callable[[], str]:
-    return new_mistral_id if name == "mistral" else new_call_id
+    return new_id

@@ -128,3 +128,23 @@ async def running(folder, tmp_path, **settings):
         await fleet.frontend.close()
         for worker in fleet.workers:
             await worker.kill()
+
+
+@asynccontextmanager
+async def other_router(fleet):
+    """Another router of the fleet's cluster."""
+    config = RouterConfig(
+        model=str(fleet.folder),
+        secret_file=fleet.frontend._config.secret_file,
+        worker_poll_s=0.02,
+        worker_dead_s=60.0,
+        local_prefill_max_tokens=0,
+    )
+    frontend = Frontend(config, store=fleet.store, clock=MonotonicClock(), rng=random.Random(2))
+    try:
+        await frontend.start()
+        await waiting.until(lambda: frontend._cluster.snapshot().decode)
+        yield frontend
+    finally:
+        frontend._store = None  # it is the fleet's
+        await frontend.close()

@@ -66,6 +66,24 @@ async def test_beyond_the_bound_nothing_is_kept_and_the_stream_goes_on(monkeypat
     assert len(event.tokens.token_ids) == 20
 
 
+async def test_to_the_same_stream_again() -> None:
+    """What waited there is not merged with what comes again."""
+    outbox = Outbox()
+    kept = Transcript("a", outbox, Budget(), lambda: None)
+    kept.accepted("a")
+    kept.tokens(TokensOut("a", 0, (5,), "h"))
+    outbox.tokens(TokensOut("b", 0, (9,), "o"))
+    outbox.forget("a")
+    kept.attach(outbox)
+    kept.tokens(TokensOut("a", 1, (6,), "i"))
+    events = await batches(outbox)
+    assert [(e.attempt, e.WhichOneof("event"), list(e.tokens.token_ids)) for e in events] == [
+        ("b", "tokens", [9]),
+        ("a", "accepted", []),
+        ("a", "tokens", [5, 6]),
+    ]
+
+
 async def test_a_batch_is_never_larger_than_a_message() -> None:
     outbox = Outbox()
     for number in range(20):

@@ -222,5 +222,10 @@ def test_registry_and_guess() -> None:
     assert tool_factory("hermes") is BUILT_IN["hermes"]
     with pytest.raises(ConfigError, match="llama3-json"):
         tool_factory("nonsense")
-    assert len(id_maker("mistral")()) == 9
-    assert id_maker("hermes")().startswith("call_")
+    assert len(id_maker("mistral", "req-1/0")()) == 9
+    ids = id_maker("hermes", "req-1/0")
+    first = [ids(), ids()]
+    assert all(one.startswith("call_") for one in first)
+    again, other = id_maker("hermes", "req-1/0"), id_maker("hermes", "req-1/1")
+    assert [again(), again()] == first
+    assert len({*first, other()}) == 3

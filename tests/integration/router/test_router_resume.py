@@ -1,0 +1,352 @@
+"""A router dies in mid-answer, and another one goes on with it: two routers between fake decode workers, HTTP and gRPC.
+
+What the caller got before and after is what it gets undisturbed, byte for byte."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from contextlib import asynccontextmanager
+
+import httpx
+import pytest
+
+from diptych.common.errors import InvalidRequestError, QuotaExceededError
+from diptych.router.api.auth_limits import MeteredRouterApi, TenantQuotas
+from diptych.router.server import ApiServers
+from diptych_tests import waiting
+from diptych_tests.router_fleet import other_router, running
+
+NUM_TOKENS, AT = 8, 3
+CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
+KEEPS = {"request_fields": ("resume",)}
+
+
+@asynccontextmanager
+async def served(frontend):
+    servers = ApiServers("127.0.0.1", 0, 0)
+    try:
+        at = await servers.start(frontend, frontend.metrics)
+        async with httpx.AsyncClient(base_url=f"http://{at.http}", timeout=60) as client:
+            yield client
+    finally:
+        await servers.stop(1.0)
+
+
+@pytest.fixture
+async def fleet(model_folder, tmp_path):
+    async with running(model_folder, tmp_path, dead_s=60.0) as fleet:
+        await fleet.add("p0", "prefill")
+        yield fleet
+
+
+def body_of(path, **changes):
+    if path == CHAT:
+        body = {"messages": [{"role": "user", "content": "w1 w2 w3"}], "max_tokens": NUM_TOKENS}
+    elif path == COMPLETIONS:
+        body = {"prompt": [1] * 20, "max_tokens": NUM_TOKENS}
+    else:
+        body = {"input": "w1 w2 w3", "max_output_tokens": NUM_TOKENS}
+    return body | {"stream": True} | changes
+
+
+async def messages(response):
+    """Each message of a stream, without its id, and its id."""
+    assert response.status_code == 200, await response.aread()
+    text = ""
+    async for part in response.aiter_text():
+        text += part
+        *whole, text = text.split("\n\n")
+        for message in whole:
+            first, _, rest = message.partition("\n")
+            yield (rest, first.removeprefix("id: ")) if first.startswith("id: ") else (message, "")
+
+
+def plain(seen):
+    """The texts of a stream's messages, as a caller joins them: they may be cut in other places. Numbers must not have a gap."""
+    text, rest, numbers = {}, [], []
+    for message, _ in seen:
+        data = message.split("data: ", 1)[1]
+        if data == "[DONE]":
+            rest.append(data)
+            continue
+        data = json.loads(data)
+        numbers.append(data.get("sequence_number"))
+        if data.get("delta") is not None and data["type"].endswith("delta"):
+            text[data["item_id"]] = text.get(data["item_id"], "") + data["delta"]
+            continue
+        for choice in data.get("choices", ()):
+            spoken = choice.get("text", choice.get("delta", {}).get("content"))
+            facts = {name: choice.pop(name) for name in ("token_ids",) if choice.get(name) is not None}
+            for name, values in facts.items():
+                text.setdefault((choice["index"], name), []).extend(values)
+            logprobs = choice.get("logprobs")
+            for name, values in (logprobs or {}).items():
+                if isinstance(values, list):
+                    text.setdefault((choice["index"], name), []).extend(values)
+            if spoken is not None and choice["finish_reason"] is None:
+                text[choice["index"]] = text.get(choice["index"], "") + spoken
+                rest.append(("text", data["id"], data["created"]))
+            else:
+                rest.append(data)
+        if not data.get("choices"):
+            data.pop("sequence_number", None)
+            rest.append(data)
+    if numbers and numbers[0] is not None:
+        assert numbers == list(range(len(numbers)))
+    ends = [one for one in rest if not (isinstance(one, tuple) and one[0] == "text")]
+    return text, ends, {one[1:] for one in rest if isinstance(one, tuple)}
+
+
+async def undisturbed(client, path, body):
+    async with client.stream("POST", path, json=body) as response:
+        return [pair async for pair in messages(response)]
+
+
+async def until_held(client, fleet, worker, path, body, tokens):
+    """What a caller got of an answer that holds there, and its open response; the router is then as good as dead."""
+    worker.hold_from = tokens
+    seen = []
+    response = await client.send(client.build_request("POST", path, json=body), stream=True)
+    response.reader = stream = messages(response)  # without it the response would be closed, and the request cancelled
+    n = body.get("n", 1)
+    while not seen or numbers_of(seen[-1][1])[0] < tokens * n:
+        async with asyncio.timeout(60):
+            seen.append(await anext(stream))
+    return seen, response
+
+
+def numbers_of(event_id):
+    """(tokens of all choices, ...) of an id."""
+    numbers = list(map(int, event_id.partition(".")[2].split("-")))
+    return sum(numbers[3 : 3 + 5 * numbers[0] : 5]), numbers
+
+
+def forget_ids(shown):
+    """Ids and times differ from request to request."""
+    return json.loads(json.dumps(shown, default=repr))
+
+
+@pytest.mark.parametrize("kept", [True, False], ids=["attached", "computed again"])
+@pytest.mark.parametrize(
+    ("path", "changes"),
+    [
+        (CHAT, {}),
+        (CHAT, {"n": 3, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}),
+        (CHAT, {"return_token_ids": True}),
+        (COMPLETIONS, {"echo": True}),
+        (COMPLETIONS, {"n": 2, "stream_options": {"include_usage": True}}),
+        (RESPONSES, {}),
+    ],
+)
+async def test_a_plain_client_goes_on_at_another_router(fleet, path, changes, kept) -> None:
+    """At every message that a client may have got last, it gets the rest."""
+    worker = await fleet.add("d0", **KEEPS)
+    await fleet.until_ready()
+    worker.forgets = not kept
+    body = body_of(path, **changes)
+    async with served(fleet.frontend) as first, other_router(fleet) as frontend, served(frontend) as second:
+        seen, response = await until_held(first, fleet, worker, path, body, AT)
+        (submit,) = worker.submits
+        assert submit.keep
+        worker.hold_from = -1
+        resumed = asyncio.create_task(undisturbed_after(second, path, body, seen[-1][1]))
+        await waiting.until(lambda: worker.resumes == [submit.attempt])
+        worker.go.set()
+        rest = await resumed
+        await response.aclose()
+        whole = seen + rest
+        request_id = json.loads(seen[0][0].split("data: ", 1)[1])
+        assert len(worker.submits) == (1 if kept else 2)
+        if not kept:
+            again = worker.submits[1]
+            assert (again.sampling.seed, list(again.output_token_ids)) == (submit.sampling.seed, [])
+        # From here on the answer is complete at the worker, or is computed each time: go on after each message.
+        text, ends, heads = plain(whole)
+        assert len(heads) <= 1, request_id
+        for number in range(len(whole) - 1):
+            if not whole[number][1].startswith(whole[0][1].partition(".")[0]):
+                break  # of a second ref: it is another attempt
+            again = whole[: number + 1] + await undisturbed_after(second, path, body, whole[number][1])
+            assert plain(again) == (text, ends, heads), number
+        outcomes = frontend.metrics.totals()["resumes"]
+        assert set(outcomes) == ({"attached"} if kept else {"computed"})
+    spoken = {i: "".join(f"{f'c{i}' if i else ''}t{k} " for k in range(NUM_TOKENS)) for i in range(body.get("n", 1))}
+    if path == RESPONSES:
+        assert list(text.values()) == [spoken[0]]
+    else:
+        echo = " ".join(["w1"] * 20) if body.get("echo") else ""
+        assert {i: one for i, one in text.items() if isinstance(i, int)} == {i: echo + t for i, t in spoken.items()}
+        assert ends[-1] == "[DONE]"
+    if body.get("stream_options"):
+        usage = ends[-2]["usage"]
+        assert usage["completion_tokens"] == NUM_TOKENS * body["n"]
+
+
+async def undisturbed_after(client, path, body, event_id):
+    async with client.stream("POST", path, json=body, headers={"last-event-id": event_id}) as response:
+        return [pair async for pair in messages(response)]
+
+
+async def test_a_whole_answer_of_a_broken_stream_and_by_the_body(fleet) -> None:
+    worker = await fleet.add("d0", **KEEPS)
+    await fleet.until_ready()
+    body = body_of(CHAT)
+    async with served(fleet.frontend) as first, other_router(fleet) as frontend, served(frontend) as second:
+        seen, response = await until_held(first, fleet, worker, CHAT, body, AT)
+        worker.go.set()
+        whole = await second.post(CHAT, json=body | {"stream": False, "resume_after": seen[-1][1]})
+        await response.aclose()
+        assert whole.status_code == 200, whole.text
+        answer = whole.json()
+        assert answer["choices"][0]["message"]["content"] == "".join(f"t{i} " for i in range(NUM_TOKENS))
+        assert answer["id"] == json.loads(seen[0][0].split("data: ", 1)[1])["id"]
+        assert answer["usage"]["completion_tokens"] == NUM_TOKENS
+        assert len(worker.submits) == 1
+
+
+@pytest.mark.parametrize("what", ["forged", "position", "body", "seed", "salt", "junk", "huge"])
+async def test_an_id_that_is_not_of_this_answer_is_refused(fleet, what) -> None:
+    worker = await fleet.add("d0", **KEEPS)
+    await fleet.until_ready()
+    body = body_of(CHAT)
+    async with served(fleet.frontend) as client:
+        seen = await undisturbed(client, CHAT, body)
+        ref, _, position = seen[2][1].partition(".")
+        event_id = {
+            "forged": f"{'A' if ref[20] != 'A' else 'B'}".join([ref[:20], ref[21:]]) + "." + position,
+            "position": f"{ref}.1-0",
+            "junk": "x\N{LATIN SMALL LETTER E WITH ACUTE}".encode("latin-1").decode("latin-1"),
+            "huge": f"{ref}.{'1-' * 3000}1",
+        }.get(what, seen[2][1])
+        changed = {"body": {"max_tokens": 5}, "seed": {"temperature": 0.5}, "salt": {"cache_salt": "other"}}.get(
+            what, {}
+        )
+        answer = await client.post(CHAT, json=body | changed, headers={"last-event-id": event_id.encode("latin-1")})
+        assert answer.status_code == 400, answer.text
+        error = answer.json()["error"]
+        assert error["param"] == "last-event-id"
+        expected = "not the one of this id" if changed else "no answer of yours with this id"
+        assert expected in error["message"]
+        assert len(worker.submits) == 1
+
+
+async def test_another_tenants_key_gets_what_an_unknown_id_gets(fleet) -> None:
+    from diptych.router.requests.messages import UncheckedRequest
+
+    await fleet.add("d0", **KEEPS)
+    await fleet.until_ready()
+    spec = {"token_ids": [1] * 20, "sampling": {"max_tokens": 3}}
+    prepared = await fleet.frontend.prepare(UncheckedRequest(**spec, tenant="a", resumable=True))
+    started = [event async for event in fleet.frontend.generate(prepared)][0]
+    assert started.resume_ref
+    event_id = f"{started.resume_ref}.1-0-0-0-0-0-0-0"
+    again = await fleet.frontend.prepare(UncheckedRequest(**spec, tenant="a", resume_id=event_id))
+    assert again.request_id == prepared.request_id
+    said = []
+    for tenant, value in (("b", event_id), ("a", "A" + event_id[1:] if event_id[0] != "A" else "B" + event_id[1:])):
+        with pytest.raises(InvalidRequestError) as refused:
+            await fleet.frontend.prepare(UncheckedRequest(**spec, tenant=tenant, resume_id=value))
+        said.append((refused.value.message, refused.value.param))
+    assert said[0] == said[1]
+
+
+@pytest.mark.parametrize("kept", [True, False])
+async def test_a_tenant_pays_once_for_what_is_computed_once(fleet, kept) -> None:
+    """Even one whose quota is used up gets the rest; if it must be computed again it waits as for any other request."""
+    from diptych.router.requests.messages import UncheckedRequest
+
+    worker = await fleet.add("d0", **KEEPS)
+    await fleet.until_ready()
+    worker.forgets = not kept
+    limits = {"a": 30}
+    quotas = TenantQuotas(limits.__getitem__, now=lambda: 0.0)
+    metered = MeteredRouterApi(fleet.frontend, quotas)
+    spec = {"token_ids": [1] * 20, "sampling": {"max_tokens": NUM_TOKENS}, "tenant": "a", "resumable": True}
+    worker.hold_from = AT
+    events = metered.generate(await metered.prepare(UncheckedRequest(**spec)))
+    started = await anext(events)
+    have = 0
+    while have < AT:
+        have += len((await anext(events)).token_ids)
+    quotas.spend("a", 10)  # another request: the rest is below zero
+    level = quotas._level("a", 30)
+    assert level == 30 - 20 - AT - 10
+    event_id = f"{started.resume_ref}.1-0-0-{AT}-{3 * AT}-{crc(range(AT))}-0-0"
+    resumed = metered.generate(await metered.prepare(UncheckedRequest(**spec, resume_id=event_id)))
+    assert quotas._level("a", 30) == level
+    if not kept:
+        with pytest.raises(QuotaExceededError):
+            await anext(resumed)
+        await events.aclose()
+        return
+    worker.go.set()
+    assert (await anext(resumed)).attached
+    rest = [event async for event in resumed]
+    assert quotas._level("a", 30) == level - (NUM_TOKENS - AT)
+    assert rest[-1].usage.completion_tokens == NUM_TOKENS
+    assert fleet.frontend.metrics.value("generation_tokens_total") == NUM_TOKENS
+    with pytest.raises(Exception, match="another"):
+        [event async for event in events]
+
+
+def crc(ids):
+    from diptych.router.requests.resume import checksum
+
+    return checksum(list(ids))
+
+
+async def test_the_worker_dies_after_another_router_has_taken_over(fleet) -> None:
+    """Migration goes on from the tokens that came again."""
+    worker = await fleet.add("d0", **KEEPS)
+    await fleet.until_ready()
+    body = body_of(CHAT)
+    async with served(fleet.frontend) as first, other_router(fleet) as frontend, served(frontend) as second:
+        seen, response = await until_held(first, fleet, worker, CHAT, body, AT)
+        resumed = asyncio.create_task(undisturbed_after(second, CHAT, body, seen[-1][1]))
+        await waiting.until(lambda: worker.resumes)
+        other = await fleet.add("d1", **KEEPS)
+        await waiting.until(lambda: len(frontend._cluster.snapshot().decode) == 2)
+        await worker.kill()
+        whole = seen + await resumed
+        await response.aclose()
+        assert plain(whole)[0] == {0: "".join(f"t{i} " for i in range(NUM_TOKENS))}
+        assert list(other.submits[-1].output_token_ids) == [0, 1, 2]
+        assert not other.submits[-1].keep, "its transcript would begin in the middle"
+
+
+async def test_a_router_that_lives_cancels_what_the_worker_keeps(fleet) -> None:
+    """Its stream to the worker broke, the answer went elsewhere."""
+    worker = await fleet.add("d0", **KEEPS)
+    await fleet.until_ready()
+    async with served(fleet.frontend) as first:
+        seen, response = await until_held(first, fleet, worker, CHAT, body_of(CHAT), AT)
+        other = await fleet.add("d1", **KEEPS)
+        await fleet.until_ready(decode=2)
+        for out in list(worker._routers):
+            out.fail()
+        await waiting.until(lambda: other.submits)
+        await waiting.until(lambda: worker.cancels == [worker.submits[0].attempt])
+        await response.aclose()
+
+
+async def test_an_older_worker_is_not_asked_to_keep(fleet) -> None:
+    worker = await fleet.add("d0")
+    await fleet.until_ready()
+    async with served(fleet.frontend) as client:
+        seen = await undisturbed(client, CHAT, body_of(CHAT))
+    assert {event_id for _, event_id in seen} == {""}
+    assert not worker.submits[0].keep
+
+
+async def test_whole_answers_are_not_kept(fleet) -> None:
+    worker = await fleet.add("d0", **KEEPS)
+    await fleet.until_ready()
+    async with served(fleet.frontend) as client:
+        assert (await client.post(CHAT, json=body_of(CHAT, stream=False))).status_code == 200
+        several = body_of(COMPLETIONS, prompt=["w1", "w2"])
+        seen = await undisturbed(client, COMPLETIONS, several)
+        assert {event_id for _, event_id in seen} == {""}
+        refused = await client.post(COMPLETIONS, json=several | {"resume_after": "x.1"})
+        assert refused.json()["error"]["param"] == "resume_after"
+    assert not any(submit.keep for submit in worker.submits)
