@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from diptych.cli import BENCH_HELP, explain, observe
+from diptych.cli import BENCH_HELP, explain, move, observe
 from diptych.cli.chat import DEFAULT_MAX_TOKENS
 from diptych.cli.keys import app as keys_app
 from diptych.cli.router_access import TLS_CA, TLS_SERVER_NAME, router_access
@@ -157,6 +157,7 @@ def build_app(only: str | None = None) -> typer.Typer:
         else:
             app.command(name, help=text)(_not_built)
     explain.register(app)
+    move.register(app)
     observe.register(app)
     _register_small(app)
     add_layers(app, LAYERED)
@@ -164,7 +165,7 @@ def build_app(only: str | None = None) -> typer.Typer:
     return app
 
 
-LAYERED = frozenset({"chat", "explain", "what-if", "doctor", "top", "role", "capacity"})
+LAYERED = frozenset({"chat", "explain", "what-if", "doctor", "top", "role", "move", "capacity"})
 
 
 def _not_built() -> None:

@@ -81,6 +81,8 @@ class Frontend:
         self._rng = rng or random.Random()
         self._created = int(time.time())
         self._models: dict[str, ServedModel] = {}
+        self._running: dict[str, Relay] = {}
+        """By request id."""
         self._all_were_ready = False
         self._secret: bytes | None = None
         self._rollout = config.rollout
@@ -275,6 +277,7 @@ class Frontend:
         timer = RequestTimer(self.metrics, request, self._clock)
         span = RequestSpan(request, self._clock)
         relay.traceparent = span.traceparent
+        self._running[request.request_id] = relay
         ended: FinishedEvent | None = None
         try:
             while True:
@@ -300,6 +303,8 @@ class Frontend:
             raise
         finally:
             note_end(relay.trace, ended)
+            if self._running.get(request.request_id) is relay:
+                del self._running[request.request_id]
             relay.close()
             timer.left()
             span.left()
@@ -364,6 +369,35 @@ class Frontend:
             prompt_tokens=decision.prompt_tokens,
             age_s=self._clock.now() - decision.arrived,
         )
+
+    async def move_request(self, request_id: str, to: str) -> router_pb2.MoveResponse:
+        """Move a running request of any tenant to another decode worker; it ends when that one has accepted it. Of any process
+        of this router.
+
+        Args:
+            request_id: or the caller's label.
+            to: the worker; "": the router chooses.
+        Raises: InvalidRequestError naming what is wrong, NoWorkerError, RequestDeadlineError.
+        """
+        moved = await self.move_own(request_id, to)
+        if moved is None and self._siblings is not None:
+            moved = await self._siblings.move(request_id, to)
+        if moved is None:
+            raise InvalidRequestError("this router has no recent request with that id", param="request_id")
+        return moved
+
+    async def move_own(self, request_id: str, to: str) -> router_pb2.MoveResponse | None:
+        """As `move_request`, of this process's requests; None: it has none of that id."""
+        decision = next(filter(None, (cluster.decisions.get(request_id) for cluster in self._clusters())), None)
+        if decision is None:
+            return None
+        if decision.outcome != "running":
+            raise InvalidRequestError(f"{decision.request_id} has ended: {decision.outcome}", param="request_id")
+        relay = self._running.get(decision.request_id)
+        if relay is None:
+            rule = "its client streams from the decode worker itself, and moves by itself"
+            raise InvalidRequestError(f"{decision.request_id} cannot move: {rule}", param="request_id")
+        return await relay.move(to)
 
     def budgets(self, per_minute: Callable[[str], int], unit: str = "tokens") -> SharedQuotas:
         """Quotas shared by all routers of this cluster; the caller runs them."""

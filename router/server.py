@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, cast
 
 import grpc
@@ -30,11 +31,13 @@ from diptych.common.limits import raise_open_files
 from diptych.common.observe.logging import setup_logging
 from diptych.common.observe.metrics import Metrics
 from diptych.common.observe.tracing import tracing
+from diptych.common.secret import load_secret
 from diptych.common.store.interface import Store
 from diptych.common.tls import ServerTls, load_server_tls
 from diptych.router.api.auth import Authenticator
 from diptych.router.api.auth_grpc import KeyInterceptor
 from diptych.router.api.auth_limits import MeteredRouterApi, TenantQuotas
+from diptych.router.api.grpc_operations import MoveRequest, OperationsService
 from diptych.router.api.grpc_service import SERVICE, RouterService
 from diptych.router.api.http_app import create_app, guarded
 from diptych.router.api.http_body import Bodies
@@ -51,6 +54,7 @@ from diptych.router.observe.status_page import Status
 from diptych.router.processes.siblings import Siblings
 from diptych.rpc.channels import bind, new_server
 from diptych.rpc.health import Health
+from diptych.rpc.operator import operator_key
 
 DRAIN_S = 10.0
 CLOSE_S = 2.0
@@ -143,6 +147,7 @@ async def serve(
         reflection=config.serves_reflection,
         options=config.http,
         siblings=siblings,
+        operator_key=operator_key(load_secret(Path(config.secret_file))) if config.secret_file else b"",
     )
     if siblings is None:
         servers = bound()
@@ -156,7 +161,9 @@ async def serve(
         if servers is None:
             await _until_ready(frontend, stop, config.worker_settle_s)
             servers = bound()
-        addresses = await servers.start(frontend, frontend.metrics, frontend.status, frontend.budgets)
+        addresses = await servers.start(
+            frontend, frontend.metrics, frontend.status, frontend.budgets, frontend.move_request
+        )
         if siblings is not None:
             await siblings.serve(frontend)
         on_started(addresses)
@@ -198,6 +205,7 @@ class ApiServers:
         reflection: the gRPC server describes its methods and messages.
         options: HTTP settings.
         siblings: the other processes of this router, which listen on the same ports; None: the ports are its own.
+        operator_key: proves operators' calls, see rpc/operator.py; empty: there is no service for them.
     Raises: ConfigError naming the port that cannot be bound.
     """
 
@@ -213,7 +221,9 @@ class ApiServers:
         reflection: bool = False,
         options: HttpOptions | None = None,
         siblings: Siblings | None = None,
+        operator_key: bytes = b"",
     ) -> None:
+        self._operator_key = operator_key
         self._siblings = siblings
         self._reflection = reflection
         self._host = host
@@ -242,9 +252,10 @@ class ApiServers:
         metrics: Metrics,
         status: Status | None = None,
         budgets: Callable[[Callable[[str], int], str], SharedQuotas] | None = None,
+        move_request: MoveRequest | None = None,
     ) -> RouterAddresses:
         """Open both servers. Health follows `router_api.ready()`; /metrics shows `metrics`, the status page `status`.
-        `budgets`: makes quotas shared between routers; without it they are local."""
+        `budgets`: makes quotas shared between routers; without it they are local. `move_request`: for operators."""
         metered: MeteredRouterApi | None = None
         shared: list[SharedQuotas] = []
         if self._keys is not None:
@@ -259,6 +270,9 @@ class ApiServers:
             router_api = metered = MeteredRouterApi(router_api, tokens, refused, requests=requests)
         parsing = metrics.parsing if isinstance(metrics, RouterMetrics) else nullcontext
         self._grpc.add_generic_rpc_handlers((RouterService(router_api, self._bodies, parsing).handler(),))
+        if self._operator_key and move_request is not None:
+            operations = OperationsService(self._operator_key, move_request)
+            self._grpc.add_generic_rpc_handlers((operations.handler(),))
         await self._health.install(self._grpc)
         if self._reflection:
             names = (SERVICE, "grpc.health.v1.Health", grpc_reflection.SERVICE_NAME)

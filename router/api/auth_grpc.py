@@ -1,4 +1,5 @@
-"""With keys enabled every gRPC method requires one, including health and unknown methods: the check precedes routing."""
+"""With keys enabled every gRPC method requires one, including health and unknown methods: the check precedes routing.
+Only operators' calls do not, which prove that their caller has the cluster secret."""
 
 from __future__ import annotations
 
@@ -12,6 +13,9 @@ from diptych.common.errors import AuthenticationError
 from diptych.router.api.auth import Authenticator, current_caller
 from diptych.router.observe.access_log import Access
 from diptych.rpc.errors import abort
+from diptych.rpc.operator import SERVICE
+
+_OPERATIONS = f"/{SERVICE}/"
 
 
 class KeyInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc brings no types
@@ -21,6 +25,8 @@ class KeyInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc 
     async def intercept_service(
         self, continuation: Callable[[Any], Awaitable[Any]], handler_call_details: grpc.HandlerCallDetails
     ) -> Any:
+        if str(handler_call_details.method).startswith(_OPERATIONS):
+            return await continuation(handler_call_details)
         metadata = handler_call_details.invocation_metadata or ()
         values = [value for name, value in metadata if name == "authorization"]
         try:

@@ -1,7 +1,7 @@
 """The processes of one router (--router-processes N): each is a router of its own, behind the same two ports.
 
     connection --SO_REUSEPORT--> process 0 | process 1 | ...      each: its view of the cluster, its row in the store
-    process --FOLDER/K-------> process K     Explain, Metrics, Status: what only it knows
+    process --FOLDER/K-------> process K     Explain, Metrics, Status, Move: what only it knows, or has
     process --FOLDER/parent--> their parent  HoldKey: idempotency keys, which outlive the process
 
 Any process answers for all: `explain` asks the others for what it has not placed itself, /metrics and /status.json hold
@@ -23,10 +23,12 @@ from diptych.common.errors import InternalError, OverloadedError
 from diptych.router.processes.merge import merged_exposition, merged_status
 from diptych.router.requests.idempotency import IdempotencyKeys, Outcome
 from diptych.rpc.channels import new_server, open_channel
-from diptych.rpc.errors import errors_to_status, from_rpc_error
+from diptych.rpc.errors import errors_to_status, from_rpc_error, typed_error
 from diptych.rpc.stubs import RouterParentStub, RouterProcessStub, add_router_parent, add_router_process
 from diptych.rpc.v1 import router_pb2, router_process_pb2
 
+MOVE_S = 15.0
+"""Deadline of a move: longer than the relay's own."""
 ANSWER_S = 1.0
 """Deadline of a process's answer to another: well below a scraper's."""
 KEY_S = 5.0
@@ -43,6 +45,8 @@ class OwnAnswers(Protocol):
     def status(self, tenant: str) -> dict[str, Any]: ...
 
     def exposition(self) -> bytes: ...
+
+    async def move_own(self, request_id: str, to: str) -> router_pb2.MoveResponse | None: ...
 
 
 def parent_address(folder: Path) -> str:
@@ -118,6 +122,20 @@ class Siblings:
         answers = await self._each(lambda other: other.Status(request, timeout=ANSWER_S))
         return merged_status(own, [msgspec.json.decode(answer.status) for answer in answers], self.count)
 
+    async def move(self, request_id: str, to: str) -> router_pb2.MoveResponse | None:
+        """By the process that has the request; None: no other one has. Raises: its error."""
+        request = router_pb2.MoveRequest(request_id=request_id, to=to)
+        for other in self._others:
+            try:
+                moved: router_pb2.MoveResponse = await other.Move(request, timeout=MOVE_S)
+            except grpc.aio.AioRpcError as error:
+                if typed_error(error) is None:
+                    continue  # it does not answer: another process, or none, has the request
+                raise from_rpc_error(error) from None
+            if moved.before:
+                return moved
+        return None
+
     async def _each(self, ask: Callable[[Any], Coroutine[Any, Any, _T]]) -> list[_T]:
         """The answers of the others that have one."""
 
@@ -187,6 +205,10 @@ class _ProcessService:
         self, request: router_process_pb2.StatusRequest, context: grpc.aio.ServicerContext
     ) -> router_process_pb2.StatusResponse:
         return router_process_pb2.StatusResponse(status=msgspec.json.encode(self._own.status(request.tenant)))
+
+    async def Move(self, request: router_pb2.MoveRequest, context: grpc.aio.ServicerContext) -> router_pb2.MoveResponse:
+        async with errors_to_status(context):
+            return await self._own.move_own(request.request_id, request.to) or router_pb2.MoveResponse()
 
 
 class _ParentService:

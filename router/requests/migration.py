@@ -3,6 +3,7 @@
     an attempt was   before any token   in mid-answer
     refused          REPLACE, once      -               by a worker: stale, full, draining, too old
     lost             MOVE               MOVE            its worker died, stopped, drained, or is cut off
+    moved            MOVE               MOVE            by an operator (MovedByOperatorError)
     anything else    FAIL               FAIL            it would fail on every worker, or the caller ended it
 
 A refusal while the request moves is a part of that move. A move is not paid from the retry budget: it answers the loss of
@@ -36,6 +37,12 @@ def is_refusal(error: DiptychError, num_tokens: int) -> bool:
     exist, another worker has run the request, so it is not invalid: this worker's pool is smaller, or it is too slow to
     compile the grammar in time."""
     return isinstance(error, _REFUSALS) or (num_tokens > 0 and isinstance(error, InvalidRequestError))
+
+
+class MovedByOperatorError(WorkerLostError):
+    """Its worker has lost a request because an operator moves it."""
+
+    reason = "MOVED_BY_OPERATOR"
 
 
 class Verdict(Enum):
@@ -76,6 +83,8 @@ class Moves:
     total: int = 0
     in_a_row: int = 0
     tokens_at_move: int = -1
+    planned: bool = False
+    """An operator moved it, which does not count."""
 
     def judge(
         self, error: DiptychError, *, accepted: bool, num_tokens: int, continuable: bool
@@ -87,6 +96,9 @@ class Moves:
             num_tokens: tokens that the client has from this router.
                 continuable: see AnswerSoFar; only looked at with tokens.
         """
+        if isinstance(error, MovedByOperatorError):
+            self.planned = True
+            return Verdict.MOVE
         if isinstance(error, WorkerLostError):
             if not self.allowed or not (self.limit or not num_tokens):
                 return MoveOutcome.FORBIDDEN
@@ -97,7 +109,7 @@ class Moves:
             return self._move(num_tokens)
         if not self.allowed:
             return Verdict.FAIL
-        if self.total:
+        if self.total or self.planned:
             return self._move(num_tokens) if not accepted and is_refusal(error, num_tokens) else Verdict.FAIL
         return self._replace() if not num_tokens and is_refusal(error, 0) else Verdict.FAIL
 

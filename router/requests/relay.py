@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import replace
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from typing import NoReturn
 
 import structlog
@@ -49,7 +50,14 @@ from diptych.router.requests.messages import (
     UsageInfo,
     ValidatedRequest,
 )
-from diptych.router.requests.migration import AnswerSoFar, MoveOutcome, Moves, Verdict, is_refusal
+from diptych.router.requests.migration import (
+    AnswerSoFar,
+    MovedByOperatorError,
+    MoveOutcome,
+    Moves,
+    Verdict,
+    is_refusal,
+)
 from diptych.router.requests.outcomes import record_outcome
 from diptych.router.requests.resume import Refs, worker_mark
 from diptych.router.requests.submission import placement_request, prompt_so_far, submit_of
@@ -60,6 +68,18 @@ from diptych.rpc.v1 import decode_pb2, router_pb2
 log = structlog.get_logger(__name__)
 
 _REPLACE_WAIT_S = 1.0
+MOVE_S = 10.0
+BY_OPERATOR = "moved by operator"
+"""The failure of such an attempt in an explanation."""
+_RUNNING = (State.ACCEPTED, State.STREAMING)
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedMove:
+    """A move by an operator. `to`: None: to any worker. `done`: gets the name of the worker that has accepted it."""
+
+    to: Incarnation | None
+    done: asyncio.Future[str]
 
 
 class Relay:
@@ -90,6 +110,8 @@ class Relay:
         self._attaching: ValidatedRequest | None = None
         """The request, until that attempt has answered."""
         self.attached = False
+        self._planned: PlannedMove | None = None
+        """By an operator, until it has happened."""
         self._started = False
         self._attempt: Attempt | ChoiceAttempts | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -111,6 +133,8 @@ class Relay:
         """The outcome of the attempt was recorded for its workers."""
         self._lost_on: frozenset[Incarnation] = frozenset()
         self._refused_by: frozenset[Incarnation] = frozenset()
+        self._left: frozenset[Incarnation] = frozenset()
+        """The worker from which an operator moved it last."""
         self.kv_bytes = 0
         self.traceparent = ""
         """The router's span of this request, for decode."""
@@ -160,6 +184,7 @@ class Relay:
 
     def close(self) -> None:
         """Cancel the attempt and release its reservation. Idempotent, never blocks."""
+        self._end_move()
         self._cluster.placer.end(self._request.request_id, self._clock.now())
         if not self._lifecycle.ended:
             self._lifecycle.on(Move.CANCEL)
@@ -251,8 +276,9 @@ class Relay:
                 self._metrics.judged(False)
             self._refused(self._judgement.error)
 
-    def _submit(self) -> None:
-        request, trace, life = self._request, self._trace, self._lifecycle
+    def _place(self, exclude: frozenset[Incarnation]) -> tuple[Placement, dict[int, ValidatedRequest]]:
+        """Where the request, or the rest of its answer by choice, would run now. Raises: NoWorkerError."""
+        request = self._request
         query, prompt = placement_request(request), self._prompt
         parts: dict[int, ValidatedRequest] = {}
         if self._answer is not None and self._num_sent:
@@ -261,7 +287,20 @@ class Relay:
             query, prompt = placement_request(longest), PromptBlocks(prompt_so_far(longest))
             if request.sampling.num_choices > 1:
                 query = replace(query, request_fields=query.request_fields | {CHOICE})
-        placement = trace.placement = self._cluster.place(query, prompt, self._exclusion())
+        return self._cluster.place(query, prompt, exclude), parts
+
+    def _place_as_planned(self) -> tuple[Placement, dict[int, ValidatedRequest]]:
+        """Where an operator wants it, if that is possible still. Raises: NoWorkerError."""
+        exclude, target = self._exclusion(), self._planned.to if self._planned is not None else None
+        if target is not None and target not in exclude and self._loss is not None:
+            with suppress(NoWorkerError):
+                return self._place(self._cluster.only(target))
+        return self._place(exclude)
+
+    def _submit(self) -> None:
+        request, trace, life = self._request, self._trace, self._lifecycle
+        placement, parts = self._place_as_planned()
+        trace.placement = placement
         trace.mode = self._cluster.index_mode(placement)
         trace.submitted_s = self._clock.now() - request.arrived
         if not trace.ttft_s:
@@ -339,12 +378,72 @@ class Relay:
             raise RequestDeadlineError("the request's deadline passed before it could be placed")
         return left_s
 
+    # ---- moved by an operator ----
+
+    async def move(self, to: str) -> router_pb2.MoveResponse:
+        """Move the running request to another decode worker, `to` or any. Returns: once that one has accepted it.
+
+        Raises: InvalidRequestError naming `to`, or `request_id` of a request that cannot move; NoWorkerError: no other worker
+            could take it; RequestDeadlineError: it did not move in MOVE_S (its client does not read, for one).
+        """
+        attempt, placement, state = self._attempt, self._trace.placement, self._lifecycle.state
+        if self._planned is not None or attempt is None or placement is None or state not in _RUNNING:
+            raise self._immovable("it is being placed now")
+        if not self._moves.allowed:
+            raise self._immovable("its failure_policy forbids other workers")
+        if self._answer is None:
+            raise self._immovable("this router moves no requests (migration_attempts is 0)")
+        if self._num_sent and not self._answer.continuable:
+            raise self._immovable("no other worker can go on from its tokens")
+        record = placement.decode.record
+        here = (record.worker_id, record.incarnation)
+        target = self._target(to, here)
+        self._place(frozenset({here}) if target is None else self._cluster.only(target))  # or it raises
+        planned = self._planned = PlannedMove(target, asyncio.get_running_loop().create_future())
+        moved_by = MovedByOperatorError(f"an operator moved the request from decode worker {record.worker_id}")
+        attempt.interrupt(moved_by)
+        num_tokens = self._num_sent
+        try:
+            async with asyncio.timeout(MOVE_S):
+                after = await planned.done
+        except TimeoutError:
+            raise RequestDeadlineError(f"the request did not move within {MOVE_S:g} s") from None
+        finally:
+            if self._planned is planned:
+                self._planned = None
+        return router_pb2.MoveResponse(before=record.worker_id, after=after, num_tokens=num_tokens)
+
+    def _immovable(self, why: str) -> InvalidRequestError:
+        return InvalidRequestError(f"{self._request.request_id} cannot move: {why}", param="request_id")
+
+    def _target(self, to: str, here: Incarnation) -> Incarnation | None:
+        """Raises: InvalidRequestError."""
+        if not to:
+            return None
+        if to == here[0]:
+            raise InvalidRequestError(f"to: the request runs on {to} already", param="to")
+        usable = {view.worker_id: view.record for view in self._cluster.snapshot().decode}
+        if to not in usable:
+            there = ", ".join(sorted(usable)) or "none"
+            raise InvalidRequestError(f"to: {to[:64]!r} is not a usable decode worker; there are: {there}", param="to")
+        return to, usable[to].incarnation
+
+    def _end_move(self, after: str = "") -> None:
+        """The request has another worker, or has ended."""
+        planned = self._planned
+        if planned is not None and not planned.done.done():
+            if after:
+                planned.done.set_result(after)
+            else:
+                planned.done.set_exception(self._immovable("it has ended"))
+
     async def _place_again(self, error: DiptychError) -> None:
         """Prepare for another submit, or raise the error."""
         placement, life, loss = self._trace.placement, self._lifecycle, self._loss
         if placement is None and loss is None and isinstance(error, NoWorkerError) and await self._wait_for_worker():
             return
-        self._record_outcome(error.reason)
+        planned = isinstance(error, MovedByOperatorError)
+        self._record_outcome(RequestCancelledError.reason if planned else error.reason)
         verdict: Verdict | MoveOutcome = Verdict.FAIL
         if placement is not None and (self._judgement is None or error is not self._judgement.error):
             verdict = self._moves.judge(
@@ -356,12 +455,14 @@ class Relay:
         may = verdict is Verdict.MOVE or (verdict is Verdict.REPLACE and self._cluster.retry_budget.take())
         if placement is None or not may:
             raise self._fail(error, verdict if isinstance(verdict, MoveOutcome) else None)
-        self._trace.on_lost(error.reason, life.num_tokens - self._attempt_base)
+        self._trace.on_lost(BY_OPERATOR if planned else error.reason, life.num_tokens - self._attempt_base)
         self._drop_attempt()
         life.on(Move.REPLACE)
         record = placement.decode.record
         incarnation = {(record.worker_id, record.incarnation)}
-        if isinstance(error, WorkerLostError):
+        if planned:
+            self._left = frozenset(incarnation)
+        elif isinstance(error, WorkerLostError):
             self._lost_on |= incarnation
         else:
             self._refused_by |= incarnation
@@ -378,9 +479,9 @@ class Relay:
         return self._lifecycle.num_tokens - len(self._request.resume_after)
 
     def _exclusion(self) -> frozenset[Incarnation]:
-        """Incarnations that must not be chosen. One that was lost may be, if it is usable again and no other is; and one that
+        """Incarnations that must not be chosen. One that was lost or left may be, if it is usable and no other is; and one that
         would have to compile a slow grammar in mid-answer, if no other has it."""
-        both, grammar = self._lost_on | self._refused_by, self._request.sampling.grammar
+        both, grammar = self._lost_on | self._refused_by | self._left, self._request.sampling.grammar
         if self._loss is not None and grammar is not None:
             ready_only = both | self._cluster.without_grammar(grammar)
             if self._cluster.snapshot(exclude=ready_only).decode:
@@ -448,6 +549,8 @@ class Relay:
         if kind == "accepted":
             self._lifecycle.on(Move.ACCEPT)
             self._on_accepted()
+            if self._planned is not None and self._trace.placement is not None and self._loss is not None:
+                self._end_move(self._trace.placement.decode.worker_id)
             if self._loss is not None:
                 self._metrics.moved(self._loss.reason, self._clock.now() - self._lost_at)
                 self._loss = None

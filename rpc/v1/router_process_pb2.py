@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from diptych.rpc.v1 import router_pb2 as diptych_dot_rpc_dot_v1_dot_router__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n#diptych/rpc/v1/router_process.proto\x12\x0e\x64iptych.rpc.v1\x1a\x1b\x64iptych/rpc/v1/router.proto\"7\n\x11\x45xplainOwnRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06tenant\x18\x02 \x01(\t\"\x10\n\x0eMetricsRequest\"%\n\x0fMetricsResponse\x12\x12\n\nexposition\x18\x01 \x01(\x0c\"\x1f\n\rStatusRequest\x12\x0e\n\x06tenant\x18\x01 \x01(\t\" \n\x0eStatusResponse\x12\x0e\n\x06status\x18\x01 \x01(\x0c\"@\n\x0eHoldKeyRequest\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x0b\n\x03key\x18\x02 \x01(\t\x12\x11\n\tsucceeded\x18\x03 \x01(\x08\"\x11\n\x0fHoldKeyResponse2\xf3\x01\n\rRouterProcess\x12M\n\x07\x45xplain\x12!.diptych.rpc.v1.ExplainOwnRequest\x1a\x1f.diptych.rpc.v1.ExplainResponse\x12J\n\x07Metrics\x12\x1e.diptych.rpc.v1.MetricsRequest\x1a\x1f.diptych.rpc.v1.MetricsResponse\x12G\n\x06Status\x12\x1d.diptych.rpc.v1.StatusRequest\x1a\x1e.diptych.rpc.v1.StatusResponse2^\n\x0cRouterParent\x12N\n\x07HoldKey\x12\x1e.diptych.rpc.v1.HoldKeyRequest\x1a\x1f.diptych.rpc.v1.HoldKeyResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n#diptych/rpc/v1/router_process.proto\x12\x0e\x64iptych.rpc.v1\x1a\x1b\x64iptych/rpc/v1/router.proto\"7\n\x11\x45xplainOwnRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06tenant\x18\x02 \x01(\t\"\x10\n\x0eMetricsRequest\"%\n\x0fMetricsResponse\x12\x12\n\nexposition\x18\x01 \x01(\x0c\"\x1f\n\rStatusRequest\x12\x0e\n\x06tenant\x18\x01 \x01(\t\" \n\x0eStatusResponse\x12\x0e\n\x06status\x18\x01 \x01(\x0c\"@\n\x0eHoldKeyRequest\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x0b\n\x03key\x18\x02 \x01(\t\x12\x11\n\tsucceeded\x18\x03 \x01(\x08\"\x11\n\x0fHoldKeyResponse2\xb6\x02\n\rRouterProcess\x12M\n\x07\x45xplain\x12!.diptych.rpc.v1.ExplainOwnRequest\x1a\x1f.diptych.rpc.v1.ExplainResponse\x12J\n\x07Metrics\x12\x1e.diptych.rpc.v1.MetricsRequest\x1a\x1f.diptych.rpc.v1.MetricsResponse\x12G\n\x06Status\x12\x1d.diptych.rpc.v1.StatusRequest\x1a\x1e.diptych.rpc.v1.StatusResponse\x12\x41\n\x04Move\x12\x1b.diptych.rpc.v1.MoveRequest\x1a\x1c.diptych.rpc.v1.MoveResponse2^\n\x0cRouterParent\x12N\n\x07HoldKey\x12\x1e.diptych.rpc.v1.HoldKeyRequest\x1a\x1f.diptych.rpc.v1.HoldKeyResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -47,7 +47,7 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_HOLDKEYRESPONSE']._serialized_start=331
   _globals['_HOLDKEYRESPONSE']._serialized_end=348
   _globals['_ROUTERPROCESS']._serialized_start=351
-  _globals['_ROUTERPROCESS']._serialized_end=594
-  _globals['_ROUTERPARENT']._serialized_start=596
-  _globals['_ROUTERPARENT']._serialized_end=690
+  _globals['_ROUTERPROCESS']._serialized_end=661
+  _globals['_ROUTERPARENT']._serialized_start=663
+  _globals['_ROUTERPARENT']._serialized_end=757
 # @@protoc_insertion_point(module_scope)

@@ -51,6 +51,11 @@ class RouterProcessStub:
                 request_serializer=diptych_dot_rpc_dot_v1_dot_router__process__pb2.StatusRequest.SerializeToString,
                 response_deserializer=diptych_dot_rpc_dot_v1_dot_router__process__pb2.StatusResponse.FromString,
                 _registered_method=True)
+        self.Move = channel.unary_unary(
+                '/diptych.rpc.v1.RouterProcess/Move',
+                request_serializer=diptych_dot_rpc_dot_v1_dot_router__pb2.MoveRequest.SerializeToString,
+                response_deserializer=diptych_dot_rpc_dot_v1_dot_router__pb2.MoveResponse.FromString,
+                _registered_method=True)
 
 
 class RouterProcessServicer:
@@ -78,6 +83,13 @@ class RouterProcessServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Move(self, request, context):
+        """As Operations.Move, of a request of this process alone; it has none if `before` is empty.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_RouterProcessServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -95,6 +107,11 @@ def add_RouterProcessServicer_to_server(servicer, server):
                     servicer.Status,
                     request_deserializer=diptych_dot_rpc_dot_v1_dot_router__process__pb2.StatusRequest.FromString,
                     response_serializer=diptych_dot_rpc_dot_v1_dot_router__process__pb2.StatusResponse.SerializeToString,
+            ),
+            'Move': grpc.unary_unary_rpc_method_handler(
+                    servicer.Move,
+                    request_deserializer=diptych_dot_rpc_dot_v1_dot_router__pb2.MoveRequest.FromString,
+                    response_serializer=diptych_dot_rpc_dot_v1_dot_router__pb2.MoveResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -179,6 +196,33 @@ class RouterProcess:
             '/diptych.rpc.v1.RouterProcess/Status',
             diptych_dot_rpc_dot_v1_dot_router__process__pb2.StatusRequest.SerializeToString,
             diptych_dot_rpc_dot_v1_dot_router__process__pb2.StatusResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Move(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/diptych.rpc.v1.RouterProcess/Move',
+            diptych_dot_rpc_dot_v1_dot_router__pb2.MoveRequest.SerializeToString,
+            diptych_dot_rpc_dot_v1_dot_router__pb2.MoveResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -15,7 +15,7 @@ import pytest
 import typer.main
 from typer.testing import CliRunner, Result
 
-from diptych.cli import capacity, chat, explain, main, top
+from diptych.cli import capacity, chat, explain, main, move, top
 from diptych.cli.bench import command as bench
 from diptych.cli.bench import run as bench_run
 from diptych.cli.doctor import command as doctor
@@ -27,6 +27,7 @@ SERVERS = ("up", "serve", "router", "prefill", "decode")
 OTHERS: list[tuple[str, list[str], str, tuple[str, str, str]]] = [
     ("chat", [], "max_tokens", ("3", "4", "5")),
     ("explain", ["some-id"], "address", ("a:1", "b:2", "c:3")),
+    ("move", ["some-id", "--secret-file", "s"], "address", ("a:1", "b:2", "c:3")),
     ("what-if", ["--prompt", "a"], "max_tokens", ("3", "4", "5")),
     ("doctor", [], "sample_s", ("0.5", "0.25", "2.0")),
     ("top", [], "every_s", ("0.5", "0.25", "2.0")),
@@ -54,6 +55,7 @@ def nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(top, "run_top", instead)
     monkeypatch.setattr(capacity, "run_capacity", instead)
     monkeypatch.setattr(explain, "_call", asked)
+    monkeypatch.setattr(move, "_secret", asked)
     monkeypatch.setattr(bench_run, "serve", instead)
     monkeypatch.setattr(bench_run, "sweep", instead)
     monkeypatch.setattr("diptych.bench.cli.startup.run_startup", instead)
