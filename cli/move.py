@@ -31,6 +31,11 @@ def register(app: typer.Typer) -> None:
         secret_file: SECRET_FILE = "",
     ) -> None:
         """Move a running request to another decode worker; its stream goes on, and loses nothing."""
+        if not address and state_here() is None:
+            from diptych.common.paths import run_dir
+
+            rule = f"no cluster runs from {run_dir()}: name the router that has the request (--address)"
+            raise ConfigError("address", "", rule)
         access = router_access(address, tls_ca, tls_server_name)
         moved = ask(access, _secret(secret_file, here=not address), request_id, to)
         print(f"{request_id} was on {moved.before}, and goes on at {moved.after} after {moved.num_tokens} tokens")

@@ -93,6 +93,7 @@ def test_every_series_moves(clock):
     metrics.placements.labels("remote").inc()
     metrics.replacements.inc()
     metrics.moved("WORKER_LOST", 0.2)
+    metrics.resumes.labels("attached").inc()
     metrics.tickets.labels("granted").inc()
     metrics.admission.labels("admitted").inc()
     metrics.judged(None)
