@@ -65,7 +65,8 @@ class SimConfig:
 
 @dataclass(slots=True)
 class Outcome:
-    """refused: the decision, of a request that was refused; left: its client left, or its deadline passed, in the gate."""
+    """refused: the decision, of a request that was refused; left: its client left, or its deadline passed, in the gate; computed:
+    tokens of its prompt; held: leading ones that some worker had when it was placed."""
 
     request: TraceRequest
     predicted_cached: int = 0
@@ -75,6 +76,8 @@ class Outcome:
     would_refuse: bool = False
     finished_s: float = 0.0
     cached: int = 0
+    computed: int = 0
+    held: int = 0
     predicted_ttft_s: float = 0.0
     ttft_s: float = 0.0
     queued_s: float = 0.0
@@ -358,6 +361,7 @@ class Simulation:
         chosen = placement.chosen
         computes = (chosen.prefill or chosen.decode).worker_id
         outcome = Outcome(request, chosen.cached_tokens, predicted_ttft_s=chosen.ttft_ms / 1000.0)
+        outcome.held = request.num_tokens - min(self._uncached(one, request) for one in self._workers.values())
         outcome.would_refuse = judgement is not None and judgement.verdict is Verdict.WOULD_REFUSE
         self.outcomes.append(outcome)
         job = _Job(request, placement, str(request.number), outcome, request.at, judgement, self.now)
@@ -425,7 +429,7 @@ class Simulation:
 
     def _begin(self, worker: _Worker, job: _Job) -> None:
         job.outcome.queued_s = self.now - job.arrived
-        job.left = self._uncached(worker, job.request)
+        job.left = job.outcome.computed = self._uncached(worker, job.request)
         worker.shares.less(job.attempt, job.expected - job.left)
         decode = self._workers[job.placement.decode.worker_id]
         job.outcome.cached = job.request.num_tokens - min(job.left, self._uncached(decode, job.request))
