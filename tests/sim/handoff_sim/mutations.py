@@ -48,6 +48,8 @@ SEEN_BY: dict[str, int] = {
     "a_hit_ends_where_the_full_group_has_it": 693,
     "a_block_that_has_not_arrived_makes_a_hit": 693,
     "a_pull_counts_blocks_behind_a_gap": 659,
+    "a_pull_counts_blocks_of_one_group": 659,
+    "a_read_names_a_place_and_no_identity": 200,
 }
 """A seed that detects the missing guard, if finding one takes more than a few. It only saves time: see mutate.py."""
 
