@@ -1,6 +1,6 @@
 """Banned calls and imports, found in the syntax tree.
 
-Banned are: code execution from data; forks, since in a copy of a process with UCX, gRPC or CUDA their handlers run
+Banned are: code execution from data; TLS without its checks, and hashes that are broken; forks, since in a copy of a process with UCX, gRPC or CUDA their handlers run
 (common/child.py starts children); and sleeps in tests, whose outcome would depend on the machine's speed. A loop that
 polls a condition may sleep (better: diptych_tests.waiting); where another sleep decides nothing, the line says why:
 `# sleep: REASON`.
@@ -25,10 +25,19 @@ LOOP_FORKS = {
     "ProcessPoolExecutor",
 }
 """uvloop's forks run Python's at-fork hooks in the copy. Allowed in benchmarks and tests."""
+IMPORTS = {"__import__", "importlib.import_module", "import_module"}
 SLEEPS = {"time.sleep", "asyncio.sleep"}
 MAY_SLEEP = ("tests/support/diptych_tests/waiting.py", "tests/conftest.py", "tests/sim/")
 """The polling helper; code without access to it; virtual time."""
-BANNED_CALLS = {"eval", "exec", "os.system", "os.popen", "yaml.load", "yaml.unsafe_load", "tempfile.mktemp"}
+BANNED_CALLS = {
+    "eval", "exec", "builtins.eval", "builtins.exec", "os.system", "os.popen", "yaml.load", "yaml.unsafe_load",
+    "tempfile.mktemp", "torch.hub.load", "ssl._create_unverified_context", "hashlib.md5", "hashlib.sha1",
+    "jinja2.Environment",
+}  # fmt: skip
+UNCHECKED = {"check_hostname": False, "ssl_check_hostname": False, "ssl_cert_reqs": "none", "verify": False}
+"""Arguments and attributes that switch a check of TLS off; `verify` is one of HTTP clients. Where only one certificate is
+trusted, its names need not be checked: the line says `# pinned`."""
+HTTP_CLIENTS = ("httpx.", "requests.", "aiohttp.")
 
 
 def _dotted(node: ast.expr) -> str:
@@ -85,8 +94,24 @@ def findings(source: str, filename: str) -> list[str]:
                 report(node, f"import of {name}: it runs what it reads")
             if name.split(".")[0] in FORKING_MODULES:
                 report(node, f"import of {name}: it forks; see common/child.py")
+        if isinstance(node, ast.Attribute) and node.attr == "CERT_NONE":
+            report(node, "CERT_NONE: TLS without a check of the certificate")
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant):
+            for target in node.targets:
+                name = target.attr if isinstance(target, ast.Attribute) else ""
+                if name in UNCHECKED and node.value.value == UNCHECKED[name] and "# pinned" not in lines[node.lineno - 1]:
+                    report(node, f"{name} = {node.value.value}: TLS without a check")
         if isinstance(node, ast.Call):
             call = _dotted(node.func)
+            loaded = node.args[0].value if node.args and isinstance(node.args[0], ast.Constant) else None
+            if call in IMPORTS and str(loaded).split(".")[0] in BANNED_MODULES:
+                report(node, f"import of {loaded}: it runs what it reads")
+            if call.split(".")[-1] == "read_pickle":
+                report(node, f"{call}() runs what it reads")
+            for name, off in UNCHECKED.items():
+                given = _keyword(node, name)
+                if given is not None and given == off and (name != "verify" or call.startswith(HTTP_CLIENTS)):
+                    report(node, f"{name}={given}: TLS without a check")
             if is_test and call in SLEEPS and node not in polling and _waits(node, lines):
                 report(node, f"{call}(): wait for a condition (diptych_tests.waiting), or say `# sleep: REASON`")
             if call in BANNED_CALLS:

@@ -30,7 +30,7 @@ def _context(tls_ca: Path | None, *, pinned: bool) -> ssl.SSLContext:
     if tls_ca is not None:  # the given file is trusted, whatever signed it
         context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
     if pinned:  # exactly the certificate of this folder's router; its names are not checked
-        context.check_hostname = False
+        context.check_hostname = False  # pinned
     return context
 
 
