@@ -1,6 +1,7 @@
 """Banned calls and imports, found in the syntax tree.
 
-Banned are: code execution from data; TLS without its checks, and hashes that are broken; forks, since in a copy of a process with UCX, gRPC or CUDA their handlers run
+Banned are: code execution from data; TLS without its checks, and broken hashes; forks,
+since in a copy of a process with UCX, gRPC or CUDA their handlers run
 (common/child.py starts children); and sleeps in tests, whose outcome would depend on the machine's speed. A loop that
 polls a condition may sleep (better: diptych_tests.waiting); where another sleep decides nothing, the line says why:
 `# sleep: REASON`.
@@ -99,7 +100,11 @@ def findings(source: str, filename: str) -> list[str]:
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant):
             for target in node.targets:
                 name = target.attr if isinstance(target, ast.Attribute) else ""
-                if name in UNCHECKED and node.value.value == UNCHECKED[name] and "# pinned" not in lines[node.lineno - 1]:
+                if (
+                    name in UNCHECKED
+                    and node.value.value == UNCHECKED[name]
+                    and "# pinned" not in lines[node.lineno - 1]
+                ):
                     report(node, f"{name} = {node.value.value}: TLS without a check")
         if isinstance(node, ast.Call):
             call = _dotted(node.func)

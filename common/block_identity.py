@@ -47,7 +47,7 @@ class IdentityHeader:
         attention_version, backend: kernels that compute the layers, and their version.
     """
 
-    key: bytes
+    key: bytes = field(repr=False)
     model_revision: str
     tokenizer_revision: str
     kv_rule: str

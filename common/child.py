@@ -28,6 +28,15 @@ _LAUNCHER_CODE = (
     "os.execvp(sys.argv[2], sys.argv[2:])\n"
 )
 
+PRIVATE = frozenset({"DIPTYCH_REDIS_URL", "DIPTYCH_API_KEY", "HF_TOKEN", "OTEL_EXPORTER_OTLP_HEADERS"})
+"""Variables that may hold a password or a key."""
+
+
+def environment(**more: str) -> dict[str, str]:
+    """Of a child that needs none of PRIVATE: this process's without them, and with `more`."""
+    return {name: value for name, value in os.environ.items() if name not in PRIVATE} | more
+
+
 DEVNULL = subprocess.DEVNULL
 Stream = int | IO[bytes] | None
 

@@ -3,7 +3,7 @@ loading OpenSSL would slow --help."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from diptych.common.errors import ConfigError
@@ -16,7 +16,7 @@ class ServerTls:
     cert_file: Path
     key_file: Path
     cert: bytes
-    key: bytes
+    key: bytes = field(repr=False)
 
 
 def load_server_tls(cert_file: Path | str, key_file: Path | str) -> ServerTls:
@@ -81,7 +81,7 @@ class ClusterTls:
 
     ca: bytes
     cert: bytes
-    key: bytes
+    key: bytes = field(repr=False)
     name: str = ""
 
 

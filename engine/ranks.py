@@ -48,7 +48,7 @@ class RankSpec:
     Args:
         factory: "module:callable"; called with `arguments`, returns the rank's ModelRunner.
         arguments: by name, as JSON holds them.
-        env: the process's whole environment; None: ours.
+        env: the process's whole environment; None: ours without passwords.
     """
 
     factory: str
@@ -68,7 +68,10 @@ class _Rank:
                 "1" if samples else "0",
             ]  # fmt: skip
             self.process: subprocess.Popen[bytes] = child.start(
-                command, env=spec.env, stdin=theirs.fileno(), stdout=child.DEVNULL
+                command,
+                env=child.environment() if spec.env is None else spec.env,
+                stdin=theirs.fileno(),
+                stdout=child.DEVNULL,
             )
         self.socket.setblocking(False)
         self.outgoing = memoryview(b"")

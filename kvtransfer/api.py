@@ -11,7 +11,7 @@ into its inbox; results return by `loop.call_soon_threadsafe`.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Protocol
 
 from diptych.engine.messages import Payload, RangePacked, SlabGrant
@@ -25,7 +25,7 @@ class KvAddress:
     transport: str
     host: str
     port: int
-    blob: bytes = b""
+    blob: bytes = field(default=b"", repr=False)  # holds the token of its control messages
 
 
 @dataclass(frozen=True, slots=True)

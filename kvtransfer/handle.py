@@ -10,7 +10,7 @@ from __future__ import annotations
 import hmac
 import secrets
 import struct
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from enum import IntEnum
 
 from blake3 import blake3
@@ -46,14 +46,14 @@ class SlabHandle:
     size_bytes: int
     checksum: int
     expires_ns: int
-    mac: bytes = b""
+    mac: bytes = field(default=b"", repr=False)
     group: int = 0
     """Index of the KV group in the format of the part; layers count within it."""
     part: int = 0
     """Rank whose KV is in the slab, see common/kv_parts.py; 0 where there is one."""
 
 
-_SIGNED = tuple(field.name for field in fields(SlabHandle) if field.name not in ("mac", "part"))
+_SIGNED = tuple(one.name for one in fields(SlabHandle) if one.name not in ("mac", "part"))
 """`part` is behind them, and only where it is not 0: a worker of one rank encodes what workers without parts do."""
 
 

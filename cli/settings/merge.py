@@ -11,13 +11,13 @@ import datetime
 import json
 import math
 import os
+import re
 import tomllib
 import types
 import typing
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
-from urllib.parse import urlsplit, urlunsplit
 
 from diptych.common.errors import ConfigError
 
@@ -40,6 +40,9 @@ COMMAND_PREFIXES = tuple(
 )
 """Variables of client commands, which cli/settings/option_sources.py reads: not settings of a server."""
 _SECRET_WORDS = ("secret", "password", "token_key", "api_key")
+_CLIENTS_KEY = "DIPTYCH_API_KEY"
+_PASSWORD = re.compile(r"(?<=password=)[^&#]+", re.IGNORECASE)
+"""In a URL's query, as redis-py takes it."""
 _MOST = 2**63 - 1
 _KINDS: Mapping[type, str] = {int: "an integer", float: "a number", str: "text"}
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
@@ -153,7 +156,7 @@ def _from(source: str, key: str, value: Any, hint: Any) -> Any:
     try:
         return convert(key, value, hint)
     except ConfigError as error:
-        raise ConfigError(key, value, f"{error.rule} ({source})") from None
+        raise ConfigError(key, _mask(key, value), f"{error.rule} ({source})") from None
 
 
 def convert(key: str, value: Any, hint: Any) -> Any:
@@ -237,16 +240,19 @@ def child_environment(cls: type) -> dict[str, str]:
     return {
         name: value
         for name, value in os.environ.items()
-        if not (name.startswith(ENV_PREFIX) and name.removeprefix(ENV_PREFIX).lower() in own)
+        if not (name.startswith(ENV_PREFIX) and name.removeprefix(ENV_PREFIX).lower() in own) and name != _CLIENTS_KEY
     }
 
 
 def _mask(name: str, value: Any) -> Any:
     if any(word in name for word in _SECRET_WORDS) and not name.endswith("_file"):
         return "***" if value else value
-    if isinstance(value, str) and "://" in value:
-        parts = urlsplit(value)
-        if parts.password:
-            host = parts.netloc.rpartition("@")[2]
-            return urlunsplit(parts._replace(netloc=f"{parts.username or ''}:***@{host}"))
-    return value
+    return _masked_url(value) if isinstance(value, str) and "://" in value else value
+
+
+def _masked_url(url: str) -> str:
+    """Whatever is before the last @ behind a colon may be a password, also in a URL that no parser accepts."""
+    scheme, _, rest = _PASSWORD.sub("***", url).partition("://")
+    user, at, where = rest.rpartition("@")
+    name, colon, _ = user.partition(":")
+    return f"{scheme}://{name}{':***' if colon else ''}{at}{where}"

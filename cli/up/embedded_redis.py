@@ -16,6 +16,7 @@ import time
 from pathlib import Path
 
 from diptych.cli.up.processes import spawn
+from diptych.common import child
 from diptych.common.errors import ConfigError
 from diptych.common.extras import install_command
 
@@ -65,7 +66,7 @@ def start_server(path: Path, *, log: Path, folder: Path) -> subprocess.Popen[byt
     binary = server_binary()
     if not os.access(binary, os.X_OK):
         binary.chmod(binary.stat().st_mode | 0o100)
-    return spawn(server_command(path, folder), log=log, env=dict(os.environ), cwd=folder)
+    return spawn(server_command(path, folder), log=log, env=child.environment(), cwd=folder)
 
 
 def ping(path: Path, *, timeout_s: float) -> bool:

@@ -72,7 +72,12 @@ def setup_logging(**process: Any) -> None:
             structlog.processors.JSONRenderer(lambda event, **_: _ENCODER.encode(event)),
         ]
         if writes_json()
-        else [structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty() and "NO_COLOR" not in os.environ)]
+        else [
+            structlog.dev.ConsoleRenderer(
+                colors=sys.stderr.isatty() and "NO_COLOR" not in os.environ,
+                exception_formatter=structlog.dev.plain_traceback,  # rich, where it is installed, shows variables
+            )
+        ]
     )
 
     def rendered(logger: Any, method: str, event: Any) -> str:

@@ -11,7 +11,7 @@ With TLS, server and Sentinels must have a certificate for the name or address t
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
@@ -35,7 +35,7 @@ class SentinelUrl:
     service: str
     db: int
     username: str | None
-    password: str | None
+    password: str | None = field(repr=False)
     tls: bool
 
 

@@ -336,7 +336,7 @@ class ChildProcess:
                     (sys.executable, "-P", "-m", "diptych.engine.grammar.process", *self._args),
                     stdin=theirs.fileno(),
                     stdout=theirs.fileno(),
-                    env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+                    env=child.environment(OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES=""),
                 )
             async with asyncio.timeout(_START_S):
                 word = await self._receive()

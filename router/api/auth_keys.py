@@ -49,7 +49,7 @@ class KeyEntry:
 
     id: str
     tenant: str
-    hash: str
+    hash: str = field(repr=False)
     created: int
     tokens_per_minute: int = 0
     note: str = ""
@@ -62,7 +62,7 @@ class KeyEntry:
 class KeySet:
     """The content of a key file at one point in time."""
 
-    hash_key: bytes
+    hash_key: bytes = field(repr=False)
     entries: Mapping[str, KeyEntry] = field(default_factory=dict)
 
     def find(self, key: str) -> KeyEntry | None:

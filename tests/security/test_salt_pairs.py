@@ -23,7 +23,8 @@ SECRET = b"s" * 32
 ACME, OTHER, DEFAULT = (tenant_salt(SECRET, name) for name in ("acme", "other", ""))
 SALTS = {
     "acme": ACME, "other": OTHER, "the default tenant": DEFAULT, "none": b"",
-    "acme, further": further_salt(ACME, "x"), "acme, another": further_salt(ACME, "y"), "other, further": further_salt(OTHER, "x"),
+    "acme, further": further_salt(ACME, "x"), "acme, another": further_salt(ACME, "y"),
+    "other, further": further_salt(OTHER, "x"),
 }  # fmt: skip
 PAIRS = [(one, other) for one in SALTS for other in SALTS]
 HELD = 96
@@ -32,7 +33,10 @@ HELD = 96
 
 async def cached(pd: ModuleType, cluster: object, router: object, name: str, salt: bytes, token: int) -> int:
     message = cluster.submit_message(  # type: ignore[attr-defined]
-        attempt=name, prompt=[token] * 100, max_tokens=1, local=not cluster.prefill  # type: ignore[attr-defined]
+        attempt=name,
+        prompt=[token] * 100,
+        max_tokens=1,
+        local=not cluster.prefill,  # type: ignore[attr-defined]
     )
     message.cache_salt = salt
     answer = await router.run(message)  # type: ignore[attr-defined]
@@ -65,8 +69,8 @@ async def test_the_router_expects_a_hit_within_a_salt_only(fleet) -> None:
     await fleet.add("d0", event_epoch=0)
     await fleet.until_ready()
     callers = [("acme", None), ("other", None), ("", None), ("acme", "x"), ("acme", "y"), ("other", "x")]
-    sequence = 0
-    for number, (tenant, text) in enumerate(callers):
+    index = fleet.frontend._cluster._index
+    for number, (tenant, text) in enumerate(callers, 1):
         tokens = [number] * 64
 
         async def expected(tenant: str, text: str | None, tokens: list[int] = tokens) -> tuple[int, bytes]:
@@ -81,9 +85,7 @@ async def test_the_router_expects_a_hit_within_a_salt_only(fleet) -> None:
         owner = tenant_salt(fleet.secret, tenant)
         assert salt == (further_salt(owner, text) if text else owner)
         keys = tuple(block_keys(header_of_request(fleet.header, Prompt(tuple(tokens), salt)), tokens))
-        sequence += 1
-        await fleet.store.append_events("d0", [KvEvent("i1", 0, sequence, "stored", keys)])
-        index = fleet.frontend._cluster._index
+        await fleet.store.append_events("d0", [KvEvent("i1", 0, number, "stored", keys)])
         await fleet.until(lambda keys=keys: index.hit_blocks("d0", keys) == 4)
         for other in callers:
             hit, _ = await expected(*other)
@@ -113,12 +115,17 @@ def test_bytes_do_not_move_between_the_parts(before: bytes, after: bytes, adapte
     assert (one.opening == replace(one, salt=after).opening) == (before == after)
 
 
-@given(tenants=st.lists(TEXTS, min_size=2, max_size=4, unique=True), texts=st.lists(TEXTS, min_size=2, max_size=3, unique=True))
+@given(
+    tenants=st.lists(TEXTS, min_size=2, max_size=4, unique=True),
+    texts=st.lists(TEXTS, min_size=2, max_size=3, unique=True),
+)
 def test_no_text_of_a_caller_reaches_another_tenants_cache(tenants: list[str], texts: list[str]) -> None:
     salts = {(tenant, text): further_salt(tenant_salt(SECRET, tenant), text) for tenant in tenants for text in texts}
     assert len({*salts.values(), *(tenant_salt(SECRET, tenant) for tenant in tenants)}) == len(salts) + len(tenants)
     # Whoever a worker charges for the cache is the tenant, whatever text its client chose.
-    assert {tenant_of(salt) for salt in salts.values()} == {tenant_of(tenant_salt(SECRET, tenant)) for tenant in tenants}
+    assert {tenant_of(salt) for salt in salts.values()} == {
+        tenant_of(tenant_salt(SECRET, tenant)) for tenant in tenants
+    }
 
 
 async def test_a_tenant_is_never_taken_from_the_body(fleet) -> None:

@@ -52,9 +52,7 @@ async def probe(pd: ModuleType, salt: bytes, num_prefill: int) -> dict[str, floa
     ):
 
         async def ask(name: str, number: int, salt: bytes) -> tuple[int, int, int]:
-            message = cluster.submit_message(
-                attempt=name, prompt=prompts[number], max_tokens=2, local=num_prefill == 0
-            )
+            message = cluster.submit_message(attempt=name, prompt=prompts[number], max_tokens=2, local=num_prefill == 0)
             message.cache_salt = salt
             answer = await router.run(message)
             assert answer.error is None

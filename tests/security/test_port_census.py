@@ -20,8 +20,6 @@ import psutil
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from diptych.common.secret import call_key, call_token, derive_key, load_secret
-from diptych.common.ticket import PURPOSE
 from diptych.rpc.v1 import decode_pb2, prefill_pb2, worker_pb2
 
 pytestmark = pytest.mark.multiproc
@@ -33,7 +31,6 @@ SERVICES += worker_pb2.DESCRIPTOR.services_by_name.values()
 METHODS = {f"/{service.full_name}/{method.name}" for service in SERVICES for method in service.methods}
 LOOKASIDE = "/diptych.rpc.v1.Lookaside/Attach"
 NOBODY = 65534
-SECRET_CANARY = "a-prompt-that-nobody-else-may-read"  # noqa: S105
 
 
 def committed_table() -> Counter[tuple[str, str]]:
@@ -204,53 +201,6 @@ def test_another_user_opens_neither_redis_nor_the_secret(cluster) -> None:
     refused = json.loads(done.stdout)
     assert len(refused) == len(files) + 1
     assert all(refused.values()), refused
-
-
-def test_metrics_show_no_request(cluster) -> None:
-    ask(cluster)
-    for child in cluster.state.children:
-        if child.metrics:
-            text = httpx.get(f"http://{child.metrics}/metrics", timeout=WAIT_S).text
-            assert "diptych_" in text
-            assert SECRET_CANARY not in text
-            assert "mine-alone" not in text
-            assert "tenant" not in text
-
-
-def ask(cluster) -> dict[str, object]:
-    body = {"prompt": SECRET_CANARY, "max_tokens": 4, "temperature": 0, "local_prefill_max_tokens": 0}
-    headers = {"x-request-id": "mine-alone", "x-diptych-explain": "1"}
-    answer = httpx.post(f"{cluster.http_url}/v1/completions", json=body, headers=headers, timeout=WAIT_S)
-    assert answer.status_code == 200, answer.text
-    found: dict[str, object] = answer.json()
-    return found
-
-
-def test_secrets_are_shown_nowhere(cluster) -> None:
-    """Neither the cluster secret nor what is derived from it; nor is a prompt in a log."""
-    secret = load_secret(cluster.folder.secret)
-    addresses = [cluster.child(name).address for name in cluster.workers()]
-    hidden = {secret.hex(), derive_key(secret, PURPOSE).hex(), call_key(secret).hex()}
-    hidden |= {call_token(call_key(secret), address) for address in addresses}
-    shown = {"answer": json.dumps(ask(cluster))}
-    for path in ("/status", "/status.json", "/metrics", "/v1/models"):
-        shown[path] = httpx.get(cluster.http_url + path, timeout=WAIT_S).text
-    pids = [cluster.state.pid, *(child.pid for child in cluster.state.children)]
-    for pid in pids:
-        for process in processes(pid):
-            shown[f"arguments of {process.pid}"] = " ".join(process.cmdline())
-            shown[f"environment of {process.pid}"] = json.dumps(process.environ())
-    logs = {child.name: Path(child.log).read_text(errors="replace") for child in cluster.state.children}
-    shown |= logs | {"output": cluster.log(), "state": cluster.folder.state_file.read_text()}
-    shown |= {
-        name: outcome(cluster.child(name).address, "/diptych.rpc.v1.Worker/GetInfo")[1] for name in cluster.workers()
-    }
-    for where, text in shown.items():
-        assert text, where
-        for word in hidden:
-            assert word not in text, where
-    for name, text in logs.items():
-        assert SECRET_CANARY not in text, name
 
 
 def test_serve_answers_a_stranger_no_more(cluster_module, tmp_path) -> None:
