@@ -36,7 +36,7 @@ PIP := $(BIN)/python -m pip --quiet
 STEP := .ci/with_progress.sh
 PROTO_SOURCES := $(wildcard proto/diptych/rpc/v1/*.proto)
 
-.PHONY: help check sdk-reference test test-full test-hostile up down proto model golden chaos chaos-kill sim sdk-wheel bench bench-router bench-beside bench-overload bench-router-processes bench-peers bench-engine bench-kv bench-vllm test-gpu bench-gpu bench-gpu-batch-invariant bench-gpu-pair bench-gpu-http wheels wheels-gpu secrets images charts test-clients test-containers clean
+.PHONY: help check sdk-reference test test-full test-hostile up down proto model golden chaos chaos-kill sim fuzz audit sdk-wheel bench bench-router bench-beside bench-overload bench-router-processes bench-peers bench-engine bench-kv bench-vllm test-gpu bench-gpu bench-gpu-batch-invariant bench-gpu-pair bench-gpu-http wheels wheels-gpu secrets images charts test-clients test-containers clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 27
@@ -94,6 +94,19 @@ chaos-kill: $(VENV)/.dev model ## kill -9 of KILLS workers in every phase of a r
 
 sim: $(VENV)/.dev ## random schedules of the hand-off, SEEDS of them; prints every seed that breaks a law
 	@$(BIN)/python -P tests/sim/explore.py --seeds $(SEEDS) $(ARGS)
+
+MINUTES ?= 10
+fuzz: $(VENV)/.dev ## random and damaged input to every parser of bytes from outside, for MINUTES
+	@DIPTYCH_TEST_FUZZ_S=$$(( $(MINUTES) * 60 )) $(BIN)/pytest -v tests/security/test_fuzz.py $(ARGS)
+
+AUDIT_VENV ?= .venv-audit
+audit: $(AUDIT_VENV)/.ready ## known vulnerabilities of the pinned packages, by pip-audit; says so where it or its source is missing
+	@$(AUDIT_VENV)/bin/python -P .ci/audit.py $(ARGS)
+
+$(AUDIT_VENV)/.ready: $(VENV)/.python
+	@$(BIN)/python -m venv $(AUDIT_VENV)
+	@$(STEP) "pip-audit" $(AUDIT_VENV)/bin/python -m pip install --quiet pip-audit || echo "audit: pip-audit cannot be installed here" >&2
+	@touch $@
 
 bench: $(VENV)/.dev model ## the CPU benchmarks, under ten minutes on two quiet cores; reports in bench-out/
 	@$(BIN)/diptych bench suite $(ARGS)

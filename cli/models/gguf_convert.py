@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,13 +44,64 @@ class _Tensor:
         return 4 * int(np.prod(self.shape))
 
 
+_FIXED = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
+"""Bytes of a GGUF value by its type; 8 is a text, 9 an array."""
+
+
+def check_lengths(path: Path) -> None:
+    """The reader of the `gguf` package believes every count in a file: it would read beyond its end, for as long as the count
+    says. Raises: ValueError, struct.error (an end in the middle of a number), OSError."""
+    raw: Any = np.memmap(path, mode="r") if path.stat().st_size else b""
+    at = 24
+    magic, version, num_tensors, num_fields = struct.unpack_from("<4sIQQ", raw)
+    if magic != b"GGUF" or version not in (2, 3):
+        raise ValueError(f"magic {magic!r}, version {version}: must be GGUF of version 2 or 3, little-endian")
+
+    def skip(size: int) -> None:
+        nonlocal at
+        at += size
+        if at > len(raw):
+            raise ValueError(f"a length at byte {at - size} leads beyond its end")
+
+    def skip_text() -> None:
+        (length,) = struct.unpack_from("<Q", raw, at)
+        skip(8 + length)
+
+    def skip_value(kind: int, depth: int = 0) -> None:
+        if kind == 8:
+            skip_text()
+        elif kind == 9 and depth < 4:
+            inner, count = struct.unpack_from("<IQ", raw, at)
+            skip(12)
+            if inner in _FIXED:
+                skip(count * _FIXED[inner])
+            else:
+                for _ in range(count):  # each takes 8 bytes at least, or ends this
+                    skip_value(inner, depth + 1)
+        elif kind in _FIXED:
+            skip(_FIXED[kind])
+        else:
+            raise ValueError(f"a value of unknown type {kind}")
+
+    for _ in range(num_fields):
+        skip_text()
+        (kind,) = struct.unpack_from("<I", raw, at)
+        skip(4)
+        skip_value(kind)
+    for _ in range(num_tensors):
+        skip_text()
+        (num_dims,) = struct.unpack_from("<I", raw, at)
+        skip(4 + 8 * num_dims + 12)
+
+
 class GgufModel:
     """One opened GGUF file. Raises: ConfigError unless it is of a registered family, with a known kind of tokenizer."""
 
     def __init__(self, path: Path) -> None:
         try:
+            check_lengths(path)
             self._reader = GGUFReader(path)
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, LookupError, OverflowError, struct.error) as error:
             raise ConfigError("gguf", str(path), f"not a readable GGUF file: {error}") from error
         self._path = path
         self._family, self._gguf = gguf_family(self.field("general.architecture"))
