@@ -42,6 +42,7 @@ def test_keys_tls_and_mtls(cluster_module, tmp_path) -> None:
     api_key, _ = add_key(tmp_path / "keys.json", "acme", now=0.0)
     flags = ["--keys-file", tmp_path / "keys.json", "--tls-cert", cert, "--tls-key", key, "--num-blocks", "64"]
     flags += ["--cluster-ca", cluster_ca, "--cluster-cert", cluster_cert, "--cluster-key", cluster_key]
+    flags += ["--kv-encryption", "aes-gcm"]
     own = {"DIPTYCH_API_KEY": api_key}
     with cluster_module.running_cluster(tmp_path, *map(str, flags), extra_env=own) as cluster:
         assert cluster.http_url.startswith("https://")

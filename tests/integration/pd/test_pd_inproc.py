@@ -11,6 +11,7 @@ import pytest
 
 from diptych.common.sampling import SamplingParams
 from diptych.engine.messages import ScheduledSeq
+from diptych.kvtransfer.ciphers import CIPHERS
 from diptych.rpc.convert import sampling_to_proto
 from diptych.rpc.v1 import types_pb2
 from diptych.worker.runtime import WorkerRuntime
@@ -178,3 +179,21 @@ async def test_a_step_of_many_requests_is_one_message(pd: ModuleType) -> None:
         for i in range(8):
             await router.ended(f"a{i}")
         assert router.num_batches < 8 * 32 / 2
+
+
+@pytest.mark.parametrize("every", [0, 3])
+@pytest.mark.parametrize("cipher", CIPHERS)
+async def test_encrypted_kv_yields_the_same_tokens_also_where_some_of_it_is_damaged(
+    pd: ModuleType, cipher: str, every: int
+) -> None:
+    expected = await local_answer(pd, PROMPT)
+    config = {"kv_encryption": cipher}
+    async with (
+        pd.cluster(prefill_config=config, decode_config=config | {"fault_corrupt_every": every}) as cluster,
+        pd.FakeRouter(cluster.decode.address) as router,
+    ):
+        answer = await router.run(cluster.submit_message(attempt="a", prompt=PROMPT))
+        assert answer.token_ids == expected
+        damaged = any("TRANSFER_FAILED" in note for note in answer.explanation.notes)
+        assert (damaged, answer.explanation.local_prefill) == (every > 0, every > 0)
+        await cluster.nothing_left()
