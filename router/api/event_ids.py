@@ -6,7 +6,6 @@ Several messages that one event makes can be torn apart, too: the id of all but 
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Protocol
 
 from diptych.router.api.openai_choice import Choice
@@ -17,7 +16,7 @@ from diptych.router.requests.messages import (
     PromptLogprobsEvent,
     TokenEvent,
 )
-from diptych.router.requests.resume import BEGIN, CHOICE_END, END, PROMPT, TOKENS, Seen, SeenChoice, Step, checksum
+from diptych.router.requests.resume import BEGIN, CHOICE_END, END, PROMPT, TOKENS, Seen, SeenChoice, checksum
 from diptych.router.requests.seam import ALL, Seam
 
 _BREAK = b"\n\n"
@@ -34,6 +33,16 @@ class StreamForm(Protocol):
     def chunks(self, event: GenerateEvent) -> bytes: ...
 
 
+class _Got:
+    """What the caller got of a choice; see SeenChoice. `text`: as in an id."""
+
+    __slots__ = ("checksum", "num_chars", "num_tokens", "text")
+
+    def __init__(self) -> None:
+        self.num_tokens = self.num_chars = self.checksum = 0
+        self.text = SeenChoice().text()
+
+
 class EventIds:
     """The stream of one answer.
 
@@ -45,77 +54,88 @@ class EventIds:
     def __init__(self, form: StreamForm, ref: str, num_choices: int, seen: Seen | None = None) -> None:
         self._form = form
         self._ref = ref
-        self._choices = [SeenChoice()] * num_choices
+        self._got = [_Got() for _ in range(num_choices)]
         self._prompt = False
+        self._now = ""
+        """What the caller has after the last event, as in an id. (Seen.text; made here in a third of the time.)"""
         self._seen = seen
         self._seam = None if seen is None else Seam(seen)
         self._renumbered = seen is None
 
     def begin(self) -> bytes:
         """The start of the stream; may be empty."""
-        seen = self._seen
+        out, seen = self._form.begin(), self._seen
+        before = self._passed()
         if seen is None:
-            return self._marked(self._form.begin(), Step(BEGIN, 0, 0, 0, 1), self._now(), 0)
+            return self._marked(out, BEGIN, None, before, 0)
         if seen.step is None or seen.step.kind != BEGIN:
-            self._form.begin()
             return b""
-        return self._marked(self._form.begin(), Step(BEGIN, 0, 0, 0, 1), self._now(), seen.step.parts)
+        return self._marked(out, BEGIN, None, before, seen.step.parts)
 
     def chunks(self, event: GenerateEvent) -> bytes:
         """The chunks of the event that the caller does not have; may be empty. Raises: InternalError when a resumed answer is
         another one."""
         if self._seam is None:
-            return self._chunks(event, 0)
+            return self._chunks(event, 0) if self._ref else self._form.chunks(event)
         return b"".join(self._chunks(part, drop) for part, drop in self._seam.parts(event))
 
     def _chunks(self, event: GenerateEvent, drop: int) -> bytes:
         if not self._renumbered and drop != ALL:
             assert self._seen is not None
             self._renumbered, self._form.sequence = True, self._seen.sequence
-        if not self._ref and not self._seam:
-            return self._form.chunks(event)
-        before = self._now()
+            self._passed()
         out = self._form.chunks(event)
-        step = self._pass(event, out)
-        return b"" if drop == ALL else self._marked(out, step, before, drop)
+        kind, got = self._take(event, out)
+        before = self._passed()
+        return b"" if drop == ALL else self._marked(out, kind, got, before, drop)
 
-    def _now(self) -> Seen:
-        return Seen(tuple(self._choices), self._prompt, self._form.sequence)
+    def _passed(self) -> str:
+        """The caller got what is taken. Returns: what it had before, as in an id."""
+        before, got = self._now, self._got
+        choices = got[0].text if len(got) == 1 else "-".join([one.text for one in got])
+        self._now = f"{len(got)}-{int(self._prompt)}-{self._form.sequence}-{choices}"
+        return before or self._now
 
-    def _pass(self, event: GenerateEvent, out: bytes) -> Step:
-        """The caller has got this event. Returns: its first message as a step."""
+    def _take(self, event: GenerateEvent, out: bytes) -> tuple[int, int | None]:
+        """Returns: the event's kind, and its choice."""
         if isinstance(event, TokenEvent):
-            number, before = event.choice, self._choices[event.choice]
-            tokens, chars = before.num_tokens + len(event.token_ids), before.num_chars + len(event.text)
-            summed, choice = checksum(event.token_ids, before.checksum), self._form.choices[number]
-            if self._seen is not None and tokens == self._seen.choices[number].num_tokens:
+            number, ids = event.choice, event.token_ids
+            got, choice = self._got[number], self._form.choices[number]
+            got.num_tokens += len(ids)
+            got.num_chars += len(event.text)
+            got.checksum = checksum(ids, got.checksum)
+            if self._seen is not None and got.num_tokens == self._seen.choices[number].num_tokens:
                 # They are counted by events, and these come together in another way.
                 choice.reasoning_tokens = self._seen.choices[number].num_reasoning
-            self._choices[number] = SeenChoice(tokens, chars, summed, choice.reasoning_tokens)
-            return Step(TOKENS, number, tokens, chars, 1)
+            got.text = f"{got.num_tokens}-{got.num_chars}-{got.checksum}-{choice.reasoning_tokens}-0"
+            return TOKENS, number
         if isinstance(event, ChoiceFinishedEvent):
-            number, before = event.choice, self._choices[event.choice]
-            self._choices[number] = replace(before, ended=True)
-            return Step(CHOICE_END, number, 0, 0, 1)
+            got = self._got[event.choice]
+            got.text = f"{got.text[:-1]}1"
+            return CHOICE_END, event.choice
         if isinstance(event, PromptLogprobsEvent):
             self._prompt = self._prompt or bool(out)
-            return Step(PROMPT, 0, 0, 0, 1)
+            return PROMPT, None
         assert isinstance(event, FinishedEvent)
-        return Step(END, 0, 0, 0, 1)
+        return END, None
 
-    def _marked(self, out: bytes, step: Step, before: Seen, drop: int) -> bytes:
-        """Without the first `drop` messages, the others with their ids."""
+    def _marked(self, out: bytes, kind: int, number: int | None, before: str, drop: int) -> bytes:
+        """Without the first `drop` messages, the others with their ids. `number`: of the choice of the event."""
         if not out:
             return out
+        head = f"id: {self._ref}."
+        if not drop and self._ref and kind != END and out.find(_BREAK) == len(out) - 2:
+            return f"{head}{self._now}\n".encode() + out
         messages = out.split(_BREAK)[:-1]
         if not self._ref:
             return b"".join(message + _BREAK for message in messages[drop:])
+        place = (
+            (0, 0) if kind != TOKENS or number is None else (self._got[number].num_tokens, self._got[number].num_chars)
+        )
         marked = []
-        for number, message in enumerate(messages[drop:], drop + 1):
-            if number < len(messages) or step.kind == END:
-                parts = Step(step.kind, step.choice, step.num_tokens, step.num_chars, number)
-                seen = Seen(before.choices, before.prompt, before.sequence, parts)
-            else:
-                seen = self._now()
-            marked.append(f"id: {self._ref}.{seen.text()}\n".encode() + message + _BREAK)
+        for part, message in enumerate(messages[drop:], drop + 1):
+            seen = self._now
+            if part < len(messages) or kind == END:
+                seen = f"{before}-{kind}-{number or 0}-{place[0]}-{place[1]}-{part}"
+            marked.append(f"{head}{seen}\n".encode() + message + _BREAK)
         return b"".join(marked)

@@ -49,6 +49,10 @@ class SeenChoice:
     num_reasoning: int = 0
     ended: bool = False
 
+    def text(self) -> str:
+        """As in an id."""
+        return f"{self.num_tokens}-{self.num_chars}-{self.checksum}-{self.num_reasoning}-{int(self.ended)}"
+
 
 @dataclass(frozen=True, slots=True)
 class Step:
@@ -82,12 +86,12 @@ class Seen:
         return sum(choice.num_tokens for choice in self.choices)
 
     def text(self) -> str:
-        numbers = [len(self.choices), int(self.prompt), self.sequence]
-        for choice in self.choices:
-            numbers += (choice.num_tokens, choice.num_chars, choice.checksum, choice.num_reasoning, int(choice.ended))
-        if (step := self.step) is not None:
-            numbers += (step.kind, step.choice, step.num_tokens, step.num_chars, step.parts)
-        return "-".join(map(str, numbers))
+        choices = "-".join(choice.text() for choice in self.choices)
+        text = f"{len(self.choices)}-{int(self.prompt)}-{self.sequence}-{choices}"
+        step = self.step
+        if step is None:
+            return text
+        return f"{text}-{step.kind}-{step.choice}-{step.num_tokens}-{step.num_chars}-{step.parts}"
 
 
 def parse_seen(text: str) -> Seen | None:
@@ -112,6 +116,8 @@ def parse_seen(text: str) -> Seen | None:
 
 def checksum(token_ids: tuple[int, ...] | list[int], before: int = 0) -> int:
     """Of tokens that follow those of the checksum `before`."""
+    if len(token_ids) == 1:
+        return crc32(token_ids[0].to_bytes(4, "little"), before)
     return crc32(array("I", token_ids).tobytes(), before)
 
 

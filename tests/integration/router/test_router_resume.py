@@ -15,6 +15,7 @@ from diptych.common.errors import InvalidRequestError, QuotaExceededError
 from diptych.router.api.auth_limits import MeteredRouterApi, TenantQuotas
 from diptych.router.server import ApiServers
 from diptych_tests import waiting
+from diptych_tests.event_stream import messages, numbers_of, plain, undisturbed, undisturbed_after
 from diptych_tests.router_fleet import other_router, running
 
 NUM_TOKENS, AT = 8, 3
@@ -50,59 +51,6 @@ def body_of(path, **changes):
     return body | {"stream": True} | changes
 
 
-async def messages(response):
-    """Each message of a stream, without its id, and its id."""
-    assert response.status_code == 200, await response.aread()
-    text = ""
-    async for part in response.aiter_text():
-        text += part
-        *whole, text = text.split("\n\n")
-        for message in whole:
-            first, _, rest = message.partition("\n")
-            yield (rest, first.removeprefix("id: ")) if first.startswith("id: ") else (message, "")
-
-
-def plain(seen):
-    """The texts of a stream's messages, as a caller joins them: they may be cut in other places. Numbers must not have a gap."""
-    text, rest, numbers = {}, [], []
-    for message, _ in seen:
-        data = message.split("data: ", 1)[1]
-        if data == "[DONE]":
-            rest.append(data)
-            continue
-        data = json.loads(data)
-        numbers.append(data.get("sequence_number"))
-        if data.get("delta") is not None and data["type"].endswith("delta"):
-            text[data["item_id"]] = text.get(data["item_id"], "") + data["delta"]
-            continue
-        for choice in data.get("choices", ()):
-            spoken = choice.get("text", choice.get("delta", {}).get("content"))
-            facts = {name: choice.pop(name) for name in ("token_ids",) if choice.get(name) is not None}
-            for name, values in facts.items():
-                text.setdefault((choice["index"], name), []).extend(values)
-            logprobs = choice.get("logprobs")
-            for name, values in (logprobs or {}).items():
-                if isinstance(values, list):
-                    text.setdefault((choice["index"], name), []).extend(values)
-            if spoken is not None and choice["finish_reason"] is None:
-                text[choice["index"]] = text.get(choice["index"], "") + spoken
-                rest.append(("text", data["id"], data["created"]))
-            else:
-                rest.append(data)
-        if not data.get("choices"):
-            data.pop("sequence_number", None)
-            rest.append(data)
-    if numbers and numbers[0] is not None:
-        assert numbers == list(range(len(numbers)))
-    ends = [one for one in rest if not (isinstance(one, tuple) and one[0] == "text")]
-    return text, ends, {one[1:] for one in rest if isinstance(one, tuple)}
-
-
-async def undisturbed(client, path, body):
-    async with client.stream("POST", path, json=body) as response:
-        return [pair async for pair in messages(response)]
-
-
 async def until_held(client, fleet, worker, path, body, tokens):
     """What a caller got of an answer that holds there, and its open response; the router is then as good as dead."""
     worker.hold_from = tokens
@@ -114,17 +62,6 @@ async def until_held(client, fleet, worker, path, body, tokens):
         async with asyncio.timeout(60):
             seen.append(await anext(stream))
     return seen, response
-
-
-def numbers_of(event_id):
-    """(tokens of all choices, ...) of an id."""
-    numbers = list(map(int, event_id.partition(".")[2].split("-")))
-    return sum(numbers[3 : 3 + 5 * numbers[0] : 5]), numbers
-
-
-def forget_ids(shown):
-    """Ids and times differ from request to request."""
-    return json.loads(json.dumps(shown, default=repr))
 
 
 @pytest.mark.parametrize("kept", [True, False], ids=["attached", "computed again"])
@@ -181,11 +118,6 @@ async def test_a_plain_client_goes_on_at_another_router(fleet, path, changes, ke
     if body.get("stream_options"):
         usage = ends[-2]["usage"]
         assert usage["completion_tokens"] == NUM_TOKENS * body["n"]
-
-
-async def undisturbed_after(client, path, body, event_id):
-    async with client.stream("POST", path, json=body, headers={"last-event-id": event_id}) as response:
-        return [pair async for pair in messages(response)]
 
 
 async def test_a_whole_answer_of_a_broken_stream_and_by_the_body(fleet) -> None:
