@@ -31,8 +31,8 @@ def show(request: Request) -> int:
     """Print the answer while it is streamed. Returns: 0, or 1 if it is incomplete."""
     with urlopen(request, timeout=60) as answer:  # noqa: S310
         for line in answer:
-            data = line.decode().strip().removeprefix("data: ")
-            if not data or data.startswith(":"):  # a blank line, or a comment that keeps the connection open
+            name, _, data = line.decode().strip().partition(": ")
+            if name != "data":  # a blank line, an event's id, or a comment that keeps the connection open
                 continue
             if data == "[DONE]":
                 print()

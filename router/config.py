@@ -55,6 +55,8 @@ class RouterConfig:
         http_head_timeout_s: seconds from a connection, or a request's first byte, to the end of the request's head;
             then it is closed.
         http_idle_timeout_s: how long a connection is kept between two requests.
+        http_event_ids: streams over HTTP have `id:` lines, by which they go on at another router when this one dies. Some
+            tools that measure servers take every line for data, and need it off.
         tls_cert: PEM file with the certificate of both servers; if set, they use TLS only.
         tls_key: PEM file with the key of tls_cert.
         cluster_ca: PEM file with the CA for mTLS on every gRPC connection between routers and workers.
@@ -125,6 +127,7 @@ class RouterConfig:
     unknown_fields: str = "ignore"
     http_head_timeout_s: float = 30.0
     http_idle_timeout_s: float = 5.0
+    http_event_ids: bool = True
     tls_cert: Path | None = None
     tls_key: Path | None = None
     cluster_ca: str = ""
@@ -161,7 +164,13 @@ class RouterConfig:
     @property
     def http(self) -> HttpOptions:
         """Raises: ConfigError."""
-        return HttpOptions(self.cors_origins, self.unknown_fields, self.http_head_timeout_s, self.http_idle_timeout_s)
+        return HttpOptions(
+            self.cors_origins,
+            self.unknown_fields,
+            self.http_head_timeout_s,
+            self.http_idle_timeout_s,
+            self.http_event_ids,
+        )
 
     @property
     def rollout(self) -> Rollout:

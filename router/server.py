@@ -287,6 +287,7 @@ class ApiServers:
             status,
             self._bodies,
             refuse_unknown_fields=refuse,
+            event_ids=options.event_ids,
             parsing=parsing,
             siblings=self._siblings,
         )

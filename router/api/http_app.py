@@ -107,6 +107,7 @@ def create_app(
     bodies: Bodies | None = None,
     *,
     refuse_unknown_fields: bool = False,
+    event_ids: bool = True,
     parsing: Callable[[], AbstractContextManager[None]] = nullcontext,
     siblings: Siblings | None = None,
 ) -> FastAPI:
@@ -119,6 +120,7 @@ def create_app(
         status: the content of the status page, if given.
         bodies: parses large bodies; closed by its owner.
         refuse_unknown_fields: reject them; else name them in a response header.
+        event_ids: streams have ids.
         parsing: entered while the body of a request for an answer is read; an error leaves it.
         siblings: the other processes of this router, which /metrics and /status.json speak for, too.
     """
@@ -126,7 +128,7 @@ def create_app(
     http_errors.install(app)
     bodies = bodies or Bodies()
     unknown = UnknownFields(refuse=refuse_unknown_fields)
-    _add_generation(app, router_api, bodies, quotas, unknown, parsing)
+    _add_generation(app, router_api, bodies, quotas, unknown, parsing, event_ids=event_ids)
     _add_tokens(app, router_api, bodies, unknown)
     _add_models(app, router_api)
     _add_operations(app, router_api, metrics, siblings)
@@ -173,6 +175,8 @@ def _add_generation(
     quotas: MeteredRouterApi | None,
     unknown: UnknownFields,
     parsing: Callable[[], AbstractContextManager[None]],
+    *,
+    event_ids: bool,
 ) -> None:
     def limits(tenant: str) -> dict[str, str]:
         return {} if quotas is None else quotas.headers(tenant)
@@ -183,7 +187,10 @@ def _add_generation(
 
         with parsing():
             call = await bodies.object_of(await read_body(request), made)
-        return GenerationResponse(router_api, _with_headers(request, call), extra_headers=limits)
+        _add_headers(request, call)
+        # A whole answer has no ids: its caller asks again.
+        call.spec.resumable = event_ids and call.stream and not call.more
+        return GenerationResponse(router_api, call, extra_headers=limits)
 
     async def chat_completions(request: Request) -> Response:
         return await answer(request, chat_call)
@@ -278,7 +285,7 @@ def _add_operations(app: FastAPI, router_api: RouterApi, metrics: Metrics, sibli
         return json_response({"version": package_version()})
 
 
-def _with_headers(request: Request, call: ParsedRequest) -> ParsedRequest:
+def _add_headers(request: Request, call: ParsedRequest) -> None:
     """Add the request's headers and the caller's tenant."""
     spec, headers = call.spec, request.headers
     spec.request_id = spec.request_id or _label(request)
@@ -291,8 +298,6 @@ def _with_headers(request: Request, call: ParsedRequest) -> ParsedRequest:
         call.renamed = {**call.renamed, "resume_id": "resume_after" if resume_id is None else RESUME_HEADER}
     if call.more and spec.resume_id is not None:
         raise InvalidRequestError("resume_after: an answer to several prompts cannot go on", param="resume_after")
-    # A whole answer has no ids: its caller asks again.
-    spec.resumable = call.stream and not call.more
     spec.explain = headers.get(EXPLAIN_HEADER, "0").lower() in ("1", "true")
     spec.tenant = current_caller.get().tenant
     spec.traceparent = headers.get(TRACEPARENT, "")
@@ -301,7 +306,6 @@ def _with_headers(request: Request, call: ParsedRequest) -> ParsedRequest:
     # An idempotency key covers the whole request: the first prompt's request holds it.
     for one in call.more:
         one.request_id, one.tenant, one.traceparent = spec.request_id, spec.tenant, spec.traceparent
-    return call
 
 
 def _label(request: Request) -> str:

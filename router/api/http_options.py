@@ -18,6 +18,7 @@ class HttpOptions:
         unknown_fields: of a body: "ignore" names them in a response header, "refuse" rejects them with 400.
         head_timeout_s: from the connection, or from a request's first byte, to the end of the request's head.
         idle_timeout_s: how long a connection is kept between two requests.
+        event_ids: streams have `id:` lines, by which they go on at another router.
     Raises: ConfigError naming the field.
     """
 
@@ -25,6 +26,7 @@ class HttpOptions:
     unknown_fields: str = "ignore"
     head_timeout_s: float = 30.0
     idle_timeout_s: float = 5.0
+    event_ids: bool = True
 
     def __post_init__(self) -> None:
         if self.unknown_fields not in UNKNOWN_FIELDS:

@@ -331,11 +331,11 @@ class Relay:
             submit.choice = choice
         return self._cluster.open(placement, submit, request.tenant)
 
-    @staticmethod
-    def _is_kept(request: ValidatedRequest, placement: Placement) -> bool:
+    def _is_kept(self, request: ValidatedRequest, placement: Placement) -> bool:
         """Whether the worker keeps the attempt when this router dies. Only one that sends all of the answer: another router
         needs it from its first token on."""
-        return request.resumable and not request.resume_after and RESUME in placement.decode.record.request_fields
+        wanted = self._refs is not None and request.resumable and not request.resume_after
+        return wanted and RESUME in placement.decode.record.request_fields
 
     def _open_choices(self, parts: dict[int, ValidatedRequest], placement: Placement, left_s: float) -> ChoiceAttempts:
         """Raises: as Cluster.open."""

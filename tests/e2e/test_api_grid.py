@@ -38,7 +38,7 @@ def ask(http: httpx.Client, body: dict[str, Any]) -> tuple[list[dict[str, Any]],
     if not body.get("stream"):
         whole = answer.json()
         return [shown(choice, choice["message"]["content"]) for choice in whole["choices"]], whole
-    parts = [part.removeprefix("data: ") for part in answer.text.split("\n\n") if part]
+    parts = [part.split("data: ", 1)[1] for part in answer.text.split("\n\n") if part]
     assert parts[-1] == "[DONE]", parts[-1]
     chunks = [json.loads(part) for part in parts[:-1]]
     texts: dict[int, str] = {}

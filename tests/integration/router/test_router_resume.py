@@ -13,6 +13,7 @@ import pytest
 
 from diptych.common.errors import InvalidRequestError, QuotaExceededError
 from diptych.router.api.auth_limits import MeteredRouterApi, TenantQuotas
+from diptych.router.api.http_options import HttpOptions
 from diptych.router.server import ApiServers
 from diptych_tests import waiting
 from diptych_tests.event_stream import messages, numbers_of, plain, undisturbed, undisturbed_after
@@ -24,8 +25,8 @@ KEEPS = {"request_fields": ("resume",)}
 
 
 @asynccontextmanager
-async def served(frontend):
-    servers = ApiServers("127.0.0.1", 0, 0)
+async def served(frontend, options=None):
+    servers = ApiServers("127.0.0.1", 0, 0, options=options)
     try:
         at = await servers.start(frontend, frontend.metrics)
         async with httpx.AsyncClient(base_url=f"http://{at.http}", timeout=60) as client:
@@ -266,6 +267,16 @@ async def test_an_older_worker_is_not_asked_to_keep(fleet) -> None:
     worker = await fleet.add("d0")
     await fleet.until_ready()
     async with served(fleet.frontend) as client:
+        seen = await undisturbed(client, CHAT, body_of(CHAT))
+    assert {event_id for _, event_id in seen} == {""}
+    assert not worker.submits[0].keep
+
+
+async def test_ids_can_be_left_out(fleet) -> None:
+    """Then the worker need not keep anything."""
+    worker = await fleet.add("d0", **KEEPS)
+    await fleet.until_ready()
+    async with served(fleet.frontend, HttpOptions(event_ids=False)) as client:
         seen = await undisturbed(client, CHAT, body_of(CHAT))
     assert {event_id for _, event_id in seen} == {""}
     assert not worker.submits[0].keep
