@@ -54,6 +54,7 @@ BENCHMARKS: dict[str, Benchmark] = {
     ),
     "router-peers": Benchmark("peers.routers", "our router beside sglang-router and vllm-router", "bench-peers"),
     "worker-calls": Benchmark("router.worker_calls", "what the token of calls to workers costs"),
+    "prefix-timing": Benchmark("router.prefix_timing", "whether times tell what another tenant has sent"),
     "large-bodies": Benchmark("router.large_bodies", "stalls of the router's loop by large bodies"),
     "harness-vs-aiperf": Benchmark("loadtest.harness_vs_aiperf", "our load harness beside aiperf, one mock server"),
 }

@@ -25,12 +25,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import save
+from tokenizers import Tokenizer, models, pre_tokenizers
 
 from diptych.cli.models.gguf_convert import GgufModel
 from diptych.cli.settings.merge import read_file
 from diptych.common.checkpoint.manifest import read_manifest
 from diptych.common.errors import AuthenticationError, ConfigError, DiptychError, TransferError
-from diptych.common.grammar import Tags, check_escapes, check_grammar, choices_of
+from diptych.common.grammar import Grammar, GrammarKind, Tags, check_escapes, check_grammar, choices_of
 from diptych.common.store.codec import (
     BadRowError,
     decode_event,
@@ -45,6 +46,8 @@ from diptych.common.store.redis_url import parse_sentinel_url
 from diptych.common.ticket import seal, unseal
 from diptych.engine.exec.checkpoint import Checkpoint
 from diptych.engine.exec.models.registry import describe
+from diptych.engine.grammar.compiler import ChildProcess, GrammarCompiler, GrammarLimits
+from diptych.engine.grammar.program import FirstToken
 from diptych.kvtransfer import encryption
 from diptych.kvtransfer.handle import SlabHandle, decode_note, encode, encode_renewal, sign
 from diptych.kvtransfer.layout import HEADER_BYTES, check_slab, message_bytes, read_refusal, write_frame
@@ -152,7 +155,7 @@ def structured(raw: bytes) -> None:
     if found is not None:
         check_grammar(found.grammar)
         check_escapes(found.grammar.source)
-        if found.grammar.kind == "choice":
+        if found.grammar.kind is GrammarKind.CHOICE:
             choices_of(found.grammar.source)
 
 
@@ -391,6 +394,19 @@ PARSERS: dict[str, tuple[Parser, list[bytes], tuple[type[BaseException], ...]]] 
 }  # fmt: skip
 
 
+GRAMMARS: dict[GrammarKind, list[bytes]] = {
+    GrammarKind.JSON_SCHEMA: [
+        b'{"type": "object", "properties": {"a": {"type": "integer", "minimum": 1}}, "required": ["a"]}',
+        b'{"$defs": {"n": {"anyOf": [{"$ref": "#/$defs/n"}, {"type": "null"}]}}, "$ref": "#/$defs/n"}',
+        b'{"type": "array", "items": {"enum": ["a", 1, null]}, "maxItems": 3}', b'{"type": "string", "pattern": "^[a-z]+$"}',
+    ],
+    GrammarKind.REGEX: [b"[a-z]+@(x|yy){1,3}", b"(a+)+$", b"\\d{2,5}\\p{L}*"],
+    GrammarKind.CHOICE: [b'["a", "b"]'],
+    GrammarKind.EBNF: [b'root ::= "a" [0-9]+ | b\nb ::= "b" root?', b'start: "a" DIGITS\nDIGITS: /[0-9]{2}/'],
+    GrammarKind.TAGS: [b'{"tags": [{"begin": "<a>", "schema": "{}", "end": "</a>"}], "trigger": "<a>"}'],
+}  # fmt: skip
+
+
 def until_the_time_is_up(check: Callable[[], None], share: int) -> None:
     """Once in CI; in the long run again and again, each time with other inputs."""
     end = time.monotonic() + SECONDS / share
@@ -428,6 +444,56 @@ def test_what_is_valid_is_parsed() -> None:
         read, seeds, _ = PARSERS[name]
         read(seeds[1 if name == "completions" else 0])
     assert unseal(KEY, seal(KEY, b"claims")) == b"claims"
+
+
+@pytest.fixture
+def vocabulary(tmp_path: Path) -> str:
+    """A model's folder with one token for each byte."""
+    alphabet = {token: i for i, token in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    tokenizer = Tokenizer(models.BPE(alphabet, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.add_special_tokens(["<end>"])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 257, "eos_token_id": 256}))
+    return str(tmp_path)
+
+
+@pytest.mark.multiproc
+@pytest.mark.parametrize("backend", ["xgrammar", "llguidance"])
+def test_a_grammar_is_compiled_or_refused(vocabulary: str, backend: str) -> None:
+    """By the real libraries, in the process that has them: whatever kills it there is a typed error here."""
+    limits = GrammarLimits(num_processes=1, time_cap_s=2.0)
+    started: list[ChildProcess] = []
+
+    def start() -> ChildProcess:
+        started.append(ChildProcess(backend, vocabulary, limits))
+        return started[-1]
+
+    async def made() -> GrammarCompiler:
+        return GrammarCompiler(start, lambda _: FirstToken(bytes(64)), lambda program, text: program, limits)  # type: ignore[arg-type, return-value]
+
+    with asyncio.Runner() as runner:
+        compiler = runner.run(made())
+
+        @profile()
+        @given(data=st.data())
+        def check(data: st.DataObject) -> None:
+            kind = data.draw(st.sampled_from(list(GRAMMARS)))
+            grammar = Grammar(kind, as_text(data.draw(damaged(GRAMMARS[kind]))))
+            try:
+                check_grammar(grammar)
+                runner.run(compiler.compile(grammar))
+            except TYPED:
+                return
+
+        try:
+            until_the_time_is_up(check, len(PARSERS) + 2)
+            assert runner.run(compiler.compile(Grammar(GrammarKind.REGEX, "after+")))
+        finally:
+            runner.run(compiler.close())
+            for one in started:
+                if one._process is not None:
+                    one._process.wait(WAIT_S)
 
 
 # ---- bytes to every method of every server ----
