@@ -91,8 +91,12 @@ def check_workers(router: Figures, decode: Figures, prefill: Figures, *, exact: 
     hold = out.same if exact else out.at_most
     hold("tokens: router, decode", router.total("generation_tokens_total"), decode.total("generation_tokens_total"))
     hold("prompt tokens: router, decode", router.total("prompt_tokens_total"), decode.total("prompt_tokens_total"))
-    hold("KV: router, decode", router.total("kv_transfer_bytes_total"), decode.total("kv_transfer_bytes_total"))
-    hold("KV: decode, prefill", decode.total("kv_transfer_bytes_total"), prefill.total("kv_transfer_bytes_total"))
+    received = decode.total("kv_transfer_bytes_total") - decode.total("kv_pulled_bytes_total")  # of prompts
+    hold("KV: router, decode", router.total("kv_transfer_bytes_total"), received)
+    # Prefill may also have sent what other workers pulled.
+    sent, pulled = prefill.total("kv_transfer_bytes_total"), decode.total("kv_pulled_bytes_total")
+    pulled += prefill.total("kv_pulled_bytes_total")
+    (out.at_most if pulled else hold)("KV: decode, prefill", received, sent)
     for role, figures in (("decode", decode), ("prefill", prefill)):
         total = figures.total
         out.same(f"{role}: queries = prompt tokens", total("prefix_cache_queries_total"), total("prompt_tokens_total"))
