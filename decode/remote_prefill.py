@@ -279,8 +279,7 @@ class RemotePrefill:
             self._given += handle.num_tokens * handle.num_layers
             last = self._vouched and self._announced.complete and self._given == self._announced.size
             unpacked = await self._context.unpacker.unpack(self._attempt, slab, last=last)
-            if isinstance(slab.payload, DeviceRange):  # nothing was transferred before it was unpacked
-                self._context.links.observe(self._ref.worker_id, handle.size_bytes, began, self._context.clock.now())
+            self._reads.unpacked(slab, began)
         self._done_with(handle, slab, unpacked)
 
     async def _unpack_converted(self, converter: RangeConverter, slab: ReceivedSlab) -> bool:

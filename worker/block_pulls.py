@@ -276,9 +276,11 @@ class BlockPulls:
 
         async def take(handle: SlabHandle, reads: RangeReads, arrived: KvCoverage) -> None:
             async with window:
+                began = self._context.clock.now()
                 slab = await reads.read(peer, handle)
                 facts.kv_bytes += handle.size_bytes
                 unpacked = await self._context.unpacker.unpack(fetch.name, slab)
+                reads.unpacked(slab, began)
             reads.done_with(handle)
             if not unpacked:
                 raise TransferError("the engine dropped a range: the pull has ended")

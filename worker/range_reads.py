@@ -148,6 +148,11 @@ class RangeReads:
             context.links.observe(self._ref.worker_id, handle.size_bytes, began, context.clock.now())
         return slab
 
+    def unpacked(self, slab: ReceivedSlab, began: float) -> None:
+        """Measure what was transferred only then: bytes of a peer's GPU."""
+        if isinstance(slab.payload, DeviceRange):
+            self._context.links.observe(self._ref.worker_id, slab.handle.size_bytes, began, self._context.clock.now())
+
     def done_with(self, handle: SlabHandle) -> None:
         """It is unpacked, or not wanted any more."""
         self._held.pop((handle.part, handle.slab, handle.generation), None)
