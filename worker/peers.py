@@ -43,8 +43,6 @@ class Peer:
     """Where the KV of each rank is read; one: that of all ranks, by part."""
     prefill: Any
     """Its PrefillStub."""
-    source: Any
-    """Its SourceStub."""
     channel: grpc.aio.Channel
     kv_format: KvFormat | None = None
     """Its KV format, if conversion is needed; None: the same as here."""
@@ -52,6 +50,8 @@ class Peer:
     """Later than the first version, that it knows."""
     services: set[str] = field(default_factory=set)
     """Full names of those that it offers; asked for again where one is missing, as its role may have changed."""
+    source: Any = None
+    """Its SourceStub."""
 
     def feed(self, part: int) -> PeerRef:
         """Where the KV of this rank is read."""
@@ -161,8 +161,8 @@ class PeerDirectory:
             transport=info.transport_path,
         )
         return Peer(
-            ref, info.pid, feeds, PrefillStub(channel), SourceStub(channel), channel, kv_format,
-            frozenset(info.request_fields), _services(info),
+            ref, info.pid, feeds, PrefillStub(channel), channel, kv_format, frozenset(info.request_fields), _services(info),
+            SourceStub(channel),
         )  # fmt: skip
 
     async def _ask(self, ref: WorkerRef, channel: grpc.aio.Channel) -> worker_pb2.GetInfoResponse:
