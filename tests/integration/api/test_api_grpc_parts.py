@@ -143,8 +143,6 @@ async def test_grammars_and_promised_calls_on_the_wire() -> None:
         ({"tools": [{"name": "a", "parameters": "{"}]}, "tools"),
         ({"tools": [TOOL], "tool_choice": "nobody"}, "tool_choice"),
         ({"tools": [TOOL], "regex": "a"}, "regex"),
-        ({"tools": [TOOL], "resume": True}, "resume"),
-        ({"n": 2, "resume": True}, "resume"),
         ({"split": True, "resume_after": [1], "seed": 3}, "resume_after"),
     ],
 )
