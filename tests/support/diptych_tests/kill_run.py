@@ -381,7 +381,7 @@ class Aim:
     ):
         self._watch, self._flights, self._rng, self._whole = watch, flights, rng, whole
         self._used: set[Flight] = set()
-        self._decode_next: Counter[str] = Counter()
+        self._chosen: Counter[tuple[str, bool]] = Counter()
 
     async def at(self, phase: str, usable: set[str]) -> tuple[str, Flight, dict[str, Any], Sequence[Flight]] | None:
         """(victim, target, seen, beside), see Kill; None: not in time. Only workers whose role has another usable one."""
@@ -424,7 +424,8 @@ class Aim:
     async def _before(
         self, phase: str, depth: float, may: set[str]
     ) -> tuple[str, Flight, dict[str, Any], Sequence[Flight]] | None:
-        """Of a prompt that a prefill worker computes: kill that one, or the decode worker that waits for it, in turn."""
+        """Of a prompt that a prefill worker computes: kill that one, or the decode worker that waits for it,
+        whichever was chosen less often."""
         most = 1 if phase == "hand-off" else 0
         for prefill in PREFILLS:
             if not (seen := await self._seen(phase, prefill)):
@@ -436,10 +437,11 @@ class Aim:
             if not mine:
                 continue
             target = mine[-1] if phase == "queued" else mine[0]  # they are computed in the order of their arrival
-            victim = placed[target.label][1] if self._decode_next[phase] % 2 else prefill
-            if victim in may:
-                self._decode_next[phase] += 1
-                return victim, target, seen, mine if victim == prefill else ()
+            both = sorted((prefill, placed[target.label][1]), key=lambda name: self._chosen[phase, name in PREFILLS])
+            for victim in both:
+                if victim in may:
+                    self._chosen[phase, victim in PREFILLS] += 1
+                    return victim, target, seen, mine if victim == prefill else ()
         return None
 
     async def _seen(self, phase: str, prefill: str) -> dict[str, Any]:
