@@ -8,12 +8,14 @@ Each condition runs the part of the suite that it can affect:
 * Time (throttled, one-core, busy): everything that has threads, processes, sockets or deadlines. Not run are tests that
   compute on one thread of one process without a clock (UNTIMED), which would only take longer.
 * Instructions (lanes-8, lanes-16, no-compiler): every test that compiles or loads C, also in a child process: what
-  reaches `diptych.common.compiled.find_compiler`. A run with a print there showed which folders do not (WITHOUT_C).
+  reaches `diptych.common.compiled.find_compiler`. A run with a print there showed which folders do not (WITHOUT_C). Those
+  of faults and of strangers load it, too, but what they see are processes and messages: time's conditions run them.
 * All at once (together, together-no-compiler): SMOKE, one test or a few of every kind in which the others found
   something.
 
-`throttled` leaves three quarters of the machine unused, and instructions do not depend on time: those three run beside
-it, one after the other, where there is memory for both. All other conditions run alone.
+`throttled` leaves three quarters of the machine unused and `one-core` all cores but one, and instructions do not depend on
+time: `lanes-8` and `lanes-16` run beside the first, one after the other, and `no-compiler` beside the second, on the other
+cores, where there is memory for both. All other conditions run alone.
 
 Every result goes to hostile-out/: a log of each condition, and results.json.
 """
@@ -59,8 +61,10 @@ UNTIMED = {
     "tests/unit/engine_exec": "models beside their references; the runner waits for nothing",
     "tests/unit/house": "the source tree as text, and tools that read it",
 }
-# Where no C of ours is compiled or loaded, in the test's process or a child's.
+# Where no C of ours is compiled or loaded, in the test's process or a child's, or where it decides nothing.
 WITHOUT_C = {
+    "tests/chaos": "processes that die, links that break: whatever computes in them",
+    "tests/security": "what strangers see and may do",
     "tests/deploy": "files that are read and rendered",
     "tests/sim": "engines with a fake runner, routers without placement",
     "tests/unit/cli": "commands, with fakes behind them",
@@ -98,8 +102,8 @@ class Condition:
     Args:
         leave_out: folders of tests that it cannot affect.
         smoke: it runs SMOKE, whatever was asked for.
-        with_throttled: it may run at the same time as `throttled`, in one process: more would take more memory (a process
-            that uses clusters 4 GB), and find no core free.
+        beside: name of a condition at whose time it may run, in one process: more would take more memory (a process that
+            uses clusters 4 GB), and find no core free.
         quarter: the suite gets a quarter of a core for each of its processes.
         one_core: the suite and all its children are pinned to one core.
         busy_loops: processes that only compute, on the same cores.
@@ -111,7 +115,7 @@ class Condition:
     why: str
     leave_out: Mapping[str, str] = field(default_factory=dict)
     smoke: bool = False
-    with_throttled: bool = False
+    beside: str = ""
     quarter: bool = False
     one_core: bool = False
     busy_loops: int = 0
@@ -127,14 +131,14 @@ CONDITIONS = (
     Condition("busy", "two busy loops beside it", UNTIMED, busy_loops=TWO_LOOPS),
     Condition(
         "lanes-8", "vectors of 8 floats, as AVX2 has them", WITHOUT_C,
-        with_throttled=True, env={"DIPTYCH_NATIVE_LANES": "8"},
+        beside="throttled", env={"DIPTYCH_NATIVE_LANES": "8"},
     ),
     Condition(
         "lanes-16", "vectors of 16 floats, as AVX-512 has them", WITHOUT_C,
-        with_throttled=True, env={"DIPTYCH_NATIVE_LANES": "16"},
+        beside="throttled", env={"DIPTYCH_NATIVE_LANES": "16"},
     ),
     Condition(
-        "no-compiler", "no C compiler: torch and numpy serve", WITHOUT_C, with_throttled=True, env=NO_COMPILER,
+        "no-compiler", "no C compiler: torch and numpy serve", WITHOUT_C, beside="one-core", env=NO_COMPILER,
     ),
     Condition(
         "together", "throttled, on one core, beside two busy loops, with vectors of 8 floats",
@@ -269,8 +273,8 @@ def busy_loops(count: int) -> Iterator[None]:
 # What it sets is inherited by all that the suite starts.
 _PREPARE = (
     "import os, sys\n"
-    "core, group = sys.argv[1:3]\n"
-    "if core: os.sched_setaffinity(0, {int(core)})\n"
+    "cores, group = sys.argv[1:3]\n"
+    "if cores: os.sched_setaffinity(0, map(int, cores.split(',')))\n"
     "if group: open(group + '/cgroup.procs', 'w').write(str(os.getpid()))\n"
     "os.execv(sys.argv[3], sys.argv[3:])\n"
 )
@@ -314,13 +318,14 @@ def run(
 ) -> Outcome:
     """Run pytest under one condition, in a separate process, which ends when `stop` is set."""
     log = out / f"{condition.name}.log"
-    processes = 1 if condition.with_throttled else PROCESSES
+    processes = 1 if condition.beside else PROCESSES
     command = [
         sys.executable, "-P", "-m", "pytest", "-v", "-n", str(processes), "--dist", "loadscope", "--no-loadscope-reorder",
         "-p", "no:cacheprovider", "-m", MARKS, "--durations=20", *flags, *selected,
     ]  # fmt: skip
     group = make_quota_group(PROCESSES / 4) if condition.quarter else None
-    wanted = [str(cores[0]) if condition.one_core else "", str(group or "")]
+    pinned = cores[:1] if condition.one_core else cores[1:] if condition.beside == "one-core" else []
+    wanted = [",".join(map(str, pinned)), str(group or "")]
     by = "" if not condition.quarter else "quota" if group is not None else "stop and continue"
     began = time.monotonic()
     said = ""
@@ -380,11 +385,14 @@ def order(conditions: Sequence[Condition], *, beside: bool) -> list[list[list[Co
     """Stages one after the other, each of chains that run at the same time."""
     if not beside:
         return [[[condition]] for condition in conditions]
-    throttled = [condition for condition in conditions if condition.name == "throttled"]
-    with_it = [condition for condition in conditions if condition.with_throttled]
-    alone = [condition for condition in conditions if condition not in throttled + with_it]
-    first = [chain for chain in (throttled, with_it) if chain]
-    return [*([first] if first else []), *([[condition]] for condition in alone)]
+    names = {condition.name for condition in conditions}
+    stages: dict[str, list[list[Condition]]] = {}
+    for condition in conditions:
+        if condition.beside in names:
+            stages[condition.beside][1:] = [[*sum(stages[condition.beside][1:], []), condition]]
+        else:
+            stages[condition.name] = [[condition]]
+    return list(stages.values())
 
 
 def run_all(
