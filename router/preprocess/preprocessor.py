@@ -158,6 +158,7 @@ class RequestPreprocessor:
         if spec.local_prefill_max_tokens is not None:
             local = integer(spec.local_prefill_max_tokens, "local_prefill_max_tokens", 0, 2**31 - 1)
         owner, salt = self._salt(spec.tenant), salt_text(spec.cache_salt)
+        point = None if spec.resume_id is None else self._point(spec.resume_id, owner)  # before any work for it
         timeout_s = min(timeout(spec.timeout_s, limits.request_timeout_s), limits.request_timeout_s)
         param = input_name(spec)
         waits = param != "token_ids" or "bad_words" in spec.sampling
@@ -171,9 +172,7 @@ class RequestPreprocessor:
             raise RequestDeadlineError("the deadline passed while the prompt was being tokenized") from None
         room = self._room(len(token_ids), param)
         sampling = self._sampling(spec, self._what_fits(spec, len(token_ids), room), bad_words)
-        point = None
-        if spec.resume_id is not None:
-            point = self._point(spec.resume_id, owner)
+        if point is not None:
             sampling = with_seed(sampling, point.seed)
             if "max_tokens" not in spec.sampling:  # the rest of the pools may be another one now
                 sampling = replace(sampling, max_tokens=point.max_tokens)

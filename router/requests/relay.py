@@ -638,6 +638,8 @@ class Relay:
             len(self._request.prompt.token_ids) - event.cached_tokens,
             self._trace.ttft_s - self._trace.submitted_s,
         )
+        if self.attached:
+            return  # its times are not those of a placement
         self._metrics.predictions(self._trace)
         if self._judgement is not None:
             self._metrics.judged(self._cluster.admission.on_first_token(self._judgement, self._trace.ttft_s))
