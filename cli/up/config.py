@@ -126,6 +126,9 @@ class UpConfig:
         if not (is_loopback(self.host) or self.insecure or (self.keys_file and self.tls_cert)):
             rule = "other machines can reach it: set keys_file, tls_cert and tls_key, or --insecure if you must"
             raise ConfigError("host", self.host, rule)
+        for name in ("redis_ca", "redis_cert", "redis_key"):
+            if getattr(self, name) is not None and not self.redis_url.startswith("rediss"):
+                raise ConfigError(name, str(getattr(self, name)), "needs a redis_url of rediss://")
         if self.http_port == self.grpc_port:
             raise ConfigError("grpc_port", self.grpc_port, "must differ from http_port")
         for name in _WORKERS_OWN:

@@ -108,3 +108,23 @@ def test_every_worker_gets_batch_invariance(tmp_path: Path, wanted: bool) -> Non
     for spec in make_plan(tmp_path, batch_invariant=wanted).worker_specs():
         assert ("--batch-invariant" in spec.command()) == wanted
     assert ServeConfig(batch_invariant=wanted).parts(model="", name="", secret_file="")[1].batch_invariant == wanted
+
+
+def test_files_of_redis_reach_all_parts_and_the_cipher_of_kv_the_workers(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    names = ("redis_ca", "redis_cert", "redis_key")
+    files = {name: Path(f"{name}.pem") for name in names}
+    plan = make_plan(tmp_path, redis_url="rediss://h:1/0", kv_encryption="aes-gcm", **files)
+    for spec in (*plan.worker_specs(), plan.router_spec()):
+        command = spec.command()
+        for name in names:
+            assert command[command.index(f"--{name.replace('_', '-')}") + 1] == str(tmp_path / f"{name}.pem")
+        assert ("aes-gcm" in command) == (spec.role != "router")
+
+
+@pytest.mark.parametrize("name", ["redis_ca", "redis_cert", "redis_key"])
+def test_files_of_redis_beside_an_address_without_tls_are_refused(name: str) -> None:
+    for url in ("", "redis://h:1/0"):
+        with pytest.raises(ConfigError, match="needs a redis_url of rediss://") as caught:
+            UpConfig(redis_url=url, **{name: Path("x.pem")})
+        assert caught.value.field == name
