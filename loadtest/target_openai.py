@@ -208,7 +208,7 @@ class OpenAITarget:
     def _decoded(self, data: bytes) -> _Event:
         try:
             return self._decoder.decode(data)
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, ValueError, RecursionError) as error:
             raise TargetError(Outcome.ERROR, f"an event that is not a chunk: {error}: {data[:120]!r}") from None
 
 

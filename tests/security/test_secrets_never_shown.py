@@ -44,7 +44,7 @@ PROMPT = "a-prompt-that-nobody-else-may-read"
 
 # ---- settings ----
 
-PASSWORDS = st.text(st.characters(min_codepoint=33, max_codepoint=126), min_size=8, max_size=24).map("Zq7{}".format)
+PASSWORDS = st.text(st.characters(min_codepoint=33, max_codepoint=126), min_size=8, max_size=24).map("Zq7{}Zq8".format)
 URLS = (
     "redis://me:{}@there:6379/0", "redis://:{}@there", "rediss://me:{}@[::1]:6379/0", "unix://me:{}@/run/redis.sock",
     "redis+sentinel://me:{}@a:1,[::1]:3/main/0", "redis://there:6379/0?password={}&db=1", "redis://there?Password={}",
@@ -56,13 +56,12 @@ URLS = (
 @given(password=PASSWORDS)
 def test_no_printed_setting_shows_a_password(form: str, password: str) -> None:
     """Whatever characters it has, and whether or not the URL could be used."""
-    url = form.format(password if "?" not in form else password.replace("&", "").replace("#", "") + "x" * 12)
-    hidden = url.split("assword=")[1].split("&")[0] if "?" in form else password
+    url = form.format(password if "?" not in form else password.replace("&", "").replace("#", ""))
     for kind in (RouterConfig, WorkerConfig, UpConfig):
         config = dataclasses.replace(kind(), redis_url=url)  # type: ignore[call-arg, type-var]
         for line in (describe(config), log_line("x", config)):
-            assert hidden not in line, line
-            assert hidden not in json.dumps(line)
+            assert "Zq7" not in line, line  # neither its beginning
+            assert "Zq8" not in line, line  # nor its end
             assert "***" in line
 
 
