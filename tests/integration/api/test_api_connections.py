@@ -52,6 +52,43 @@ async def test_content_length_with_transfer_encoding_is_refused_and_closed(order
     assert router_api.prepared == 0
 
 
+def unchunked(body: bytes) -> bytes:
+    """Asserts that the framing is whole."""
+    found = b""
+    while True:
+        size, _, body = body.partition(b"\r\n")
+        length = int(size, 16)
+        assert body[length : length + 2] == b"\r\n"
+        if not length:
+            assert body == b"\r\n"
+            return found
+        found, body = found + body[:length], body[length + 2 :]
+
+
+@pytest.mark.parametrize("version", [b"1.1", b"1.0"])
+async def test_a_streams_framing_is_that_of_the_clients_version(version: bytes) -> None:
+    body = json.dumps({"messages": [{"role": "user", "content": "Hi"}], "stream": True}).encode()
+    lines = (
+        b"POST %b HTTP/%b" % (CHAT.encode(), version),
+        b"Host: a",
+        b"Connection: close",
+        b"Content-Length: %d" % len(body),
+    )
+    async with serving(FakeRouterApi(hello_script())) as url:
+        answer = await said_to(url, b"\r\n".join((*lines, b"", body)))
+    head, _, said = answer.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 200")
+    assert (b"transfer-encoding: chunked" in head.lower()) == (version == b"1.1")
+    stream = unchunked(said) if version == b"1.1" else said
+    parts = stream.decode().split("\n\n")
+    assert parts[-2:] == ["data: [DONE]", ""]
+    chunks = [json.loads(part.removeprefix("data: ")) for part in parts[:-2]]
+    assert (
+        "".join(choice["delta"].get("content", "") for chunk in chunks for choice in chunk["choices"]) == "Hello there"
+    )
+    assert len(chunks) > 3
+
+
 @pytest.mark.parametrize("encoding", ["gzip", "deflate", "br", "zstd", "identity, gzip", "GZIP"])
 async def test_a_compressed_body_is_415(encoding: str) -> None:
     router_api = FakeRouterApi(hello_script())
