@@ -12,6 +12,7 @@ import os
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 
+import msgspec
 import structlog
 
 from diptych.common.errors import DiptychError, InternalError, RequestDeadlineError
@@ -97,6 +98,8 @@ class Attempt:
         self._prompt_logprobs_until = 1
         """Logprobs of prompt tokens before this one were sent (the first has none)."""
         self._leg_number = 0
+        self._num_cached = 0
+        """Leading tokens of prompt and forced outputs that the engine had when it reserved blocks."""
         self._local_s_per_token = 0.0
         """Cost of the last preemption's local recovery in this engine."""
         self._prefill_task: asyncio.Task[None] | None = None
@@ -149,9 +152,10 @@ class Attempt:
     async def _pull_first(self, source: KvSource, pulls: BlockPulls, grammar: Program | None) -> None:
         sub = self._sub
         try:
+            so_far = (*sub.prompt.token_ids, *sub.output_token_ids)
             facts = await pulls.pull(
                 source,
-                sub.prompt,
+                msgspec.structs.replace(sub.prompt, token_ids=so_far),
                 attempt=sub.attempt,
                 request_id=sub.request_id,
                 remaining_s=max(sub.remaining_s - self._elapsed(), 0.001),
@@ -190,8 +194,8 @@ class Attempt:
             self._refetch(event.num_cached_tokens)
             return
         self._facts.reserved_s = self._elapsed()
-        self._facts.cached_decode = event.num_cached_tokens
-        sub = self._sub
+        sub, self._num_cached = self._sub, event.num_cached_tokens
+        self._facts.cached_decode = min(event.num_cached_tokens, len(sub.prompt.token_ids))
         # Of a continuation the tokens so far are computed, too, but for the last one.
         needed = len(sub.prompt.token_ids) + max(0, len(sub.output_token_ids) - 1)
         uncached = max(1, needed - event.num_cached_tokens)
@@ -341,7 +345,7 @@ class Attempt:
         ref, rest = candidates[0], candidates[1:]
         self._leg_number += 1
         try:
-            remote = self._new_remote_prefill(ref, self._facts.cached_decode)
+            remote = self._new_remote_prefill(ref, self._num_cached)
             self._facts.prefill, self._facts.remote = ref.worker_id, remote.facts
             await remote.run()
         except DiptychError as error:

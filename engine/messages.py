@@ -266,8 +266,8 @@ Command = (
 
 @dataclass(frozen=True, slots=True)
 class Admitted(AttemptEvent):
-    """Blocks are reserved. `num_cached_tokens`: leading prompt tokens found in this worker's own prefix cache (whole
-    blocks, pinned for the attempt)."""
+    """Blocks are reserved. `num_cached_tokens`: leading tokens of the prompt and the forced outputs found in this worker's own
+    prefix cache (whole blocks, pinned for the attempt)."""
 
     attempt: str
     num_cached_tokens: int

@@ -34,6 +34,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from enum import Enum
 
+import msgspec
 import structlog
 
 from diptych.common.errors import (
@@ -296,9 +297,10 @@ class PrefillSessions:
         assert isinstance(request.engine_request, EngineRequest)
         assert request.source is not None
         try:
+            prompt, outputs = request.engine_request.prompt, request.engine_request.output_token_ids
             session.pulled = await pulls.pull(
                 request.source,
-                request.engine_request.prompt,
+                msgspec.structs.replace(prompt, token_ids=(*prompt.token_ids, *outputs)),
                 attempt=request.engine_request.attempt,
                 request_id=request.request_id,
                 remaining_s=request.remaining_s,

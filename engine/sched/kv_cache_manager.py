@@ -551,7 +551,7 @@ class KvCacheManager:
 
     def _hit_limit(self, request: Request) -> int:
         """Blocks that may come from a cache."""
-        known = request.num_tokens if request.was_admitted else request.num_prompt
+        known = request.num_tokens
         if request.mode is KvMode.PREFILL and request.source.reusable:
             known = min(known, request.kv_target)  # the block before its end is sent, too
         if request.prompt_logprobs_from is not None:

@@ -114,7 +114,7 @@ class Request(_EveryStep):
         self.choice = request.choice
         """Number of the choice or beam."""
         self.was_admitted = False
-        """Its KV was computed or fetched once: prefix cache hits may reach into its outputs."""
+        """Its KV was computed or fetched once."""
         self.returned = False
         """It was admitted before, or waited for remote KV: it waits before others of its class."""
         self.sampling = request.sampling

@@ -499,9 +499,9 @@ class Scheduler:
             return
         if not request.was_admitted:
             request.was_admitted = True
-            request.num_cached_tokens = request.num_computed
+            request.num_cached_tokens = min(request.num_computed, request.num_prompt)
             self.outbox.totals.prompt_tokens += request.num_prompt
-            self.outbox.totals.cached_tokens += request.num_computed
+            self.outbox.totals.cached_tokens += request.num_cached_tokens
         self.outbox.add(Admitted(request.attempt_id, request.num_computed))
 
     def apply(self, out: SchedulerOutput, result: StepResult, duration_s: float) -> None:

@@ -247,8 +247,8 @@ def candidate_costs(request: PlacementRequest, snapshot: ClusterSnapshot, now: f
     compute = uncached * fleet.token_ms
     pulls: Pulls | None = None
     if hits is not None and fleet.pulls is not None:
-        barred = [first_decode + d for d in snapshot.barred]
-        pulls = plan_pulls(fleet.pulls, fleet.token_ms, hits, loads.lower_tokens, barred)
+        # A worker that must not decode this request may hold its KV: an operator moves it, or it is full.
+        pulls = plan_pulls(fleet.pulls, fleet.token_ms, hits, loads.lower_tokens)
         if pulls is not None:
             compute -= pulls.saved_ms
     # A worker computes at most as many tokens of each other prompt before this one as this one has

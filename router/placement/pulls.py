@@ -156,21 +156,15 @@ class Pulls:
         )  # fmt: skip
 
 
-def plan_pulls(
-    links: PullLinks, token_ms: Floats, hits: Ints, lower: Ints | None, not_from: Sequence[int] = ()
-) -> Pulls | None:
+def plan_pulls(links: PullLinks, token_ms: Floats, hits: Ints, lower: Ints | None) -> Pulls | None:
     """What each worker saves by a pull; None: nothing, anywhere.
 
     Args:
         token_ms: [worker], to compute a token.
         hits: [worker], leading tokens that it has.
         lower: [tier, worker], those of them in lower tiers: a holder serves its first tier.
-        not_from: workers that cannot be read from now.
     """
     served = hits if lower is None else hits - np.add.reduce(lower)
-    if len(not_from):
-        served = served.copy()
-        served[list(not_from)] = 0
     holder = int(served.argmax())
     gain = served[holder] - hits
     np.maximum(gain, 0, out=gain)

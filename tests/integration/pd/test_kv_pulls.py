@@ -42,13 +42,13 @@ def submit(cluster: Any, attempt: str, prompt: list[int], **arguments: Any) -> d
     return message
 
 
-async def undisturbed(pd: ModuleType, *prompts: list[int], **model: Any) -> list[list[int]]:
+async def undisturbed(pd: ModuleType, *prompts: list[int], max_tokens: int = 8, **model: Any) -> list[list[int]]:
     async with (
         pd.cluster(num_prefill=0, decode=lambda: pd.fake_model(**model)) as alone,
         pd.FakeRouter(alone.decode.address) as router,
     ):
         return [
-            (await router.run(alone.submit_message(attempt=f"l{i}", prompt=prompt))).token_ids
+            (await router.run(alone.submit_message(attempt=f"l{i}", prompt=prompt, max_tokens=max_tokens))).token_ids
             for i, prompt in enumerate(prompts)
         ]
 
@@ -341,3 +341,44 @@ async def test_a_slow_pull_is_forgotten_in_time(pd: ModuleType) -> None:
         seconds, at = pulls._overheads["decode-0"]
         pulls._overheads["decode-0"] = seconds, at - 10 * FORGET_S
         assert pulls.overheads()["decode-0"] < seconds / 1000
+
+
+@pytest.mark.parametrize("prefill", [False, True])
+async def test_a_moved_answer_takes_its_kv_from_the_worker_that_it_left(pd: ModuleType, prefill: bool) -> None:
+    """The rest of an answer on another decode worker: KV of the prompt and of the tokens so far come from the first one, for
+    decode itself, or for the prefill worker that computes the rest."""
+    [whole] = await undisturbed(pd, PROMPT, max_tokens=60)
+    async with (
+        pd.cluster() as cluster,
+        second_decode(pd) as other,
+        pd.FakeRouter(cluster.decode.address) as router,
+        pd.FakeRouter(other.address) as to_other,
+    ):
+        first = await router.run(submit(cluster, "a", PROMPT, max_tokens=60))
+        assert first.token_ids == whole
+        sent = whole[:40]
+        held = (len(PROMPT) + len(sent) - 1) // BLOCK * BLOCK
+        message = pd.submit_message(
+            other, cluster.prefill if prefill else [], attempt="b", prompt=PROMPT, max_tokens=60, local=not prefill,
+            local_max=0 if prefill else 64,
+        )  # fmt: skip
+        message.output_token_ids.extend(sent)
+        plan = message.placement.prefill_source if prefill else message.placement.decode_source
+        plan.CopyFrom(source(cluster.decode, held))
+        computes = cluster.prefill[0] if prefill else other
+        before = computes.engine.stats().computed_tokens_total
+        rest = await router_answer(to_other, message, len(sent))
+        assert rest == whole[40:]
+        assert computes.engine.stats().computed_tokens_total - before <= BLOCK
+        await cluster.nothing_left()
+        await cluster.settle(other)
+
+
+async def router_answer(router: Any, message: decode_pb2.Submit, offset: int) -> list[int]:
+    """The tokens from `offset` on."""
+    answer = router.submit(message)
+    answer.token_ids.extend([0] * offset)  # the client has them
+    await router.ended(message.attempt)
+    assert answer.finished is not None, answer.error
+    tokens: list[int] = answer.token_ids[offset:]
+    return tokens

@@ -172,7 +172,7 @@ def test_blocks_that_are_being_packed_cannot_be_evicted(kit):
     events_of(holder, PublishCached("source/pull", tuple(keys), 0, "reader"))
     holder.generate([kit.make_request("other", range(400, 418), 6)])  # takes all other blocks
     assert holder.core.scheduler.kv.pool.counts.running == 10
-    grants = kit.make_grants(8, 8 * holder.core.scheduler.limits.kv_bytes_per_token)
+    grants = kit.make_grants(3, 16 * holder.core.scheduler.limits.kv_bytes_per_token)
     holder.send(GrantSlabs(grants))
     packed = [e for e in kit.run_until_idle(holder) if isinstance(e, RangePacked)]
     reader = kit.make_engine()

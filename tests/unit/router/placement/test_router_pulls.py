@@ -94,12 +94,14 @@ def test_decode_takes_it_from_decode_and_computes_the_rest_itself():
     assert placement.snapshot.record(placement.chosen.pull.holder).worker_id == "d0"
 
 
-def test_a_worker_that_failed_for_the_request_is_no_holder():
+def test_a_worker_that_must_not_decode_the_request_may_hold_its_kv():
+    """An operator moves it, say."""
     snapshot = ClusterSnapshot.of([view("p0")], [view("d0", 960), view("d1")])
     snapshot.barred = (0,)
     placement = choose_placement(PlacementRequest(1000, 64), snapshot, NOW, random.Random(0))
     assert isinstance(placement, Placement)
-    assert placement.chosen.pull is None
+    assert placement.decode.worker_id == "d1"
+    assert placement.snapshot.record(placement.chosen.pull.holder).worker_id == "d0"
 
 
 def test_what_is_in_a_lower_tier_is_not_served():
