@@ -143,6 +143,7 @@ BODIES = [
     {"messages": [{"role": "user", "content": "a"}], "response_format": {"type": "json_object"}, "priority": 1},
 ]  # fmt: skip
 JSONS = [json.dumps(body).encode() for body in BODIES]
+DEEP = [b'{"prompt":' * 3000, b'{"messages": ' + b"[" * 3000]
 
 
 def body_parser(build: Callable[..., Any]) -> Parser:
@@ -255,6 +256,11 @@ def envelope(raw: bytes) -> None:
     assert not opener.open(raw, b"", bytearray(max(0, len(raw) - encryption.OVERHEAD_BYTES)))
 
 
+def greeting(raw: bytes) -> None:
+    parts = unpack_parts(raw, 4)
+    assert parts is None or raw.startswith(pack_parts(*parts))
+
+
 def event_row(raw: bytes) -> None:
     names = [b"i", b"e", b"s", b"k", b"b", b"t"]
     decode_event(dict(zip(names, raw.split(b"|", 5), strict=False)))
@@ -353,7 +359,7 @@ CONTROL = [
 NOTIFICATIONS = [b"DKVn" + raw for raw in CONTROL]
 
 PARSERS: dict[str, tuple[Parser, list[bytes], tuple[type[BaseException], ...]]] = {
-    "HTTP body": (parse_object, JSONS, TYPED),
+    "HTTP body": (parse_object, JSONS + DEEP, TYPED),
     "chat completions": (body_parser(chat_call), JSONS, TYPED),
     "completions": (body_parser(completion_call), JSONS, TYPED),
     "responses": (body_parser(responses_call), JSONS, TYPED),
@@ -373,7 +379,7 @@ PARSERS: dict[str, tuple[Parser, list[bytes], tuple[type[BaseException], ...]]] 
     "placement ticket": (lambda raw: unseal(KEY, raw), [seal(b"k" * 32, b"claims")], TYPED),
     "slab": (slab, [GOOD_SLAB, GOOD_SLAB[:HEADER_BYTES]], ()),
     "encrypted message": (envelope, [bytes(200)], ()),
-    "parts of a greeting": (lambda raw: unpack_parts(raw, 4), [pack_parts(b"a", b"b", b"c", b"d")], ()),
+    "parts of a greeting": (greeting, [pack_parts(b"a", b"b", b"c", b"d")], ()),
     "control message of UCX": (ucx_message, CONTROL, ()),
     "notification of NIXL": (nixl_message, NOTIFICATIONS, ()),
     "lease in Redis": (decode_record, [encode_record(worker_record())], (BadRowError,)),
