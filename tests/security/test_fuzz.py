@@ -10,6 +10,7 @@ import asyncio
 import itertools
 import json
 import os
+import pkgutil
 import struct
 import tempfile
 import time
@@ -598,11 +599,9 @@ def test_bytes_to_every_method_of_a_worker(pd: ModuleType, role: str) -> None:
 
 
 def test_every_service_of_the_contract_is_tried() -> None:
-    files = {name for name in dir(v1) if name.endswith("_pb2")} or {
-        "router_pb2",
-        "decode_pb2",
-        "prefill_pb2",
-        "worker_pb2",
-    }
-    assert files <= {"router_pb2", "decode_pb2", "prefill_pb2", "worker_pb2", "types_pb2", "status_pb2"}
+    tried = {"router_pb2", "decode_pb2", "prefill_pb2", "worker_pb2"}
+    no_service = {"types_pb2", "status_pb2"}
+    within = {"router_process_pb2"}  # over Unix sockets of the router's user, between processes of one version
+    files = {module.name for module in pkgutil.iter_modules(v1.__path__) if module.name.endswith("_pb2")}
+    assert files == tried | no_service | within
     assert len(rpcs(router_pb2, decode_pb2, prefill_pb2, worker_pb2)) >= 15
