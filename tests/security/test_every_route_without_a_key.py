@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import importlib
 import pkgutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -21,10 +21,13 @@ from diptych.router.api.auth import Authenticator
 from diptych.router.api.auth_keys import add_key
 from diptych.router.api.fake import FakeRouterApi, hello_script
 from diptych.router.api.http_app import create_app
+from diptych.router.server import ApiServers
 from diptych.rpc import v1
 from diptych.rpc.call_token import HEADER
 from diptych.rpc.channels import open_channel
-from diptych.rpc.v1 import decode_pb2
+from diptych.rpc.operator import METADATA, operator_key, proof_of
+from diptych.rpc.operator import SERVICE as OPERATIONS
+from diptych.rpc.v1 import decode_pb2, router_pb2
 from diptych_tests.http_api import api_servers
 
 WAIT_S = 60.0
@@ -142,20 +145,48 @@ async def status_of(address: str, target: str) -> int:
         writer.close()
 
 
-async def test_every_method_of_the_routers_grpc(keys: Authenticator) -> None:
-    api = FakeRouterApi(hello_script())
-    async with api_servers(api, keys=keys, reflection=True) as at, open_channel(at.grpc) as channel:
-        for method in METHODS:
-            for metadata in ((), (("authorization", "Bearer x"),)):
-                code = await code_of(channel, method, metadata)
-                assert code is grpc.StatusCode.UNAUTHENTICATED, (method, code)
+async def test_every_method_of_the_routers_grpc(keys: Authenticator, tmp_path: Path) -> None:
+    """Operators' calls need the cluster secret instead of a key: a key of a tenant is none, nor is a proof of other bytes."""
+    api, moved = FakeRouterApi(hello_script()), []
+
+    async def move(request_id: str, to: str) -> router_pb2.MoveResponse:
+        moved.append(request_id)
+        return router_pb2.MoveResponse()
+
+    servers = ApiServers("127.0.0.1", 0, 0, keys=keys, reflection=True, operator_key=operator_key(b"s" * 32))
+    at = await servers.start(api, api.metrics, move_request=move)
+    key, _ = add_key(tmp_path / "other.json", "acme", now=0.0)
+    ask = router_pb2.MoveRequest(request_id="r").SerializeToString()
+    wrong: list[tuple[tuple[str, str], ...]] = [
+        (),
+        (("authorization", "Bearer x"),),
+        (("authorization", f"Bearer {key}"),),
+    ]
+    proofs = [proof_of(operator_key(b"x" * 32), "Move", ask), proof_of(operator_key(b"s" * 32), "Move", b""), ""]
+    wrong += [((METADATA, proof),) for proof in proofs]
+    try:
+        async with open_channel(at.grpc) as channel:
+            for method in METHODS:
+                for metadata in wrong:
+                    code = await code_of(channel, method, metadata, [ask])
+                    expected = grpc.StatusCode.UNAUTHENTICATED
+                    if method == f"/{OPERATIONS}/NoSuchMethod":
+                        expected = grpc.StatusCode.UNIMPLEMENTED
+                    assert code is expected, (method, code)
+            right = ((METADATA, proof_of(operator_key(b"s" * 32), "Move", ask)),)
+            assert await code_of(channel, f"/{OPERATIONS}/Move", right, [ask]) is grpc.StatusCode.OK
+    finally:
+        await servers.stop(1.0)
     assert not api.specs
+    assert moved == ["r"]
 
 
-async def code_of(channel: Any, method: str, metadata: Any = ()) -> grpc.StatusCode:
-    """Of a call that sends nothing."""
+async def code_of(channel: Any, method: str, metadata: Any = (), messages: Iterable[bytes] = ()) -> grpc.StatusCode:
+    """Of a call that sends these."""
     call = channel.stream_stream(method)(metadata=metadata, timeout=WAIT_S)
     try:
+        for message in messages:
+            await call.write(message)
         await call.done_writing()
         while await call.read() is not grpc.aio.EOF:
             pass
