@@ -9,6 +9,7 @@ import json
 from contextlib import asynccontextmanager
 
 import httpx
+import openai
 import pytest
 
 from diptych.common.errors import InvalidRequestError, QuotaExceededError
@@ -270,6 +271,21 @@ async def test_an_older_worker_is_not_asked_to_keep(fleet) -> None:
         seen = await undisturbed(client, CHAT, body_of(CHAT))
     assert {event_id for _, event_id in seen} == {""}
     assert not worker.submits[0].keep
+
+
+async def test_the_openai_client_reads_over_the_ids(fleet) -> None:
+    await fleet.add("d0", **KEEPS)
+    await fleet.until_ready()
+    async with served(fleet.frontend) as http:
+        url = str(http.base_url) + "v1" if str(http.base_url).endswith("/") else f"{http.base_url}/v1"
+        async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0, timeout=60) as client:
+            asked = {"model": "", "max_tokens": NUM_TOKENS, "stream": True}
+            chat = await client.chat.completions.create(messages=[{"role": "user", "content": "w1"}], **asked)
+            text = "".join([chunk.choices[0].delta.content or "" async for chunk in chat])
+            assert text == "".join(f"t{i} " for i in range(NUM_TOKENS))
+            events = await client.responses.create(model="", input="w1", max_output_tokens=NUM_TOKENS, stream=True)
+            numbers = [event.sequence_number async for event in events]
+            assert numbers == list(range(len(numbers)))
 
 
 async def test_ids_can_be_left_out(fleet) -> None:
