@@ -332,7 +332,7 @@ async def test_an_unused_ticket_lapses(world):
     from diptych.rpc.v1 import router_pb2
 
     request = router_pb2.GenerateRequest(token_ids=router_pb2.TokenIdsInput(token_ids=PROMPT))
-    place = client._connected().unary_unary(
+    place = client._connected(client.address).unary_unary(
         wire.SERVICE + "Place",
         request_serializer=router_pb2.PlaceRequest.SerializeToString,
         response_deserializer=router_pb2.Placed.FromString,
