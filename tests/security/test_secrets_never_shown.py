@@ -34,6 +34,7 @@ from diptych.kvtransfer.encryption import PURPOSE as KV
 from diptych.kvtransfer.handle import SlabHandle
 from diptych.router.api.auth_keys import KeyEntry, KeySet, add_key
 from diptych.router.config import RouterConfig
+from diptych.rpc.operator import operator_key
 from diptych.rpc.v1 import worker_pb2
 from diptych.worker.config import WorkerConfig
 
@@ -268,6 +269,7 @@ def test_a_cluster_shows_its_secret_nowhere(cluster: Any) -> None:
     addresses = [cluster.child(name).address for name in cluster.workers()]
     keys = [
         call_key(secret),
+        operator_key(secret),
         *(derive_key(secret, purpose) for purpose in (TICKETS, KV, "block identity", "tenant salt")),
     ]
     hidden = {secret.hex(), *(key.hex() for key in keys)}
