@@ -52,6 +52,14 @@ class CudaBatch:
         counts = [*self.decode_counts, *([1] * len(self.counts))]
         return [table for table, count in zip(tables, counts, strict=True) for _ in range(count)]
 
+    def chunk_words(self, tables: Sequence[int], first: int) -> list[int]:
+        """Four numbers of each chunk: see paged_prefill. Args: tables: block table of each chunk. first: row of the first."""
+        words: list[int] = []
+        for new, start, table in zip(self.counts, self.starts, tables, strict=True):
+            words += (first, new, start, table)
+            first += new
+        return words
+
     @property
     def all_rows_sampled(self) -> bool:
         return self.sample_rows == list(range(len(self.token_ids)))

@@ -100,11 +100,7 @@ class ChunkGraphs:
         def padded(values: Sequence[int], nothing: int) -> list[int]:
             return [*values[:count], *([nothing] * gap), *values[count:], *([nothing] * tail)]
 
-        chunks: list[int] = []
-        first = decode
-        for new, start, row in zip(batch.counts, batch.starts, table_rows[count:], strict=True):
-            chunks += (first, new, start, row)
-            first += new
+        chunks = batch.chunk_words(table_rows[count:], decode)
         chunks += [0] * (4 * (MAX_CHUNKS + 1) - len(chunks))
         group, rows = self._decoder.group, self._decoder.tile_rows
         tiles = prefill_tiles(batch.counts, batch.starts, group, rows)

@@ -63,11 +63,7 @@ class CudaRuntime:
     def send(self, batch: CudaBatch, rows: Sequence[int], sources: Sequence[int] = ()) -> tuple[StepTensors, Tensor]:
         """Returns: the step on the device, and there also `sources`."""
         count = batch.num_decode
-        chunks: list[int] = []
-        first = count
-        for new, start, row in zip(batch.counts, batch.starts, rows[count:], strict=True):
-            chunks += (first, new, start, row)
-            first += new
+        chunks = batch.chunk_words(rows[count:], count)
         tiles = prefill_tiles(batch.counts, batch.starts, self.decoder.group, self.decoder.tile_rows)
         ids, positions, lens, decode_rows, chunk_words, tile_words, sample_rows, fed, adapters, *slots = (
             self.upload.send(
