@@ -8,7 +8,7 @@ from diptych.decode.server import DecodeService
 from diptych.prefill.server import PrefillService, Publishing, SourceService
 from diptych.worker.config import WorkerConfig
 from diptych.worker.process import run_process
-from diptych.worker.reading import Reading
+from diptych.worker.reads.reading import Reading
 from diptych.worker.role import ServiceFactories
 from diptych.worker.role_spec import DECODE, PREFILL, SOURCE
 from diptych.worker.runtime import WorkerRuntime

@@ -16,7 +16,7 @@ from diptych.common.errors import (
     PromptTooLongError,
     RequestCancelledError,
 )
-from diptych.worker.block_pulls import KvSource
+from diptych.worker.reads.block_pulls import KvSource
 from diptych.worker.refs import WorkerRef
 
 

@@ -49,8 +49,8 @@ from diptych.rpc.convert import logprobs_from_proto, logprobs_to_proto, prompt_f
 from diptych.rpc.errors import to_failure
 from diptych.rpc.v1 import decode_pb2, prefill_pb2, types_pb2
 from diptych.worker import wire
-from diptych.worker.block_pulls import BlockPulls, KvSource, pull_to_proto, source_to_proto
 from diptych.worker.ports import Engine
+from diptych.worker.reads.block_pulls import BlockPulls, KvSource, pull_to_proto, source_to_proto
 from diptych.worker.refs import WorkerRef
 
 _LEG_MARGIN_S = 0.25

@@ -41,11 +41,11 @@ from diptych.kvtransfer.planner import first_token_to_ask
 from diptych.rpc.convert import later_fields_of
 from diptych.rpc.v1 import prefill_pb2, types_pb2
 from diptych.worker import wire
-from diptych.worker.block_pulls import BlockPulls
-from diptych.worker.coverage import KvCoverage
 from diptych.worker.liveness_timer import LivenessTimer
 from diptych.worker.peers import Peer
-from diptych.worker.range_reads import RangeReads, ReadContext, first_error, follow
+from diptych.worker.reads.block_pulls import BlockPulls
+from diptych.worker.reads.coverage import KvCoverage
+from diptych.worker.reads.range_reads import RangeReads, ReadContext, first_error, follow
 from diptych.worker.refs import WorkerRef
 
 log = structlog.get_logger(__name__)

@@ -21,8 +21,8 @@ from diptych.engine.grammar.program import Program
 from diptych.engine.messages import EngineEvent
 from diptych.rpc.fields import same_fields
 from diptych.rpc.stubs import add_decode
-from diptych.worker.range_reads import ReadContext
-from diptych.worker.reading import Reading
+from diptych.worker.reads.range_reads import ReadContext
+from diptych.worker.reads.reading import Reading
 from diptych.worker.runtime import WorkerRuntime
 
 

@@ -10,8 +10,8 @@ from diptych.common.sampling import MAX_CHOICES, SamplingParams
 from diptych.decode.admission import FailurePolicy, Placement
 from diptych.rpc import convert
 from diptych.rpc.v1 import decode_pb2, router_pb2, types_pb2
-from diptych.worker.block_pulls import KvSource, parse_source
 from diptych.worker.incoming import Limits, check_addressed
+from diptych.worker.reads.block_pulls import KvSource, parse_source
 from diptych.worker.refs import WorkerRef
 
 MAX_ATTEMPT_ID = 128

@@ -11,8 +11,8 @@ from diptych.engine.grammar.program import FirstToken, mask_words
 from diptych.engine.messages import EngineRequest, KvMode, PublishCached
 from diptych.rpc import convert
 from diptych.rpc.v1 import prefill_pb2
-from diptych.worker.block_pulls import SOURCE_ATTEMPT, KvSource, parse_source
 from diptych.worker.incoming import Limits, check_addressed
+from diptych.worker.reads.block_pulls import SOURCE_ATTEMPT, KvSource, parse_source
 from diptych.worker.refs import WorkerRef
 from diptych.worker.role_spec import PREFILL, SOURCE
 

@@ -12,7 +12,7 @@ from diptych.kvtransfer.layout import payload_capacity
 from diptych.prefill.service import PrefillServicer, SourceServicer
 from diptych.prefill.sessions import PrefillSessions
 from diptych.rpc.stubs import add_prefill, add_source
-from diptych.worker.reading import Reading
+from diptych.worker.reads.reading import Reading
 from diptych.worker.role_spec import PREFILL, SOURCE
 from diptych.worker.runtime import WorkerRuntime
 

@@ -12,7 +12,7 @@
        |
     CLOSED      normal end of the call
 
-    before QUEUED   with a source, leading blocks are pulled from another worker's cache (worker.block_pulls); then they are a hit
+    before QUEUED   with a source, leading blocks are pulled from another worker's cache (worker.reads); then they are a hit
 
     from any state: the call is cancelled (decode's cancel), its deadline passes, the engine fails, the worker stops,
                     or decode sends nothing for a whole slab lease
@@ -66,9 +66,9 @@ from diptych.prefill.request import PrefillSessionRequest, parse_fetch, parse_re
 from diptych.rpc.convert import logprobs_to_proto
 from diptych.rpc.v1 import prefill_pb2, types_pb2
 from diptych.worker import wire
-from diptych.worker.block_pulls import BlockPulls, PullFacts, pull_to_proto
 from diptych.worker.incoming import Limits
 from diptych.worker.ports import Engine
+from diptych.worker.reads.block_pulls import BlockPulls, PullFacts, pull_to_proto
 
 log = structlog.get_logger(__name__)
 

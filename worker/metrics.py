@@ -28,8 +28,8 @@ from diptych.engine.messages import EngineStats
 from diptych.engine.stats import AGE_BUCKETS_S, Ages
 from diptych.kvtransfer.api import PeerRef, ReceivedSlab, SlabReader, Transfer, TransferAudit
 from diptych.kvtransfer.handle import SlabHandle
-from diptych.worker.block_pulls import SOURCE_ATTEMPT, PullFacts
 from diptych.worker.gpu import GpuMonitor, gpu_families
+from diptych.worker.reads.block_pulls import SOURCE_ATTEMPT, PullFacts
 
 log = structlog.get_logger(__name__)
 

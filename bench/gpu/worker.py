@@ -35,10 +35,10 @@ from diptych.kvtransfer import publisher as publish_side
 from diptych.kvtransfer import reader as read_side
 from diptych.prefill import sessions as handoff
 from diptych.prefill.server import PrefillService, Publishing
-from diptych.worker import slab_unpacker as unpack_desk
 from diptych.worker.config import WorkerConfig
 from diptych.worker.model import LoadedModel
 from diptych.worker.process import make_transfer, switch_interval_s
+from diptych.worker.reads import slab_unpacker as unpack_desk
 from diptych.worker.role import ServiceFactories
 from diptych.worker.role_spec import PREFILL
 from diptych.worker.runtime import WorkerRuntime

@@ -14,8 +14,8 @@ from diptych.cli.worker_roles import services_of
 from diptych.engine.sched.kv_cache_manager import KvCacheManager
 from diptych.rpc.v1 import decode_pb2, types_pb2
 from diptych.worker import wire
-from diptych.worker.block_pulls import FORGET_S
 from diptych.worker.process import make_transfer
+from diptych.worker.reads.block_pulls import FORGET_S
 from diptych.worker.runtime import WorkerRuntime
 from diptych_tests import waiting
 
@@ -213,7 +213,7 @@ async def test_whatever_happens_to_a_pull_the_answer_is_the_same(
                 )
             case "too slow":
                 plan.compute_s = 0.0
-                monkeypatch.setattr("diptych.worker.block_pulls.LEAST_S", 1e-6)
+                monkeypatch.setattr("diptych.worker.reads.block_pulls.LEAST_S", 1e-6)
         answer = await router.run(submit(cluster, "turn-2", turn_2, for_prefill=plan, local_max=0))
         [pull] = answer.explanation.pulls
         assert why in pull.note, pull

@@ -30,8 +30,8 @@ from diptych.kvtransfer.publisher_ledger import Acked, PublisherLedger, Released
 from diptych.kvtransfer.reader_ledger import FailRead, Finished, ReaderLedger, Received
 from diptych.kvtransfer.reader_ledger import Tick as ReaderTick
 from diptych.prefill.sessions import PrefillSessions
-from diptych.worker.coverage import Coverage, KvCoverage
-from diptych.worker.slab_unpacker import SlabUnpacker
+from diptych.worker.reads.coverage import Coverage, KvCoverage
+from diptych.worker.reads.slab_unpacker import SlabUnpacker
 
 Patch = Callable[[], Any]
 MUTATIONS: dict[str, Patch] = {}

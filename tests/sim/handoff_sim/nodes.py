@@ -28,13 +28,13 @@ from diptych.rpc import convert
 from diptych.rpc.fields import same_fields
 from diptych.rpc.v1 import worker_pb2
 from diptych.worker import wire
-from diptych.worker.block_pulls import BlockPulls
 from diptych.worker.incoming import Limits
-from diptych.worker.link_rate import LinkRates
 from diptych.worker.peers import PeerDirectory
-from diptych.worker.range_reads import ReadContext
+from diptych.worker.reads.block_pulls import BlockPulls
+from diptych.worker.reads.link_rate import LinkRates
+from diptych.worker.reads.range_reads import ReadContext
+from diptych.worker.reads.slab_unpacker import SlabUnpacker
 from diptych.worker.refs import WorkerRef
-from diptych.worker.slab_unpacker import SlabUnpacker
 
 Find = Callable[[str], "WorkerNode | None"]
 """The living worker at an address."""

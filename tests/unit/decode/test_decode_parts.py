@@ -13,8 +13,8 @@ from diptych.decode.lifecycle import AttemptLifecycle, State
 from diptych.decode.outbox import Outbox
 from diptych.engine.messages import TokensOut
 from diptych.rpc.v1 import decode_pb2
-from diptych.worker.coverage import Coverage
-from diptych.worker.link_rate import LinkRates
+from diptych.worker.reads.coverage import Coverage
+from diptych.worker.reads.link_rate import LinkRates
 
 
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=12), st.integers(0, 10), st.randoms())

@@ -29,8 +29,8 @@ from diptych.kvtransfer.layout import HEADER_BYTES, check_slab, message_bytes, w
 from diptych.rpc.v1 import prefill_pb2
 from diptych.worker import peers as workers
 from diptych.worker import wire
-from diptych.worker.coverage import Coverage
-from diptych.worker.link_rate import LinkRates
+from diptych.worker.reads.coverage import Coverage
+from diptych.worker.reads.link_rate import LinkRates
 from diptych.worker.refs import WorkerRef
 
 BLOCK, LENGTH, CACHED = 4, 26, 4

@@ -49,7 +49,7 @@ def test_after_the_deadline_the_slab_is_quarantined_until_the_receive_completes(
 
 
 def test_the_deadline_is_the_askers_alone(ledger):
-    """One rule for a read's deadline, where it is asked for (worker.link_rate); the ledger adds none of its own."""
+    """One rule for a read's deadline, where it is asked for (worker.reads.link_rate); the ledger adds none of its own."""
     ledger.on_event(want(1, deadline=5000.0), 10.0)
     assert ledger.next_deadline() == 5000.0
     assert ledger.on_event(rd.Tick(), 4999.0) == []

@@ -20,12 +20,12 @@ from diptych.kvtransfer.handle import SlabHandle
 from diptych.rpc.errors import describe, from_failure, typed_error
 from diptych.rpc.v1 import prefill_pb2
 from diptych.worker import wire
-from diptych.worker.coverage import KvCoverage
-from diptych.worker.link_rate import LinkRates
 from diptych.worker.liveness_timer import LivenessTimer
 from diptych.worker.peers import Peer, PeerDirectory
+from diptych.worker.reads.coverage import KvCoverage
+from diptych.worker.reads.link_rate import LinkRates
+from diptych.worker.reads.slab_unpacker import SlabUnpacker
 from diptych.worker.refs import WorkerRef
-from diptych.worker.slab_unpacker import SlabUnpacker
 
 log = structlog.get_logger(__name__)
 

@@ -34,11 +34,11 @@ from diptych.kvtransfer.handle import SlabHandle
 from diptych.rpc.fields import same_fields
 from diptych.rpc.v1 import prefill_pb2, types_pb2
 from diptych.worker import wire
-from diptych.worker.coverage import KvCoverage
 from diptych.worker.liveness_timer import LivenessTimer
 from diptych.worker.peers import Peer
 from diptych.worker.ports import Engine
-from diptych.worker.range_reads import RangeReads, ReadContext, first_error, follow
+from diptych.worker.reads.coverage import KvCoverage
+from diptych.worker.reads.range_reads import RangeReads, ReadContext, first_error, follow
 from diptych.worker.refs import WorkerRef
 from diptych.worker.role_spec import DECODE, FULL_NAMES, SOURCE
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from diptych.rpc.channels import open_channel
-from diptych.worker.block_pulls import BlockPulls
-from diptych.worker.link_rate import LinkRates
 from diptych.worker.peers import PeerDirectory
-from diptych.worker.range_reads import ReadContext
+from diptych.worker.reads.block_pulls import BlockPulls
+from diptych.worker.reads.link_rate import LinkRates
+from diptych.worker.reads.range_reads import ReadContext
+from diptych.worker.reads.slab_unpacker import SlabUnpacker
 from diptych.worker.runtime import WorkerRuntime
-from diptych.worker.slab_unpacker import SlabUnpacker
 
 _SAME_BITS = frozenset({"native", "fake"})
 """Back ends whose rows do not depend on each other, whatever the settings."""

@@ -1,0 +1,1 @@
+"""Reads of other workers' KV: hand-offs and pulls."""
