@@ -215,25 +215,25 @@ def cluster(cluster_module: ModuleType, tmp_path_factory: pytest.TempPathFactory
         yield running
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def gates(cluster_module: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> object:
     """The step gates of the gated cluster."""
     return cluster_module.StepGates(tmp_path_factory.mktemp("gates"))
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def gated_cluster(
     cluster_module: ModuleType, gates: object, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[object]:
-    """A second cluster for the whole run: its steps can be held, and its parts may be killed by a test that waits until they are
-    back."""
+    """A second cluster for a file of tests: its steps can be held, and its parts may be killed by a test that waits until they
+    are back. It ends with the file, as `colocated` does: each worker of a cluster takes more than a gigabyte."""
     with cluster_module.running_cluster(tmp_path_factory.mktemp("gated"), *gates.flags) as running:
         yield running
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def colocated(cluster_module: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Iterator[object]:
-    """One `diptych serve` process of the same model, for the whole run: what disaggregated answers must equal."""
+    """One `diptych serve` process of the same model, for a file of tests: what disaggregated answers must equal."""
     flags = ("--num-blocks", "256", "--max-model-len", "2048")
     with cluster_module.running_serve(tmp_path_factory.mktemp("colocated"), *flags) as running:
         yield running

@@ -104,8 +104,7 @@ def prompts_of(*lengths):
 @pytest.mark.usefixtures("small_orders")
 @pytest.mark.parametrize(
     ("architecture", "overrides"),
-    [
-        ("LlamaForCausalLM", {}),
+    [  # both: layers with windows and without
         ("Qwen2ForCausalLM", {"use_sliding_window": True, "sliding_window": 33, "max_window_layers": 1}),
         ("Gemma2ForCausalLM", {"head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 40}),
     ],
