@@ -21,6 +21,8 @@ from diptych.common.errors import ConfigError
 
 _EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")  # of IPv6, too
 _TRIES = 100
+_given: set[int] = set()
+"""Ports that this process gave to others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,16 +73,20 @@ def free_port(host: str) -> int:
     """A port of `host` that nothing listens on, for a process that is started with it.
 
     It is outside the range from which the kernel takes ports of outgoing connections, of anybody: one of these could
-    be taken before that process listens, seconds later. Only where that range leaves no others it is one of them.
+    be taken before that process listens, seconds later. Only where that range leaves no others it is one of them. Nor is
+    it one that was given before: whoever got it may not listen yet.
     """
     family = socket.AF_INET6 if is_ipv6(host) else socket.AF_INET
     others = _ports_of_nobody(_EPHEMERAL.read_text() if _EPHEMERAL.exists() else "")
     # Any generator but the global one, which a test or a user may have seeded: two clusters would choose the same.
     tries = random.SystemRandom().sample(others, min(len(others), _TRIES))
-    for port in [*tries, 0]:
+    for port in [*(port for port in tries if port not in _given), *[0] * _TRIES]:
         with socket.socket(family) as probe, contextlib.suppress(OSError):
             probe.bind((host, port))
-            return int(probe.getsockname()[1])
+            found = int(probe.getsockname()[1])
+            if found not in _given:
+                _given.add(found)
+                return found
     raise ConfigError("host", host, "has no free port, or is not an address of this machine")
 
 

@@ -77,6 +77,11 @@ def test_1_ports_of_children_are_none_that_an_outgoing_connection_can_take(
         free_port("192.0.2.1")
 
 
+def test_1_no_port_is_given_twice() -> None:
+    """Whoever got it may not listen yet."""
+    assert len({free_port("127.0.0.1") for _ in range(1000)}) == 1000
+
+
 def test_ports_of_the_right_family() -> None:
     port = free_port("::1")
     require_free_port("http_port", "::1", port)
