@@ -27,6 +27,7 @@ class EngineConfig:
         max_step_time_s: caps a step's prefill chunk from the measured rate; None: only the token budget counts.
         mixed_step_time_s: caps it where sequences decode in the same step and wait for it, but lets prompts have as
             long as their step takes alone; None: as any other step.
+        max_mixed_prefill_tokens: prompt tokens of a step in which sequences decode; 0: as of any other step.
         initial_prefill_tokens_per_s: the first guess of that rate.
         long_prefill_token_threshold: prompt tokens of one request in one step; 0: no such cap.
         scheduling_policy: sojourn, fcfs, priority, sjf or fair; see engine.sched.policies.
@@ -46,6 +47,7 @@ class EngineConfig:
     max_num_batched_tokens: int = 512
     max_step_time_s: float | None = 0.5
     mixed_step_time_s: float | None = 0.05
+    max_mixed_prefill_tokens: int = 0
     initial_prefill_tokens_per_s: float = 150.0
     enable_prefix_caching: bool = True
     long_prefill_token_threshold: int = 0
@@ -64,7 +66,7 @@ class EngineConfig:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ConfigError(name, value, "must be an integer of at least 1")
-        for name in ("long_prefill_token_threshold", "num_host_blocks"):
+        for name in ("long_prefill_token_threshold", "max_mixed_prefill_tokens", "num_host_blocks"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 0:
                 raise ConfigError(name, value, "must be an integer of at least 0")

@@ -92,6 +92,8 @@ class WorkerConfig:
         mixed_step_time_s: the same for a step in which sequences decode; prompts get at least as long as decoding
             takes, and longer while more than 2 s of them wait. 0: as for any other step; not set: by the device (0.05
             on a CPU, 0 on a GPU).
+        max_mixed_prefill_tokens: prompt tokens of a step in which sequences decode; 0: by the device (512 on a GPU, where
+            such a step is one graph; on a CPU only time bounds them).
         threads: torch threads.
         enable_prefix_caching: keep the KV of computed blocks, for later prompts that begin alike.
         scheduling_policy: sojourn (no prompt later than under equal shares), fcfs, priority, sjf (shortest job first,
@@ -181,6 +183,7 @@ class WorkerConfig:
     max_num_batched_tokens: int = 0
     max_step_time_s: float | None = None
     mixed_step_time_s: float | None = None
+    max_mixed_prefill_tokens: int = 0
     threads: int = 1
     enable_prefix_caching: bool = _ENGINE.enable_prefix_caching
     steps_ahead: bool = _ENGINE.steps_ahead
@@ -260,6 +263,7 @@ class WorkerConfig:
             "max_model_len",
             "max_num_seqs",
             "max_num_batched_tokens",
+            "max_mixed_prefill_tokens",
             "max_step_time_s",
             "mixed_step_time_s",
             "slab_bytes",

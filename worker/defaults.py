@@ -32,6 +32,8 @@ CPU: Mapping[str, Any] = {
 }
 GPU_SEQS = 256
 GPU_BATCHED_TOKENS = 4096
+GPU_MIXED_TOKENS = 512
+"""The most of a CUDA graph with chunks: see engine.exec.cuda.chunk_graphs."""
 GPU_SLABS = 16
 GPU_SECOND_SLABS = 2
 GPU_SLAB_TOKENS = 2048
@@ -108,6 +110,7 @@ def _on_gpu(config: WorkerConfig, device: DeviceFacts, model: ModelFacts) -> dic
         "max_num_batched_tokens": (GPU_BATCHED_TOKENS, f"on {device.name}"),
         "max_step_time_s": (0.0, "a GPU's steps are bounded by their tokens"),
         "mixed_step_time_s": (0.0, "a GPU's steps are bounded by their tokens"),
+        "max_mixed_prefill_tokens": (GPU_MIXED_TOKENS, "such a step is one CUDA graph"),
         "slab_bytes": (slab_bytes, why_bytes),
         "num_second_slabs": (GPU_SECOND_SLABS, "they take GPU memory"),
         "num_slabs": (num_slabs, f"{num_slabs * slab_bytes / 2**30:.1f} GiB of staging for ranges under way"),

@@ -51,6 +51,8 @@ class ServeConfig:
             (0.5 on a CPU, 0 on a GPU).
         mixed_step_time_s: the same for a step in which sequences decode; 0: as for any other step; not set: by the
             device (0.05 on a CPU, 0 on a GPU).
+        max_mixed_prefill_tokens: prompt tokens of a step in which sequences decode; 0: by the device (512 on a GPU; on a CPU
+            only time bounds them).
         enable_prefix_caching: keep the KV of computed blocks, for later prompts that begin alike.
         threads: torch threads.
         scheduling_policy: sojourn (no request later than under equal shares), fcfs, priority, sjf or fair.
@@ -90,6 +92,7 @@ class ServeConfig:
     max_num_batched_tokens: int = _WORKER.max_num_batched_tokens
     max_step_time_s: float | None = _WORKER.max_step_time_s
     mixed_step_time_s: float | None = _WORKER.mixed_step_time_s
+    max_mixed_prefill_tokens: int = _WORKER.max_mixed_prefill_tokens
     enable_prefix_caching: bool = _WORKER.enable_prefix_caching
     threads: int = 1
     scheduling_policy: str = _WORKER.scheduling_policy

@@ -54,6 +54,7 @@ class Lifecycle:
             max(config.block_size, MIN_MEASURED_TOKENS),
             config.initial_copy_bytes_per_s,
             mixed_step_time_s=config.mixed_step_time_s,
+            max_mixed_tokens=config.max_mixed_prefill_tokens,
         )
         self.kv = KvCacheManager(
             config.num_blocks,

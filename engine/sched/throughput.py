@@ -18,6 +18,7 @@ class ThroughputEstimator:
         max_step_time_s: the time budget of a step; None: no cap.
         mixed_step_time_s: that of a step with decoding sequences, which wait for its prompts; None: as any other
         step's.
+        max_mixed_tokens: prompt tokens of such a step; 0: no bound but that of its time.
         first_guess: prefill tokens per second until the first measurement.
         min_chunk: prompt tokens that are always allowed, so that a slow step does not stop all progress; at least
             MIN_MEASURED_TOKENS, so that a rate that fell is measured again.
@@ -31,9 +32,11 @@ class ThroughputEstimator:
         copy_first_guess: float = 4e9,
         *,
         mixed_step_time_s: float | None = None,
+        max_mixed_tokens: int = 0,
     ) -> None:
         self._max_step_time_s = max_step_time_s
         self._mixed_step_time_s = mixed_step_time_s
+        self._max_mixed_tokens = max_mixed_tokens
         self._min_chunk = min_chunk
         self.rate = first_guess
         """Prefill tokens per second, measured or guessed."""
@@ -68,7 +71,11 @@ class ThroughputEstimator:
         if num_decode and self._mixed_step_time_s is not None:
             stretch = max(1.0, backlog / self.rate / _PATIENCE_S)
             limits.append(max(stretch * self._mixed_step_time_s - decode_s, decode_s))
-        return max(self._min_chunk, int(min(limits) * self.rate)) if limits else None
+        most = self._max_mixed_tokens if num_decode and self._max_mixed_tokens else None
+        if not limits:
+            return most
+        cap = max(self._min_chunk, int(min(limits) * self.rate))
+        return cap if most is None else min(cap, most)
 
     def observe(self, duration_s: float, num_prefill: int, num_decode: int) -> None:
         if duration_s <= 0.0:

@@ -63,7 +63,9 @@ class CudaBackend:
             if graph_sizes:
                 self._graphs = DecodeGraphs(self._runtime.decoder, device, self._draw.drawn, sizes=graph_sizes, **sizes)
             if chunk_graphs:
-                self._chunk_graphs = ChunkGraphs(self._runtime.decoder, device, shapes=chunk_graphs, **sizes)
+                self._chunk_graphs = ChunkGraphs(
+                    self._runtime.decoder, device, self._draw.drawn, shapes=chunk_graphs, **sizes
+                )
             for group in pool.groups:
                 group.tensor.zero_()
             torch.cuda.synchronize(device)

@@ -1,4 +1,5 @@
-"""CUDA graphs of steps with few prompt tokens, whose kernels take less time than Python needs to launch them one by one.
+"""CUDA graphs of steps with few prompt tokens, whose kernels take less time than Python needs to launch them one by one:
+prompts alone, and beside decoding sequences.
 
 A step replays the least graph that holds its decode rows and its chunks' tokens. Rows are padded behind each of the two: slot
 -1 stores nothing, length 0 attends to nothing. The list of chunks is padded with empty ones, the list of tiles with tiles of
@@ -22,25 +23,32 @@ from diptych.engine.exec.cuda.upload import ALIGN, Section, Upload
 from diptych.engine.exec.methods.base import StepRows
 from diptych.kernels.triton_decode import choose_splits
 from diptych.kernels.triton_prefill import prefill_tiles
+from diptych.kernels.triton_sample import feed_ids
 
 Shape = tuple[int, int]
 """Padded numbers of decode rows and of the chunks' tokens."""
 
-CHUNK_GRAPHS: tuple[Shape, ...] = tuple((0, tokens) for tokens in range(64, 513, 64))
+MAX_TOKENS = 512
 """An 8B model's step of 512 tokens keeps an H200 busy for as long as its launches take; a larger one longer."""
+CHUNK_GRAPHS: tuple[Shape, ...] = (
+    *((0, tokens) for tokens in range(64, MAX_TOKENS + 1, 64)),
+    *((rows, tokens) for rows in (8, 16, 32, 64, 128, 256) for tokens in (MAX_TOKENS // 2, MAX_TOKENS)),
+)
+"""Padded rows are computed, too: few sizes of few rows where a whole step of prompt tokens is computed anyway."""
 MAX_CHUNKS = 8
 """Of one step; those with more are launched kernel by kernel."""
-_SECTIONS = 8
+_SECTIONS = 9
 """Besides the slots, of which each KV group has its own."""
 
 
 class ChunkGraphs:
-    """Captured at construction: before readiness."""
+    """Captured at construction: before readiness. Args: drawn: see DecodeGraphs."""
 
     def __init__(
         self,
         decoder: CudaDecoder,
         device: torch.device,
+        drawn: Tensor,
         *,
         num_groups: int,
         num_kv_heads: int,
@@ -54,14 +62,17 @@ class ChunkGraphs:
         self._graphs: dict[Shape, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
         pool = None
         for shape in sorted(shapes, key=sum, reverse=True):  # the others then fit into the first one's memory
-            step = self._tensors(
-                self._upload.send(self._empty(shape)), choose_splits(max(1, shape[0]), num_kv_heads, num_programs)
-            )
+            splits = choose_splits(max(1, shape[0]), num_kv_heads, num_programs)
+            step, sources = self._tensors(self._upload.send(self._empty(shape)), splits)
+            if shape[0]:
+                feed_ids(step.token_ids[: shape[0]], sources, drawn)
             decoder.forward(step, Hooks(), want_logits=True)  # compiles kernels, and lets cuBLAS choose its own
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool):
+                if shape[0]:
+                    feed_ids(step.token_ids[: shape[0]], sources, drawn)
                 logits = decoder.forward(step, Hooks(), want_logits=True)
             if logits is None:
                 raise AssertionError("a step with sampled rows has logits")
@@ -80,10 +91,12 @@ class ChunkGraphs:
                 return shape
         return None
 
-    def replay(self, batch: CudaBatch, table_rows: Sequence[int], shape: Shape) -> Tensor:
-        """Args: table_rows: of the block tables, of each decode row and chunk. shape: shape_of(batch).
-        Returns: logits of batch.sample_rows, valid until the next replay."""
-        self._upload.send(self._sections(shape, batch, table_rows))
+    def replay(
+        self, batch: CudaBatch, table_rows: Sequence[int], shape: Shape, sources: Sequence[int] = ()
+    ) -> Tensor:
+        """Args: table_rows: of the block tables, of each decode row and chunk. shape: shape_of(batch). sources: of decode
+        rows, see DecodeGraphs. Returns: logits of batch.sample_rows, valid until the next replay."""
+        self._upload.send(self._sections(shape, batch, table_rows, sources))
         graph, logits = self._graphs[shape]
         graph.replay()
         return logits[: len(batch.sample_rows)]
@@ -91,7 +104,9 @@ class ChunkGraphs:
     def _empty(self, shape: Shape) -> list[Section]:
         return self._sections(shape, CudaBatch([], [], [], [[]] * self._num_groups, 0, [], [], [], [], [], None), [])
 
-    def _sections(self, shape: Shape, batch: CudaBatch, table_rows: Sequence[int]) -> list[Section]:
+    def _sections(
+        self, shape: Shape, batch: CudaBatch, table_rows: Sequence[int], sources: Sequence[int] = ()
+    ) -> list[Section]:
         """Of a length that `shape` decides."""
         decode, room = shape
         count = batch.num_decode
@@ -118,13 +133,15 @@ class ChunkGraphs:
             tiles,
             samples,
             padded(batch.adapters or [-1] * len(batch.token_ids), -1),
+            [*sources, *([-1] * (decode - len(sources)))],
             *(padded(slots, -1) for slots in batch.slots),
         ]
 
     @staticmethod
-    def _tensors(sections: Sequence[Tensor], splits: int) -> StepTensors:
-        ids, positions, lens, rows, chunks, tiles, samples, adapters = sections[:_SECTIONS]
-        return StepTensors(
+    def _tensors(sections: Sequence[Tensor], splits: int) -> tuple[StepTensors, Tensor]:
+        """Returns: also the sources of the decode rows."""
+        ids, positions, lens, rows, chunks, tiles, samples, adapters, sources = sections[:_SECTIONS]
+        step = StepTensors(
             token_ids=ids,
             positions=positions,
             slots=sections[_SECTIONS:],
@@ -136,3 +153,4 @@ class ChunkGraphs:
             splits=splits,
             rows=StepRows(adapters),
         )
+        return step, sources

@@ -54,7 +54,7 @@ def graphs_of(monkeypatch):
         fused, cpu = runner._fused, CpuGraphs(monkeypatch, runner._fused._runtime.decoder)
         with torch.inference_mode():
             fused._chunk_graphs = ChunkGraphs(
-                cpu, torch.device("cpu"), num_groups=len(runner.pool.groups),
+                cpu, torch.device("cpu"), fused._draw.drawn, num_groups=len(runner.pool.groups),
                 num_kv_heads=runner.description.num_kv_heads, num_programs=8, shapes=SHAPES,
             )  # fmt: skip
         return cpu

@@ -87,3 +87,13 @@ def test_the_cap_follows_the_size_of_the_decode_step():
     assert pace.prefill_cap(8, backlog=10**6) == 480  # never beyond any step's bound
     assert ThroughputEstimator(None, 1000.0, 16, mixed_step_time_s=0.05).prefill_cap(0) is None
     assert ThroughputEstimator(0.5, 100.0, 16, mixed_step_time_s=0.01).prefill_cap(4) == 16
+
+
+def test_prompt_tokens_beside_decoding_sequences_have_a_bound_of_their_own():
+    pace = ThroughputEstimator(None, 1000.0, 16, max_mixed_tokens=512)
+    assert [pace.prefill_cap(n, backlog=10**6) for n in (0, 1, 256)] == [None, 512, 512]
+    pace = ThroughputEstimator(0.5, 1000.0, 16, mixed_step_time_s=0.05, max_mixed_tokens=40)
+    assert [pace.prefill_cap(n) for n in (0, 1)] == [500, 40]
+    assert pace.prefill_cap(1, backlog=4000) == 40
+    free, bounded = (serve(8, 4, mixed_step_time_s=None, max_mixed_prefill_tokens=most) for most in (0, 32))
+    assert bounded.gap_ms(99) < 0.3 * free.gap_ms(99)

@@ -10,7 +10,16 @@ from diptych.common.errors import ConfigError
 from diptych.common.kv_format import full_format
 from diptych.kvtransfer.layout import RingSpec, payload_capacity
 from diptych.worker.config import WorkerConfig
-from diptych.worker.defaults import CPU, GPU_SLABS, DeviceFacts, ModelFacts, is_open, settled
+from diptych.worker.defaults import (
+    CPU,
+    GPU_MIXED_TOKENS,
+    GPU_SEQS,
+    GPU_SLABS,
+    DeviceFacts,
+    ModelFacts,
+    is_open,
+    settled,
+)
 from diptych.worker.model import checkpoint_dtype
 
 GIB = 1 << 30
@@ -31,10 +40,18 @@ def test_15_3_3_a_gpus_defaults_for_a_model_of_8b():
     config, lines = settled(WorkerConfig(device="cuda"), H200, LLAMA_8B)
     assert (config.dtype, config.transport) == ("bfloat16", "auto")
     assert (config.max_num_batched_tokens, config.max_num_seqs, config.max_step_time_s) == (4096, 256, 0.0)
-    assert config.mixed_step_time_s == 0.0
+    assert (config.mixed_step_time_s, config.max_mixed_prefill_tokens) == (0.0, 512)
     assert (config.num_slabs, config.slab_bytes) == (16, 258 << 20)
     assert "slab_bytes=270532608: 2,048 tokens of 128 KiB of KV each, in 258 MiB" in lines
     assert "max_num_seqs=256: on NVIDIA H200" in lines
+
+
+def test_a_mixed_step_is_the_largest_graph_with_chunks():
+    pytest.importorskip("triton", reason="Triton is not installed")
+    from diptych.engine.exec.cuda.chunk_graphs import CHUNK_GRAPHS
+
+    rows, tokens = max(CHUNK_GRAPHS)
+    assert (rows, tokens) == (GPU_SEQS, GPU_MIXED_TOKENS)
 
 
 def test_a_cpus_defaults_are_what_they_were():
@@ -57,6 +74,7 @@ def test_what_was_set_stays(device):
         "max_num_batched_tokens": 99,
         "max_step_time_s": 0.25,
         "mixed_step_time_s": 0.0,
+        "max_mixed_prefill_tokens": 64,
         "slab_bytes": 8 << 20,
         "num_slabs": 3,
         "num_second_slabs": 1,

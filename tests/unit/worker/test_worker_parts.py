@@ -136,6 +136,7 @@ def test_a_setting_reaches_a_package_by_its_name_there() -> None:
     """Each setting of the engine and of the transfer that a worker has under the same name, at another value than the default."""
     config = WorkerConfig(
         block_size=8, max_num_seqs=7, max_num_batched_tokens=99, max_step_time_s=0.2, mixed_step_time_s=0.1,
+        max_mixed_prefill_tokens=33,
         enable_prefix_caching=False, scheduling_policy="fcfs", long_prefill_token_threshold=5, tenant_cache_share=0.5,
         num_host_blocks=3, preemption_mode="swap", steps_ahead=False, check_invariants=True, transport="inproc",
         slab_bytes=1 << 20, num_slabs=5, verify_checksum=False,
