@@ -225,7 +225,7 @@ class EngineCore:
             start = self._clock.now()
         if copied is None or not out.seqs:
             return copied is None
-        if self._runs_ahead and self._goes_ahead and ahead.can_run_ahead(self.scheduler.live, out):
+        if self._runs_ahead and self._goes_ahead and ahead.can_run_ahead(self.scheduler, out):
             self._in_flight = self._launch(out, None)
             return True
         self._execute(out, cancelled, start)

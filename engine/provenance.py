@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from diptych.common.text.prompt_digest import block_digest
-from diptych.engine.step_messages import BlockCopy, ComputedFrom, ScheduledSeq, StepResult
+from diptych.engine.step_messages import UNKNOWN_TOKEN, BlockCopy, ComputedFrom, ScheduledSeq, StepResult
 
 
 class Provenance:
@@ -21,7 +21,7 @@ class Provenance:
     nothing."""
 
     def __init__(self, block_size: int) -> None:
-        self._block_size = block_size
+        self.block_size = self._block_size = block_size
         self._blocks: dict[int, tuple[bytes, list[int]]] = {}
         """By block: the digest of the block before it, and the tokens computed into its leading slots."""
         self._host: dict[int, tuple[bytes, list[int]]] = {}
@@ -117,4 +117,24 @@ def note_step(
             known = provenance.of(table, positions[end - 1] + 1, first_block)
             if known is not None:
                 result.computed_from[i] = known
+        first = end
+
+
+def note_launched(
+    provenance: Provenance,
+    seqs: Sequence[ScheduledSeq],
+    order: Sequence[int],
+    token_ids: Sequence[int],
+    positions: Sequence[int],
+) -> None:
+    """A step was launched, as note_step. What a token is computed into that is still being drawn is not known."""
+    first = 0
+    for i in order:
+        seq = seqs[i]
+        end = first + len(seq.token_ids)
+        table, first_block = seq.block_tables[0], seq.first_blocks[0]
+        if UNKNOWN_TOKEN in token_ids[first:end]:
+            provenance.forget([table[positions[first] // provenance.block_size - first_block]])
+        else:
+            provenance.computed(table, positions[first], token_ids[first:end], first_block)
         first = end

@@ -126,10 +126,10 @@ class ModelRunner(Protocol):
         """If capabilities.runs_ahead: begin a step behind the last one that was launched, which may still run.
 
         Args:
-            seqs: one token each, and one draw: see async_scheduling.host_reason. They may change once `draw` was
-            called.
+            seqs: of one draw at most, see async_scheduling.host_reason and prompt_reason: those that decode, then chunks.
+                They may change once `draw` was called.
             sources: by sequence, the index in the last launched step of the one whose drawn token is its token; -1: its
-                token is in token_ids. Empty: all are.
+                tokens are in token_ids. Empty: all are.
         Raises: OutOfDeviceMemory.
         """
         ...

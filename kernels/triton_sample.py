@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 CHUNK = 4096
+FEED_BLOCK = 256
 BAD, NONE_LEFT = -1, -2
 """In place of a token."""
 
@@ -83,7 +84,7 @@ def _best_of_row_kernel(scores_ptr, ids_ptr, bad_ptr, out_ptr, num_chunks, CHUNK
     tl.store(out_ptr + row, tl.where(bad > 0, -1, best))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])  # it changes from step to step
 def _feed_kernel(ids_ptr, sources_ptr, drawn_ptr, count, BLOCK: tl.constexpr):
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = i < count
@@ -106,8 +107,7 @@ def feed_ids(ids: Tensor, sources: Tensor, drawn: Tensor) -> None:
             f"ids {tuple(ids.shape)} and sources {tuple(sources.shape)} must be int32 and alike, drawn int32 too"
         )
     count = ids.shape[0]
-    block = min(1024, triton.next_power_of_2(count))
-    _feed_kernel[(triton.cdiv(count, block),)](ids, sources, drawn, count, BLOCK=block, num_warps=1)
+    _feed_kernel[(triton.cdiv(count, FEED_BLOCK),)](ids, sources, drawn, count, BLOCK=FEED_BLOCK, num_warps=1)
 
 
 def chunks_of(vocab_size: int) -> tuple[int, int]:

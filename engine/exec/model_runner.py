@@ -29,7 +29,7 @@ from diptych.engine.exec.models.registry import describe
 from diptych.engine.exec.sampling import draw_step, want_prompt_rows
 from diptych.engine.exec.weights import ModelWeights
 from diptych.engine.messages import BlockCopy, Payload, ScheduledSeq, StepResult
-from diptych.engine.provenance import Provenance, note_step
+from diptych.engine.provenance import Provenance, note_launched, note_step
 from diptych.engine.runner import CopyHandle, OutOfDeviceMemory, RunnerCapabilities, StepInFlight
 from diptych.kernels.dispatch import TRITON
 
@@ -345,10 +345,10 @@ class TorchModelRunner:
         if fused is None:
             raise InternalError(f"the {self.backend} backend takes no steps ahead")
         self._check_adapters(seqs)
+        batch = fused.build(seqs)
         if self._provenance is not None:
-            size = self.block_size
-            self._provenance.forget([seq.block_tables[0][seq.start // size - seq.first_blocks[0]] for seq in seqs])
-        step = _with_memory(lambda: fused.launch(seqs, fused.build(seqs), sources, self.eos_token_ids))
+            note_launched(self._provenance, seqs, batch.order, batch.token_ids, batch.positions)
+        step = _with_memory(lambda: fused.launch(seqs, batch, sources, self.eos_token_ids))
         return _Launched(step, fused.wrote)
 
     def _execute_fused(

@@ -30,6 +30,11 @@ class Passing:
         """Attempts that lacked blocks in this step."""
         return self._passed
 
+    @property
+    def is_busy(self) -> bool:
+        """A request lacked blocks: whether that one is admitted next, or another one past it, `begin_step` decides."""
+        return self._stuck is not None or bool(self._passed)
+
     def begin_step(self) -> None:
         """Preempt what was admitted past the stuck request, if the stuck one fits then."""
         live = self._live

@@ -87,7 +87,7 @@ class Request(_EveryStep):
         "arrival", "arrived_at", "compute_s", "converted", "device_row", "forced", "hasher", "header", "history", "kv_target",
         "max_model_len", "max_tokens_total", "mode", "num_cached_tokens", "num_published", "peer", "priority",
         "prompt_logprobs_from", "reserved", "returned", "samples", "sampling", "shares_tail", "source", "state",
-        "steps_on_device", "swapped", "tables", "tenant", "want_kv", "was_admitted",
+        "steps_on_device", "swapped", "tables", "tenant", "tokens_on_device", "want_kv", "was_admitted",
     )  # fmt: skip
 
     def __init__(
@@ -160,6 +160,8 @@ class Request(_EveryStep):
         """PREEMPTED: slots of the host tier that hold its first num_computed tokens' KV."""
         self.steps_on_device = 0
         """Steps with it that are on the device. Its blocks are not freed before they have landed."""
+        self.tokens_on_device = 0
+        """Of its prompt, in steps that are on the device: they are not in num_computed yet."""
         self.device_row = -1
         """Its place in the step that was launched last, while that is on the device; -1: it is not in it."""
         self.compute_s = 0.0
@@ -230,6 +232,11 @@ class Request(_EveryStep):
     @property
     def num_tokens(self) -> int:
         return len(self.token_ids)
+
+    @property
+    def num_left(self) -> int:
+        """Tokens that no step has computed, and none on the device computes."""
+        return len(self.token_ids) - self.num_computed - self.tokens_on_device
 
     @property
     def num_outputs(self) -> int:

@@ -9,6 +9,7 @@ from diptych.engine.messages import (
     KvMode,
     PromptComputed,
     PromptLogprobs,
+    ScheduledSeq,
     StepResult,
     TokenLogprobs,
     TokensOut,
@@ -45,18 +46,19 @@ def apply_step_result(live: Lifecycle, out: SchedulerOutput, result: StepResult,
             continue  # another choice's failure has ended it in this step, or it ended while the step was on the device
         if any_failed and _failed(live, request, i, result):
             continue
+        seq = out.seqs[i]  # the request's own by now may be that of the step behind
         if charges:
-            num_outputs = max(int(request.seq.sample), len(token_ids[i]))
-            policy.charge(request, len(request.seq.token_ids) if i >= num_decode else 0, num_outputs)
+            num_outputs = max(int(seq.sample), len(token_ids[i]))
+            policy.charge(request, len(seq.token_ids) if i >= num_decode else 0, num_outputs)
         if i >= num_decode:
-            _advance_chunk(live, request, i, result, duration_s)
+            _advance_chunk(live, request, seq, i, result, duration_s)
             continue
         # One of hundreds of decoding sequences, in every step: nothing here that is not needed.
         computed = request.num_computed + 1
         request.num_computed = computed
         if not computed % size:
             kv.advance(request)
-        if any_beams and request.seq.num_candidates:
+        if any_beams and seq.num_candidates:
             take_candidates(live, request, result.candidates.get(i))
         elif row := token_ids[i]:
             take_tokens(live, request, row, logprobs.get(i, ()) if logprobs else ())
@@ -68,8 +70,9 @@ def apply_step_result(live: Lifecycle, out: SchedulerOutput, result: StepResult,
                 kv.trim(request)  # blocks that only rejected guesses needed
 
 
-def _advance_chunk(live: Lifecycle, request: Request, i: int, result: StepResult, duration_s: float) -> None:
-    seq = request.seq
+def _advance_chunk(
+    live: Lifecycle, request: Request, seq: ScheduledSeq, i: int, result: StepResult, duration_s: float
+) -> None:
     request.num_computed += len(seq.token_ids)
     live.kv.advance(request, in_prompt=True)
     if i in result.prompt_logprobs:

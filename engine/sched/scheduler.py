@@ -17,6 +17,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import chain
 from typing import Protocol
 
 from diptych.common.block_identity import IdentityHeader, header_of_request
@@ -315,6 +317,12 @@ class Scheduler:
         self._schedule_decode(out)
         if self.drafter is not None:
             self._add_drafts(out)
+        self.add_prompts(out)
+        return self._unless_stuck(out, now)
+
+    def add_prompts(self, out: SchedulerOutput) -> None:
+        """What is left of the step's budgets goes to prompts."""
+        live = self.live
         budget = self.config.max_num_batched_tokens - out.num_decode - out.num_draft_tokens
         cap = self.throughput.prefill_cap(out.num_decode, report.prompt_tokens_left(live))
         if cap is not None:
@@ -325,7 +333,7 @@ class Scheduler:
                     break
                 budget -= self._add_chunk(out, request, budget)
             self.admit(out, budget)
-            return self._unless_stuck(out, now)
+            return
         due = self.policy.due
         begun = sorted(self.running.prefilling.values(), key=due)
         if not begun and not len(self.waiting):
@@ -335,7 +343,6 @@ class Scheduler:
             if (allowed := self._allowed(out, request, budget)) > 0:
                 budget -= self._add_chunk(out, request, allowed)
         self.admit(out, budget)
-        return self._unless_stuck(out, now)
 
     def _unless_stuck(self, out: SchedulerOutput, now: float) -> SchedulerOutput:
         """The step; another one where window blocks are so short that none of the prompts that have begun goes on."""
@@ -345,7 +352,7 @@ class Scheduler:
 
     def _allowed(self, out: SchedulerOutput, request: Request, budget: int) -> int:
         """How much of the budget the request's next chunk may take."""
-        if not self.policy.passes or not out.ends_prompt or len(request.token_ids) - request.num_computed <= budget:
+        if not self.policy.passes or not out.ends_prompt or request.num_left <= budget:
             return budget
         return min(budget, int(_FILL_S * self.throughput.rate) - out.num_filled)
 
@@ -379,11 +386,14 @@ class Scheduler:
         return drafts
 
     def has_drafts(self) -> bool:
-        """Whether a decoding sequence has a guess behind the tokens that are known. While one of its tokens is being drawn,
-        that is the best sign of a guess behind that one."""
-        decoding = self.running.decoding.values()
+        """Whether a decoding sequence, or one whose prompt ends in the step on the device, has a guess behind the tokens that
+        are known. While one of its tokens is being drawn, that is the best sign of a guess behind that one."""
+        if self.drafter is None:
+            return False
+        decoding, prompts = self.running.decoding.values(), self.running.prefilling.values()
         left = self.config.max_num_batched_tokens - len(decoding)
-        return self.drafter is not None and any(self._guesses(request, left) for request in decoding)
+        ended = (request for request in prompts if request.num_left == 0)
+        return any(self._guesses(request, left) for request in chain(decoding, ended))
 
     def _add_drafts(self, out: SchedulerOutput) -> None:
         """Guesses get what is left of the token budget. They preempt nothing: without a free block a row has fewer of
@@ -407,7 +417,10 @@ class Scheduler:
         return True
 
     def _add_chunk(self, out: SchedulerOutput, request: Request, budget: int) -> int:
-        start, total = request.num_computed, len(request.token_ids)
+        total, left = len(request.token_ids), request.num_left
+        if not left:
+            return 0  # the step on the device ends it
+        start = total - left
         if self.config.long_prefill_token_threshold:
             budget = min(budget, self.config.long_prefill_token_threshold)
         if request.prompt_logprobs_from is not None:
@@ -420,6 +433,8 @@ class Scheduler:
         end = self.kv.cover(request, end)
         if end <= start:
             return 0  # it waits for window blocks
+        if request.tokens_on_device:
+            request.seq = replace(request.seq)  # that one's numbers are still wanted
         seq = request.seq
         seq.token_ids = request.token_ids[start:end]
         seq.num_drafts = 0

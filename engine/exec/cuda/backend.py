@@ -51,6 +51,8 @@ class CudaBackend:
         self._movers = [BlockMover(group.bytes) for group in pool.groups]
         for group, mover in zip(pool.groups, self._movers, strict=True):
             group.mover = mover
+        self._drawn_rows: dict[int, int] = {}
+        """Of the step that was launched last: sequence -> its place in `drawn`."""
         self._graphs: DecodeGraphs | None = None
         self._chunk_graphs: ChunkGraphs | None = None
         if device.type == "cuda":
@@ -134,47 +136,65 @@ class CudaBackend:
     def launch(
         self, seqs: Sequence[ScheduledSeq], batch: CudaBatch, sources: Sequence[int], eos_token_ids: Sequence[int]
     ) -> DeviceStep:
-        """See ModelRunner.launch. Raises: InternalError, also for sequences that do not decode or are not is_single."""
-        if batch.counts or not batch.all_rows_sampled or not all(is_single(seq) for seq in seqs):
-            raise InternalError("only decoding sequences of one draw can be launched ahead")
-        if sources and (len(sources) != len(seqs) or max(sources) >= NUM_ROWS):
-            raise InternalError(f"{len(sources)} sources for {len(seqs)} sequences")
+        """See ModelRunner.launch. Raises: InternalError, also for sequences that are not is_single."""
+        if not all(is_single(seq) for seq in seqs):
+            raise InternalError("only sequences of one draw can be launched ahead")
+        if len(batch.sample_seqs) > NUM_ROWS:
+            raise InternalError(f"{len(batch.sample_seqs)} draws in one step; at most {NUM_ROWS}")
+        fed = self._fed_rows(seqs, batch, sources)
         try:
-            logits = self._compute(seqs, batch, None, sources)
-            assert logits is not None
+            logits = self._compute(seqs, batch, None, fed)
+            if logits is None:
+                logits = torch.empty((0, 1), device=self._draw.drawn.device)  # chunks that end no prompt
             step = DeviceStep(self._draw, seqs, batch.sample_seqs, logits, eos_token_ids)
-            if all(is_plain(seq) for seq in seqs):
+            self._drawn_rows = {seq: row for row, seq in enumerate(batch.sample_seqs)}
+            if all(is_plain(seqs[i]) for i in batch.sample_seqs):
                 step.draw()
             return step
         except BaseException:
             self.wrote()
             raise
 
+    def _fed_rows(self, seqs: Sequence[ScheduledSeq], batch: CudaBatch, sources: Sequence[int]) -> list[int]:
+        """Of each leading row of one token, where in `drawn` its token is; -1: it is known. Empty: all are. Args: sources: see
+        ModelRunner.launch."""
+        if sources and len(sources) != len(seqs):
+            raise InternalError(f"{len(sources)} sources for {len(seqs)} sequences")
+        if not sources or max(sources) < 0:
+            return []
+        fed = []
+        for i in batch.order:
+            source = sources[i]
+            if source >= 0 and (source not in self._drawn_rows or len(seqs[i].token_ids) != 1):
+                raise InternalError(f"{seqs[i].attempt}: sequence {source} of the step before draws no token for it")
+            fed.append(self._drawn_rows[source] if source >= 0 else -1)
+        return fed[: batch.num_decode]
+
     def _compute(
         self,
         seqs: Sequence[ScheduledSeq],
         batch: CudaBatch,
         should_abort: Callable[[], bool] | None,
-        sources: Sequence[int],
+        fed_rows: Sequence[int],
     ) -> Tensor | None:
         rows = self._runtime.table_rows(seqs, batch)
         graphs = self._graphs
         if graphs is not None and not batch.counts and len(rows) <= graphs.max_rows:
-            logits = graphs.replay(batch, rows, sources)
+            logits = graphs.replay(batch, rows, fed_rows)
             self._launch_pulls()
             if batch.all_rows_sampled:
                 return logits
             if not batch.sample_rows:
                 return None
             return logits.index_select(0, self._upload.send((batch.sample_rows,))[0])
-        chunk_graphs = self._chunk_graphs
+        chunk_graphs = None if fed_rows else self._chunk_graphs  # they read no tokens that the device has drawn
         if chunk_graphs is not None and (shape := chunk_graphs.shape_of(batch)) is not None:
             logits = chunk_graphs.replay(batch, rows, shape)
             self._launch_pulls()
             return logits
-        step, fed = self._runtime.send(batch, rows, sources)
-        if sources:
-            feed_ids(step.token_ids, fed, self._draw.drawn)
+        step, fed = self._runtime.send(batch, rows, fed_rows)
+        if fed_rows:
+            feed_ids(step.token_ids[: len(fed_rows)], fed, self._draw.drawn)
         out = self._runtime.decoder.forward(step, Hooks(should_abort), want_logits=bool(batch.sample_rows))
         self._launch_pulls()
         return out

@@ -54,10 +54,10 @@ def test_a_step_is_launched_behind_the_one_on_the_device_and_the_tokens_are_the_
         assert outcome(events, request.attempt) == (kit.undisturbed([request])[request.attempt], FinishReason.LENGTH)
     core = engine.core
     assert engine.runner.most_in_flight == 2
-    # The prompts' step, then 13 of decode, of which only the first one has nothing before it on the device.
+    # The prompts' step, then 13 of decode: only the first one has nothing before it on the device.
     assert core.steps == 14
-    assert core.steps_ahead == 12
-    assert (engine.stats().steps_ahead, dict(engine.stats().not_ahead)) == (12, {"prompt": 1})
+    assert core.steps_ahead == 13
+    assert (engine.stats().steps_ahead, dict(engine.stats().not_ahead)) == (13, {})
     # A length is known in advance: nobody took part in a step for nothing.
     assert engine.runner.computed_tokens == sum(len(r.prompt.token_ids) + r.sampling.max_tokens - 1 for r in requests)
     at_rest(engine)
@@ -158,8 +158,8 @@ def test_a_draw_that_depends_on_the_last_token_is_sent_when_it_is_known_and_its_
                          for name in ("a", "b")])  # fmt: skip
     assert outcomes[0] == outcomes[1]
     assert len(outcomes[0][0][0][0]) >= 5
-    assert dict(engine.core.scheduler.live.not_ahead) == {"prompt": 1}
-    assert engine.core.steps_ahead == engine.core.steps - 2, "all but the prompts' step and the first of decode"
+    assert dict(engine.core.scheduler.live.not_ahead) == {}
+    assert engine.core.steps_ahead == engine.core.steps - 1, "all but the prompts' step"
     at_rest(engine)
 
 
@@ -278,7 +278,7 @@ scenario = st.lists(
     st.tuples(
         st.integers(1, 24),  # prompt
         st.integers(1, 14),  # max_tokens
-        st.sampled_from(["plain", "greedy", "stop", "choices", "same prompt", "cancel", *HISTORIES]),
+        st.sampled_from(["plain", "greedy", "stop", "choices", "same prompt", "prompt logprobs", "cancel", *HISTORIES]),
         st.integers(0, 25),  # the step before which it comes
     ),
     min_size=1,
@@ -292,8 +292,9 @@ scenario = st.lists(
     num_blocks=st.integers(10, 40),
     host=st.sampled_from([0, 12]),
     policy=st.sampled_from(["sojourn", "fcfs", "priority"]),
+    step_tokens=st.sampled_from([512, 7]),
 )
-def test_ahead_or_not_everybody_gets_the_same(kit, requests, num_blocks, host, policy):
+def test_ahead_or_not_everybody_gets_the_same(kit, requests, num_blocks, host, policy, step_tokens):
     """Against the same engine without a device: tokens, texts' ends and reasons of every request that was not cancelled."""
     made = {}
     for i, (prompt, max_tokens, kind, when) in enumerate(requests):
@@ -302,6 +303,7 @@ def test_ahead_or_not_everybody_gets_the_same(kit, requests, num_blocks, host, p
             **HISTORIES,
             "choices": {"n": 2},
             "greedy": {"temperature": 0.0},
+            "prompt logprobs": {"prompt_logprobs": 1},
         }.get(kind, {})
         tokens = list(range(50, 50 + prompt)) if kind == "same prompt" else prompt
         if "min_tokens" in fields:
@@ -322,6 +324,7 @@ def test_ahead_or_not_everybody_gets_the_same(kit, requests, num_blocks, host, p
             num_host_blocks=host,
             scheduling_policy=policy,
             max_num_seqs=6,
+            max_num_batched_tokens=step_tokens,
         )
         events = []
         for turn in range(400):
@@ -353,7 +356,7 @@ def test_ahead_or_not_everybody_gets_the_same(kit, requests, num_blocks, host, p
 @pytest.mark.parametrize(("decoding", "may_wait"), [(0, False), (8, False), (9, True)])
 def test_18_events_of_many_decodes_wait_for_the_next_launch_also_beside_a_prompt(kit, decoding, may_wait):
     """To hand out so many tokens takes the interpreter from the thread that has to launch the next step."""
-    engine = device(kit, 256, max_num_seqs=32)
+    engine = device(kit, 256, max_num_seqs=32, steps_ahead=False)
     for i in range(decoding):
         engine.send(kit.make_request(f"r{i}", 5, sampling=params(30, seed=i)))
     if decoding:
@@ -363,3 +366,68 @@ def test_18_events_of_many_decodes_wait_for_the_next_launch_also_beside_a_prompt
     engine.core.step()
     assert any(isinstance(e, TokensOut) and e.attempt == "prompt" for e in engine.core.take_events())
     assert engine.core.events_may_wait is may_wait
+
+
+def seqs_of(step):
+    return [(seq.attempt, seq.start, len(seq.token_ids), seq.sample) for seq in step._seqs]
+
+
+def test_18_chunks_of_a_prompt_and_its_first_tokens_follow_one_another_on_the_device(kit):
+    """A prompt of three chunks beside a sequence that decodes: each step is launched before the one before has landed."""
+    engine = device(kit, max_num_batched_tokens=9)
+    short, long = kit.make_request("a", 3, sampling=params(12)), kit.make_request("b", 21, sampling=params(3, seed=4))
+    engine.send(short)
+    engine.core.step()
+    engine.send(long)
+    launched = []
+    for _ in range(5):
+        engine.core.step()
+        launched.append(seqs_of(engine.runner._last))
+    assert launched == [
+        [("a", 3, 1, True), ("b", 0, 8, False)],
+        [("a", 4, 1, True), ("b", 8, 8, False)],
+        [("a", 5, 1, True), ("b", 16, 5, True)],
+        [("a", 6, 1, True), ("b", 21, 1, True)],
+        [("a", 7, 1, True), ("b", 22, 1, True)],
+    ]
+    assert engine.runner._last._sources == [0, 1]
+    b = engine.core.scheduler.requests["b"]
+    assert (b.num_computed, b.tokens_on_device) == (22, 0), "its four landed steps, each counted once"
+    assert engine.core.steps_ahead == engine.core.steps == 5
+    events = kit.run_until_idle(engine)
+    for request in (short, long):
+        tokens = outcome(events, request.attempt)[0]
+        assert tokens == kit.undisturbed([request])[request.attempt][-len(tokens) :]
+    at_rest(engine)
+
+
+def test_18_a_prompt_that_is_cancelled_between_two_of_its_chunks_keeps_its_blocks_until_both_have_landed(kit):
+    engine = device(kit, max_num_batched_tokens=8)
+    engine.send(kit.make_request("b", 21, sampling=params(3)))
+    engine.core.step()
+    engine.core.step()  # the first chunk has landed, the second is on the device
+    blocks = list(engine.core.scheduler.requests["b"].block_ids)
+    engine.send(Cancel("b"))
+    assert all(engine.core.scheduler.kv.pool.refs(block) for block in blocks)
+    engine.core.step()
+    assert engine.runner.computed_tokens == 16
+    at_rest(engine)
+
+
+def test_18_a_prompt_that_is_more_than_a_chunk_to_compute_is_planned_alone_and_nobody_overtakes_who_lacks_blocks(kit):
+    engine = device(kit, num_blocks=12)
+    engine.send(kit.make_request("a", 8, sampling=params(30)))
+    engine.core.step()
+    engine.send(kit.make_request("logprobs", 6, sampling=params(2, prompt_logprobs=1)))
+    engine.core.step()
+    assert dict(engine.core.scheduler.live.not_ahead) == {"admission": 1}
+    engine.core.step()
+    assert dict(engine.core.scheduler.live.not_ahead) == {"admission": 1, "prompt": 1}, "and is read by itself"
+    big = kit.make_request("big", range(300, 332), sampling=params(4, seed=2))
+    small = [kit.make_request(f"s{i}", 5, sampling=params(6, seed=i)) for i in range(4)]
+    for request in (big, *small):
+        engine.send(request)
+    events = kit.run_until_idle(engine)
+    for request in (big, *small):
+        assert outcome(events, request.attempt) == (kit.undisturbed([request])[request.attempt], FinishReason.LENGTH)
+    at_rest(engine)
