@@ -196,6 +196,47 @@ class Driver:
         self._land(flying, rows, outputs, histories)
         return outputs
 
+    def chunks_ahead(self, a, b, c, *, sampling=GREEDY) -> list[list[int]]:
+        """Three prompts in steps that are launched before the one before them is read: in two chunks; whole; and in two chunks
+        of which the last is one token. Sequences change places. Returns: 3, 4 and 2 tokens."""
+        in_a, in_b, in_c = (self.table(len(prompt) + 4) for prompt in (a, b, c))
+        new, at_a, at_b, at_c = [UNKNOWN_TOKEN], len(a), len(b), len(c)
+
+        def seq(tokens, start, table, index=0, sample=True):
+            return self.seq(tokens, start, table, index=index, sample=sample, sampling=sampling)
+
+        steps = [
+            ([], [seq(a[:4], 0, in_a, sample=False)], []),
+            ([0, 1], [seq(a[4:], 4, in_a), seq(b, 0, in_b)], []),
+            (
+                [0, 1],
+                [seq(new, at_a, in_a, 1), seq(new, at_b, in_b, 1), seq(c[:-1], 0, in_c, sample=False)],
+                [0, 1, -1],
+            ),
+            (
+                [1, 0, 2],
+                [seq(new, at_b + 1, in_b, 2), seq(new, at_a + 1, in_a, 2), seq(c[-1:], at_c - 1, in_c)],
+                [1, 0, -1],
+            ),
+            ([2, 1], [seq(new, at_c, in_c, 1), seq(new, at_b + 2, in_b, 3)], [2, 0]),
+        ]
+        drawn: list[list[int]] = [[], [], []]
+        flying, rows = None, []
+
+        def land() -> None:
+            tokens = [token for row in flying.result().token_ids for token in row]
+            for row, token in zip(rows, tokens, strict=True):
+                drawn[row].append(token)
+
+        for of, seqs, sources in steps:
+            step = self.runner.launch(seqs, sources)
+            if flying is not None:
+                land()
+            step.draw()
+            flying, rows = step, of
+        land()
+        return drawn
+
     @staticmethod
     def _land(step, rows, outputs, histories) -> None:
         result = step.result()

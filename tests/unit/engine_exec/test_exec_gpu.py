@@ -52,6 +52,20 @@ def test_steps_ahead_draw_what_the_cpu_draws(tiny_dir, driver_of, graph_sizes, f
     assert driver.generate_ahead(prompts, 40, sampling=sampling) == expected
 
 
+@pytest.mark.parametrize("sampling", [
+    SamplingParams(max_tokens=9, temperature=0.0),
+    SamplingParams(max_tokens=9, seed=5, temperature=0.9, top_p=0.9, top_k=40),
+])  # fmt: skip
+@pytest.mark.parametrize("graph_sizes", [[], [2, 4]])
+def test_18_chunks_that_are_launched_ahead_draw_what_the_cpu_draws(tiny_dir, driver_of, graph_sizes, sampling):
+    prompts = prompts_of(40, 21, 5)
+    expected = driver_of(tiny_dir).generate(prompts, 4, sampling=sampling)
+    driver = driver_of(tiny_dir, device="cuda", backend="triton", graph_sizes=graph_sizes)
+    driver.runner.pool.tensor.fill_(float("nan"))
+    for _ in range(5):
+        assert driver.chunks_ahead(*prompts, sampling=sampling) == [expected[0][:3], expected[1], expected[2][:2]]
+
+
 @pytest.mark.parametrize("fields", [{}, {"repetition_penalty": 1.3, "bad_words": ((7, 11), (12,)), "logprobs": 3}])
 @pytest.mark.parametrize("graph_sizes", [[], [2, 4, 8, 16]])
 def test_drafts_are_verified_through_graphs(tiny_dir, driver_of, graph_sizes, fields):

@@ -29,7 +29,6 @@ from diptych.engine.exec.cuda.late_kernels import LATE, warn_of_late_kernels
 from diptych.engine.exec.sampling import draw_step
 from diptych.engine.messages import ScheduledSeq, StepResult
 from diptych.engine.runner import StepAborted
-from diptych.engine.step_messages import UNKNOWN_TOKEN
 
 # The interpreter of Triton 3.6 takes loop bounds out of one-element arrays.
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim:DeprecationWarning")
@@ -97,43 +96,12 @@ def test_tokens_are_fed_on_the_device_from_step_to_step(model_dir_of, driver_of,
 @interpreted
 @pytest.mark.parametrize("sampling", [GREEDY, TOP_K])
 def test_18_chunks_are_launched_ahead_beside_decodes_and_what_they_draw_is_fed(model_dir_of, driver_of, sampling):
-    """Three prompts: in two chunks; whole; and in two chunks of which the last is one token. Sequences change places."""
     folder = model_dir_of("LlamaForCausalLM", **SMALL)
-    a, b, c = prompts = prompts_of(9, 6, 5)
+    prompts = prompts_of(9, 6, 5)
     expected = driver_of(folder).generate(prompts, 4, sampling=sampling)
     driver = driver_of(folder, backend="triton")
     driver.runner.pool.tensor.fill_(float("nan"))
-    in_a, in_b, in_c = (driver.table(len(prompt) + 4) for prompt in prompts)
-
-    def seq(tokens, start, table, index=0, sample=True):
-        made = driver.seq(tokens, start, table, sampling=sampling, index=index)
-        made.sample = sample
-        return made
-
-    new = [UNKNOWN_TOKEN]
-    steps = [
-        ("", [seq(a[:4], 0, in_a, sample=False)], []),
-        ("ab", [seq(a[4:], 4, in_a), seq(b, 0, in_b)], []),
-        ("ab", [seq(new, 9, in_a, 1), seq(new, 6, in_b, 1), seq(c[:4], 0, in_c, sample=False)], [0, 1, -1]),
-        ("bac", [seq(new, 7, in_b, 2), seq(new, 10, in_a, 2), seq(c[4:], 4, in_c)], [1, 0, -1]),
-        ("cb", [seq(new, 5, in_c, 1), seq(new, 8, in_b, 3)], [2, 0]),
-    ]  # fmt: skip
-    drawn = {"a": [], "b": [], "c": []}
-    flying, names = None, ""
-
-    def land():
-        tokens = [token for row in flying.result().token_ids for token in row]
-        for name, token in zip(names, tokens, strict=True):
-            drawn[name].append(token)
-
-    for of, seqs, sources in steps:
-        step = driver.runner.launch(seqs, sources)
-        if flying is not None:
-            land()
-        step.draw()
-        flying, names = step, of
-    land()
-    assert drawn == {"a": expected[0][:3], "b": expected[1], "c": expected[2][:2]}
+    assert driver.chunks_ahead(*prompts, sampling=sampling) == [expected[0][:3], expected[1], expected[2][:2]]
 
 
 @interpreted
