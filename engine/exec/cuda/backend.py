@@ -187,9 +187,9 @@ class CudaBackend:
             if not batch.sample_rows:
                 return None
             return logits.index_select(0, self._upload.send((batch.sample_rows,))[0])
-        chunk_graphs = None if fed_rows else self._chunk_graphs  # they read no tokens that the device has drawn
+        chunk_graphs = self._chunk_graphs
         if chunk_graphs is not None and (shape := chunk_graphs.shape_of(batch)) is not None:
-            logits = chunk_graphs.replay(batch, rows, shape)
+            logits = chunk_graphs.replay(batch, rows, shape, fed_rows)
             self._launch_pulls()
             return logits
         step, fed = self._runtime.send(batch, rows, fed_rows)

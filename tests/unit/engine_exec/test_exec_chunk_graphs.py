@@ -47,13 +47,16 @@ def graphs_of(monkeypatch):
 
     if not knobs.runtime.interpret:
         pytest.skip("set TRITON_INTERPRET=1")
-    from diptych.engine.exec.cuda.chunk_graphs import ChunkGraphs
+    from diptych.engine.exec.cuda import chunk_graphs
+
+    feed_ids = chunk_graphs.feed_ids
 
     def give(driver):
         runner = driver.runner
         fused, cpu = runner._fused, CpuGraphs(monkeypatch, runner._fused._runtime.decoder)
+        monkeypatch.setattr(chunk_graphs, "feed_ids", cpu.captured(feed_ids))
         with torch.inference_mode():
-            fused._chunk_graphs = ChunkGraphs(
+            fused._chunk_graphs = chunk_graphs.ChunkGraphs(
                 cpu, torch.device("cpu"), fused._draw.drawn, num_groups=len(runner.pool.groups),
                 num_kv_heads=runner.description.num_kv_heads, num_programs=8, shapes=SHAPES,
             )  # fmt: skip
@@ -94,6 +97,18 @@ def test_a_graph_computes_what_its_step_does(model_dir_of, driver_of, graphs_of,
     driver.runner.pool.tensor.fill_(float("nan"))  # padded rows store nothing, and what they read reaches nobody
     assert mixed_steps(driver) == expected
     assert graphs.replays == 3
+
+
+def test_a_graph_reads_the_tokens_that_the_step_before_drew(model_dir_of, driver_of, graphs_of):
+    """Launched before they are known, beside a chunk."""
+    folder = model_dir_of("LlamaForCausalLM", **SMALL)
+    prompts = prompts_of(9, 6, 5)
+    expected = driver_of(folder, backend="triton").generate(prompts, 4, sampling=GREEDY)
+    driver = driver_of(folder, backend="triton")
+    graphs = graphs_of(driver)
+    driver.runner.pool.tensor.fill_(float("nan"))
+    assert driver.chunks_ahead(*prompts) == [expected[0][:3], expected[1], expected[2][:2]]
+    assert graphs.replays == 2
 
 
 def test_steps_that_no_graph_holds_are_launched(model_dir_of, driver_of, graphs_of):

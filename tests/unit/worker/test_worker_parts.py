@@ -143,7 +143,7 @@ def test_a_setting_reaches_a_package_by_its_name_there() -> None:
     )  # fmt: skip
     engine = config.options(EngineConfig, num_blocks=11)
     assert engine == EngineConfig(
-        11, 8, 7, 99, 0.2, 0.1, enable_prefix_caching=False, scheduling_policy="fcfs", long_prefill_token_threshold=5,
+        11, 8, 7, 99, 0.2, 0.1, 33, enable_prefix_caching=False, scheduling_policy="fcfs", long_prefill_token_threshold=5,
         tenant_cache_share=0.5, num_host_blocks=3, preemption_mode="swap", steps_ahead=False, check_invariants=True,
     )  # fmt: skip
     transfer = config.options(TransferConfig, host="h", lease_s=9.0)
