@@ -164,7 +164,8 @@ def make_machine(kit, windows=()):
                 case Admitted(attempt, cached):
                     life = self.lives[attempt]
                     assert cached % kit.BLOCK == 0
-                    assert cached < len(life.request.prompt.token_ids)
+                    known = len(life.request.prompt.token_ids) + len(life.request.output_token_ids)
+                    assert cached < known, "one token is left to compute"
                     if not life.local and not life.cancelled:
                         life.prefill_ended = False
                         request = replace(
