@@ -81,13 +81,18 @@ def _fused_backend(
         return CudaBackend(weights, pool, max_model_len=max_model_len, batch_invariant=batch_invariant, **chosen)
 
 
-def _trial_graphs(sizes: Sequence[int] | None, row_bytes: int) -> tuple[list[int], int]:
-    """Graphs that a trial captures: the largest, into whose memory the others fit. Args: row_bytes: of a row's logits.
-    Returns: also the bytes of what the others put out, which each keeps for itself."""
+def _trial_graphs(
+    sizes: Sequence[int] | None, shapes: Sequence[tuple[int, int]] | None, row_bytes: int
+) -> tuple[list[int], list[tuple[int, int]], int]:
+    """Graphs that a trial captures: the largest of each kind, into whose memory the others fit. Args: row_bytes: of a row's
+    logits. Returns: also the bytes of what the others put out, which each keeps for itself."""
+    from diptych.engine.exec.cuda.chunk_graphs import CHUNK_GRAPHS, MAX_CHUNKS
     from diptych.engine.exec.cuda.graphs import GRAPH_SIZES, output_bytes
 
     sizes = GRAPH_SIZES if sizes is None else sizes
-    return list(sizes[-1:]), output_bytes(sizes[:-1], row_bytes)
+    ascending = sorted(CHUNK_GRAPHS if shapes is None else shapes, key=sum)
+    others = [*sizes[:-1], *(rows + MAX_CHUNKS for rows, _ in ascending[:-1])]
+    return list(sizes[-1:]), ascending[-1:], output_bytes(others, row_bytes)
 
 
 def _prepare_kernels() -> None:
@@ -267,7 +272,12 @@ class TorchModelRunner:
         if preparing is not None:
             preparing.join()
 
-        def make(blocks: int, host_blocks: int = 0, sizes: Sequence[int] | None = graph_sizes) -> TorchModelRunner:
+        def make(
+            blocks: int,
+            host_blocks: int = 0,
+            sizes: Sequence[int] | None = graph_sizes,
+            shapes: Sequence[tuple[int, int]] | None = chunk_graphs,
+        ) -> TorchModelRunner:
             return cls(
                 model,
                 eos_token_ids=eos,
@@ -276,17 +286,17 @@ class TorchModelRunner:
                 max_model_len=length,
                 num_host_blocks=host_blocks,
                 graph_sizes=sizes,
-                chunk_graphs=chunk_graphs,
+                chunk_graphs=shapes,
                 demand=demand,
             )
 
         if budget is not None:
-            trial_sizes = graph_sizes
+            trial_sizes, trial_shapes = graph_sizes, chunk_graphs
             if plan.names == (TRITON,):
                 row_bytes = description.vocab_size * dtype_bytes(dtype)
-                trial_sizes, outputs = _trial_graphs(graph_sizes, row_bytes)
+                trial_sizes, trial_shapes, outputs = _trial_graphs(graph_sizes, chunk_graphs, row_bytes)
                 budget = replace(budget, reserve_bytes=budget.reserve_bytes + outputs)
-            num_blocks = profile(lambda blocks: make(blocks, sizes=trial_sizes), budget, kv, demand)
+            num_blocks = profile(lambda n: make(n, sizes=trial_sizes, shapes=trial_shapes), budget, kv, demand)
         try:
             return make(num_blocks, num_host_blocks)
         except torch.OutOfMemoryError as error:

@@ -32,9 +32,10 @@ MAX_TOKENS = 512
 """An 8B model's step of 512 tokens keeps an H200 busy for as long as its launches take; a larger one longer."""
 CHUNK_GRAPHS: tuple[Shape, ...] = (
     *((0, tokens) for tokens in range(64, MAX_TOKENS + 1, 64)),
-    *((rows, tokens) for rows in (8, 16, 32, 64, 128, 256) for tokens in (MAX_TOKENS // 2, MAX_TOKENS)),
+    *((rows, tokens) for rows in (16, 64, 256) for tokens in (64, 256)),
+    *((rows, MAX_TOKENS) for rows in (16, 32, 64, 128, 256)),
 )
-"""Padded rows are computed, too: few sizes of few rows where a whole step of prompt tokens is computed anyway."""
+"""Padded rows are computed, too. Beside sequences that decode, an engine with prompts waiting fills its steps to MAX_TOKENS."""
 MAX_CHUNKS = 8
 """Of one step; those with more are launched kernel by kernel."""
 _SECTIONS = 9
@@ -56,7 +57,7 @@ class ChunkGraphs:
         shapes: Sequence[Shape] = CHUNK_GRAPHS,
     ) -> None:
         self._decoder, self._num_groups = decoder, num_groups
-        self._shapes = sorted(shapes)
+        self._shapes = sorted(shapes, key=sum)
         capacity = max(sum(-(-len(s) // ALIGN) * ALIGN for s in self._empty(shape)) for shape in shapes)
         self._upload = Upload(device, capacity)
         self._graphs: dict[Shape, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
@@ -91,9 +92,7 @@ class ChunkGraphs:
                 return shape
         return None
 
-    def replay(
-        self, batch: CudaBatch, table_rows: Sequence[int], shape: Shape, sources: Sequence[int] = ()
-    ) -> Tensor:
+    def replay(self, batch: CudaBatch, table_rows: Sequence[int], shape: Shape, sources: Sequence[int] = ()) -> Tensor:
         """Args: table_rows: of the block tables, of each decode row and chunk. shape: shape_of(batch). sources: of decode
         rows, see DecodeGraphs. Returns: logits of batch.sample_rows, valid until the next replay."""
         self._upload.send(self._sections(shape, batch, table_rows, sources))

@@ -57,10 +57,14 @@ def test_15_3_4_no_memory_for_the_pool_is_reported_with_numbers(tiny_dir, monkey
 
 def test_18_a_trial_captures_the_largest_graph_and_leaves_room_for_what_the_others_put_out():
     pytest.importorskip("triton", reason="Triton is not installed")
-    assert _trial_graphs([1, 8, 4096], 640) == ([4096], 2 * (2 << 20)), "the allocator rounds up to 2 MiB"
-    assert _trial_graphs([16, 32, 256], 128_256 * 2) == ([256], (4 << 20) + (8 << 20))
-    assert _trial_graphs(None, 640) == ([256], 16 * (2 << 20))
-    assert _trial_graphs([], 640) == ([], 0)
+    from diptych.engine.exec.cuda.chunk_graphs import CHUNK_GRAPHS
+
+    assert _trial_graphs([1, 8, 4096], [], 640) == ([4096], [], 2 * (2 << 20)), "the allocator rounds up to 2 MiB"
+    assert _trial_graphs([16, 32, 256], [], 128_256 * 2) == ([256], [], (4 << 20) + (8 << 20))
+    shapes = [(0, 512), (24, 512), (16, 64)]
+    assert _trial_graphs([], shapes, 128_256 * 2) == ([], [(24, 512)], (2 << 20) + (6 << 20)), "8 rows and 24"
+    assert _trial_graphs(None, None, 640) == ([256], [(256, 512)], (16 + len(CHUNK_GRAPHS) - 1) * (2 << 20))
+    assert _trial_graphs([], [], 640) == ([], [], 0)
 
 
 @pytest.mark.parametrize("share", [0.0, -1.0, 1.1, float("nan")])
