@@ -20,9 +20,11 @@ IMAGE_ARGS ?=
 GPU_PYTHON ?= $(BIN)/python
 # How many processes share the tests; all that need the one cluster run in the first.
 TEST_PROCESSES ?= 2
-# Of `make chaos-kill`: how many workers are killed, the seed of their order, the phases of a request (empty: all; "queued,hand-off":
-# these), and the result file. `ARGS="--merge A B"` makes one record of several.
+# Of `make chaos-kill`: how many workers are killed, of how many clusters that run at once (about three cores each), the seed of their
+# order, the phases of a request (empty: all; "queued,hand-off": these), and the result file. More in ARGS: "--minutes 8" kills
+# none later, "--merge A B" makes one record of several.
 KILLS ?= 200
+CLUSTERS ?= 1
 SEED ?= 1
 PHASES ?=
 OUT ?= bench-out/chaos-kill-$(SEED).json
@@ -90,7 +92,7 @@ chaos: $(VENV)/.dev model ## faults on real processes, and between network names
 
 SEEDS ?= 100000
 chaos-kill: $(VENV)/.dev model ## kill -9 of KILLS workers in every phase of a request under sixteen streams: every answer as without it
-	@PYTHONPATH=tests/support $(BIN)/python -P -m diptych_tests.kill_run --kills $(KILLS) --seed $(SEED) --phases "$(PHASES)" --out $(OUT) $(ARGS)
+	@$(BIN)/python -P tests/chaos/kill_workers.py --kills $(KILLS) --clusters $(CLUSTERS) --seed $(SEED) --phases "$(PHASES)" --out $(OUT) $(ARGS)
 
 sim: $(VENV)/.dev ## random schedules of the hand-off, SEEDS of them; prints every seed that breaks a law
 	@$(BIN)/python -P tests/sim/explore.py --seeds $(SEEDS) $(ARGS)

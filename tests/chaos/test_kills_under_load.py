@@ -7,14 +7,17 @@ the same run with a result file.
 
 from __future__ import annotations
 
+import asyncio
 import os
+import random
+from collections import Counter
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from diptych_tests import kill_run
+from diptych_tests import kill_parts, kill_run
 
 KILLS = int(os.environ.get("DIPTYCH_TEST_KILLS", str(len(kill_run.PHASES))))
 SEED = int(os.environ.get("DIPTYCH_TEST_SEED", "1"))
@@ -36,17 +39,20 @@ async def test_every_answer_is_that_of_the_undisturbed_run(cluster_module: Any, 
 def part(seed: int, phase: str, missed: str, replace_s: float) -> dict[str, Any]:
     return kill_run.summed(
         {
-            "seeds": [seed], "phases": [phase], "streams": 16, "seconds": 10.0, "answers": 5, "moved": 1, "failed": [],
-            "wrong": [], "logprobs": {"compared": 4, "equal to the bit": 3}, "resources": [{}],
+            "seeds": [seed], "phases": [phase], "streams": 16, "seconds": [10.0], "references": ["a1"], "answers": 5,
+            "moved": 1, "failed": [], "wrong": [], "logprobs": {"compared": 4, "equal to the bit": 3}, "resources": [{}],
             "kills": [{"phase": phase, "victim": "decode-1", "seen": {}, "missed": missed, "back_s": None}],
             "losses": [{"kill": 0, "kind": "plain", "had": 3, "replace_s": replace_s}],
             "gaps": [{"gap_s": 1.5, "recompute_s": 0.5, "queue_s": 0.0, "kind": "plain"}],
+            "broken": "",
         }
-    ) | {"environment": {"cores": seed}, "broken": ""}  # fmt: skip
+    ) | {"environment": {"cores": seed}}  # fmt: skip
 
 
 def test_parts_of_a_run_make_one_record() -> None:
-    whole = kill_run.merged([part(1, "decoding", "", 0.1), part(2, "queued", "it had 3 tokens", 0.3)])
+    first, second = part(1, "decoding", "", 0.1), part(2, "queued", "it had 3 tokens", 0.3)
+    whole = kill_parts.merged([first, second])
+    assert kill_parts.merged([kill_parts.merged([first]), second]) == whole
     assert (whole["num_kills"], whole["answers"], whole["phases"]) == (2, 10, ["queued", "decoding"])
     assert whole["by_phase"]["decoding"] == {"hit": 1, "missed": 0, "decode": 1, "prefill": 0}
     assert whole["by_phase"]["queued"] == {"hit": 0, "missed": 1, "decode": 0, "prefill": 0}
@@ -55,6 +61,8 @@ def test_parts_of_a_run_make_one_record() -> None:
     assert [one["kill"] for one in whole["losses"]] == [0, 1]
     assert whole["logprobs"] == {"compared": 8, "equal to the bit": 6}
     assert [one["cores"] for one in whole["parts"]] == [1, 2]
+    assert (whole["seconds"], whole["references"], whole["broken"]) == ([10.0, 10.0], ["a1"], "")
+    assert whole["lost_requests"] == {"first token": 2}
 
 
 def flight(**attempts: Any) -> kill_run.Flight:
@@ -118,8 +126,61 @@ def test_a_record_has_each_kill_and_what_it_cost() -> None:
         (1, 7, 1.2),
         (0, 5, 0.2),
     ]
-    assert record["gaps"] == [{"gap_s": 2.0, "recompute_s": 0.7, "queue_s": 0.2, "kind": "plain"}]
+    assert record["gaps"] == [{"gap_s": 2.0, "recompute_s": 0.7, "queue_s": 0.2, "reserved_s": 0.1, "kind": "plain"}]
     assert (record["gap_less_recompute_s"]["max"], record["back_s"]["p50"]) == (1.3, 9.5)
+
+
+class FakeWatch:
+    """Of a cluster in which every request is on decode-1, and prefill-0 computes a prompt."""
+
+    usable: set[str] = set(kill_run.WORKERS)
+
+    async def decode_of(self, flight: kill_run.Flight) -> str:
+        return "decode-1"
+
+    async def placements(self) -> dict[str, tuple[str, str]]:
+        return {"long": ("prefill-0", "decode-1")}
+
+    async def stats(self, name: str) -> dict[str, float]:
+        return {"num_running": float(name == "prefill-0"), "num_waiting": 0.0}
+
+
+def aim_at(watch: Any, *flights: kill_run.Flight) -> kill_run.Aim:
+    return kill_run.Aim(watch, flights, random.Random(1), {(one.kind, one.number): 10 for one in flights})
+
+
+def flying(kind: str, number: int = 0, **progress: int) -> kill_run.Flight:
+    return kill_run.Flight(kind, kind, number, 0.0, progress=Counter({int(key[1:]): n for key, n in progress.items()}))
+
+
+async def test_a_phase_is_found_at_the_message_with_which_it_begins() -> None:
+    several = flying("several", c0=7, c1=7)
+    aim = aim_at(FakeWatch(), several)
+    finding = asyncio.create_task(aim.at({"n = 3": 0, "decoding": 0}))
+    await asyncio.sleep(0)  # it looks, and finds no token of the third choice
+    several.progress[2] = 7
+    aim.on_message()
+    assert await finding == ("n = 3", ("decode-1", several, {"tokens": 7}, ()))
+
+
+async def test_what_the_pool_does_not_allow_is_not_waited_for() -> None:
+    """decode-1 is the only one left: it may not die, and the prefill worker that serves it may."""
+    watch, plain, long = FakeWatch(), flying("plain", c0=7), flying("long")
+    watch.usable = {"prefill-0", "prefill-1", "decode-1"}
+    aim = aim_at(watch, plain, long)
+    phase, (victim, target, _, beside) = await aim.at({"decoding": 0, "prefill running": 0})
+    assert (phase, victim, target, beside) == ("prefill running", "prefill-0", long, [long])
+    finding = asyncio.create_task(aim.at({"decoding": 0}))
+    await asyncio.sleep(0)
+    watch.usable = set(kill_run.WORKERS)  # while it is aimed
+    aim.on_message()
+    assert await finding == ("decoding", ("decode-1", plain, {"tokens": 7}, ()))
+
+
+async def test_the_phase_with_the_fewest_kills_is_first() -> None:
+    aim = aim_at(FakeWatch(), flying("plain", c0=7), flying("logprobs", c0=7))
+    assert (await aim.at({"decoding": 3, "logprobs": 2}))[0] == "logprobs"
+    assert (await aim.at({"decoding": 3, "logprobs": 2}))[0] == "decoding", "none is left in the other"
 
 
 def test_when_the_router_noticed_is_in_its_log(tmp_path: Path) -> None:

@@ -1,15 +1,13 @@
-"""kill -9 of workers under sixteen streams of the openai client, each at a chosen phase of a request; `make chaos-kill`.
-
-    python -P -m diptych_tests.kill_run --kills 200 --out FILE
-    python -P -m diptych_tests.kill_run --merge PART PART ... --out FILE
+"""kill -9 of workers under sixteen streams of the openai client, each at a chosen phase of a request.
 
 A cluster as shipped (`diptych up`: one router, two prefill and three decode workers), whose supervisor starts what was killed
 again. Every request is first answered without kills. Then sixteen streams ask without a pause, while the run watches what
-anybody can see: the streams, the router's status, the workers' statistics and audits. When a request is seen in the phase
-that has the fewest kills so far, the process that has it is killed at once. The answer's explanation says afterwards
-whether the kill hit: which attempt was lost, after how many tokens, or which prefill worker failed. A kill that came too
-late counts for no phase. The next kill waits until the streams that were hit flow again: a request moves three times in a
-row without a new token, not more.
+anybody can see: the streams, the router's status, the workers' statistics and audits. A phase that begins with a token is
+looked for at every message of a stream, one before the first token at the prefill workers, a hundred times a second. A
+request that is in one of the phases with the fewest kills so far has its process killed at once; the longer none is found,
+the more phases will do. The answer's explanation says afterwards whether the kill hit: which attempt was lost, after how many
+tokens, or which prefill worker failed. A kill that came too late counts for no phase. The next kill waits until the streams
+that were hit flow again: a request moves three times in a row without a new token, not more.
 
 What is compared: the texts, calls, token ids, finish reasons and usage, byte for byte; log probabilities within 1e-5 (how
 many are equal to the bit is counted). Ids of calls are random by design.
@@ -17,23 +15,18 @@ many are equal to the bit is counted). Ids of calls are random by design.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
+import hashlib
 import json
 import math
-import os
 import random
-import signal
-import sys
-import tempfile
 import time
-import traceback
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
-from itertools import accumulate
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -42,12 +35,11 @@ import httpx
 import openai
 import psutil
 
-from diptych.bench import result
 from diptych.cli.models.store import resolve_model
 from diptych.cli.up.processes import ProcessIdentity
 from diptych.cli.worker_access import WorkerAccess
 from diptych.common.secret import load_secret
-from diptych.rpc.v1 import worker_pb2, worker_pb2_grpc
+from diptych.rpc.v1 import router_pb2, router_pb2_grpc, worker_pb2, worker_pb2_grpc
 from diptych_tests import clusters, waiting
 
 STREAMS = 16
@@ -58,6 +50,10 @@ PHASES = (
 )  # fmt: skip
 TEMPLATE = Path(__file__).with_name("smollm2_tools.jinja")
 _ANSWER_S, _AGAIN_S, _AIM_S = 900.0, 300.0, 240.0
+_PATIENCE_S = 1.0
+"""A phase with one kill more than the others is looked for, too, after so long without a request in one of these."""
+_LOOK_S, _POOL_S, _WORD_S = 0.01, 0.2, 5.0
+"""Between two looks at the prefill workers, and at which workers are usable; for a worker's or the router's word."""
 _FIRST_TOKENS = 4
 """A kill at the first token has hit when no more than these had been sent."""
 _LOGPROB_TOLERANCE = 1e-5
@@ -251,7 +247,13 @@ def _read_logprobs(flight: Flight, seen: dict[str, Any], logprobs: Any) -> None:
             flight.numbers += [logprob, *(top[name] for name in sorted(top))]
 
 
-async def ask(client: openai.AsyncOpenAI, model: str, flight: Flight, body: Mapping[str, Any]) -> None:
+async def ask(
+    client: openai.AsyncOpenAI,
+    model: str,
+    flight: Flight,
+    body: Mapping[str, Any],
+    on_message: Callable[[], object] = lambda: None,
+) -> None:
     """Fill the flight. What goes wrong is its `error`."""
     create = client.chat.completions.create if "messages" in body else client.completions.create
     headers = {"x-request-id": flight.label, "x-diptych-explain": "1"}
@@ -263,6 +265,7 @@ async def ask(client: openai.AsyncOpenAI, model: str, flight: Flight, body: Mapp
         stream = await call(**(body | {"model": model, "stream": True, "extra_headers": headers, "extra_body": more}))
         async for chunk in stream:
             _read(flight, chunk)
+            on_message()
     except openai.OpenAIError as error:
         flight.error = repr(error)
     finally:
@@ -280,13 +283,16 @@ class Watch:
         self._access = WorkerAccess(secret=load_secret(Path(cluster.state.secret_file)))
         self._channels: dict[str, grpc.Channel] = {}
         self._http = httpx.AsyncClient(base_url=cluster.http_url, timeout=60.0)
-        self.placed: dict[str, tuple[str, str]] = {}
-        """As `placements` found them last."""
+        self._router_channel = grpc.aio.insecure_channel(cluster.grpc_address)
+        self._router = router_pb2_grpc.RouterStub(self._router_channel)
+        self.usable: set[str] = set()
+        """Workers that live, and that the router uses: as `look` found them last."""
 
     async def close(self) -> None:
         for channel in self._channels.values():
             channel.close()
         await self._http.aclose()
+        await self._router_channel.close()
 
     async def status(self) -> dict[str, Any]:
         with contextlib.suppress(httpx.HTTPError, TypeError):
@@ -294,17 +300,24 @@ class Watch:
             return status
         return {"workers": [], "placements": []}
 
-    async def usable(self) -> set[str]:
-        """Workers that live, and that the router uses."""
-        alive = {c.name: c.pid for c in self.cluster.state.children if ProcessIdentity(c.pid, c.start_time).alive()}
+    async def look(self) -> set[str]:
+        """`usable`, now."""
         workers = (await self.status())["workers"]
-        return {one["id"] for one in workers if not one["why_not"] and alive.get(one["id"]) == one["pid"]}
+        alive = {c.name: c.pid for c in self.cluster.state.children if ProcessIdentity(c.pid, c.start_time).alive()}
+        self.usable = {one["id"] for one in workers if not one["why_not"] and alive.get(one["id"]) == one["pid"]}
+        return self.usable
 
     async def placements(self) -> dict[str, tuple[str, str]]:
-        """(prefill, decode) of the requests that run, by label."""
+        """(prefill, decode) of the requests that run, by label; only of the latest requests."""
         found = (await self.status())["placements"]
-        self.placed = {one["label"]: (one["prefill"], one["decode"]) for one in found if one["outcome"] == "running"}
-        return self.placed
+        return {one["label"]: (one["prefill"], one["decode"]) for one in found if one["outcome"] == "running"}
+
+    async def decode_of(self, flight: Flight) -> str:
+        """Its decode worker; "": none now."""
+        with contextlib.suppress(grpc.RpcError):
+            answer = await self._router.Explain(router_pb2.ExplainRequest(request_id=flight.label), timeout=_WORD_S)
+            return next((one.decode_worker_id for one in answer.explanation.candidates if one.chosen), "")
+        return ""
 
     async def _ask(self, name: str, call: Callable[[worker_pb2_grpc.WorkerStub], Any]) -> Any:
         """The worker's answer; None: it has none now."""
@@ -319,12 +332,12 @@ class Watch:
         return None
 
     async def stats(self, name: str) -> dict[str, float]:
-        answer = await self._ask(name, lambda stub: stub.GetStats(worker_pb2.GetStatsRequest(), timeout=5.0))
+        answer = await self._ask(name, lambda stub: stub.GetStats(worker_pb2.GetStatsRequest(), timeout=_WORD_S))
         return {} if answer is None else dict(answer.engine)
 
     async def slabs_in_use(self, name: str) -> int:
         """Of the staging ring: packed, or being read."""
-        answer = await self._ask(name, lambda stub: stub.Audit(worker_pb2.AuditRequest(), timeout=5.0))
+        answer = await self._ask(name, lambda stub: stub.Audit(worker_pb2.AuditRequest(), timeout=_WORD_S))
         return 0 if answer is None else answer.slabs.packed + answer.slabs.in_flight
 
 
@@ -341,12 +354,12 @@ class Kill:
     """The requests that a killed prefill worker had, including the target."""
     at: float = 0.0
     held: Sequence[tuple[Flight, int]] = ()
-    """The requests on a decode worker, and their tokens so far."""
+    """The requests that ran, and their tokens so far."""
     at_unix: float = 0.0
     noticed_s: float | None = None
     """Until the router found the stream of a decode worker broken, by its log."""
     back_s: float | None = None
-    """Until the router used the worker's successor, as the run came to see; None: the next one was killed before."""
+    """Until the router used the worker's successor; None: the run ended before."""
 
     @property
     def flows_again(self) -> bool:
@@ -373,73 +386,99 @@ def hit(kill: Kill) -> str:
     return "" if least <= had <= most else f"it had {had} tokens"
 
 
+Found = tuple[str, Flight, dict[str, Any], Sequence[Flight]]
+"""(victim, target, seen, beside), see Kill."""
+_BEFORE = ("queued", "prefill running", "hand-off")
+
+
 class Aim:
-    """Finds a request in a phase, and the worker that has it."""
+    """Finds a request in a phase, and the worker that has it.
+
+    Args:
+        whole: by kind and number, the tokens of the whole answer.
+    """
 
     def __init__(
-        self, watch: Watch, flights: Sequence[Flight], rng: random.Random, whole: Mapping[tuple[str, int], int]
+        self,
+        watch: Watch,
+        flights: Sequence[Flight],
+        rng: random.Random,
+        whole: Mapping[tuple[str, int], int],
     ):
         self._watch, self._flights, self._rng, self._whole = watch, flights, rng, whole
         self._used: set[Flight] = set()
         self._chosen: Counter[tuple[str, bool]] = Counter()
+        self._moved = asyncio.Event()
+        self._depth = 0.0
+        """0 to 1, how far into the answer."""
 
-    async def at(self, phase: str, usable: set[str]) -> tuple[str, Flight, dict[str, Any], Sequence[Flight]] | None:
-        """(victim, target, seen, beside), see Kill; None: not in time. Only workers whose role has another usable one."""
-        may = {name for name in usable for side in (PREFILLS, DECODES) if name in side and len(usable & set(side)) > 1}
-        find = {"queued": self._before, "prefill running": self._before, "hand-off": self._before}.get(
-            phase, self._after
-        )
-        until = time.monotonic() + _AIM_S
-        depth = self._rng.random()
-        while time.monotonic() < until:
-            found = await find(phase, depth, may)
-            if found is not None:
-                self._used.add(found[1])
-                return found
-            await asyncio.sleep(0.01)  # sleep: a pause between two looks
-        return None
+    def on_message(self) -> None:
+        """A stream has said something."""
+        self._moved.set()
+
+    async def at(self, so_far: Mapping[str, int]) -> tuple[str, Found]:
+        """The first of these phases in which a request is seen, those with the fewest kills first. Raises: TimeoutError."""
+        began, least = time.monotonic(), min(so_far.values())
+        self._depth = self._rng.random()
+        order = sorted(so_far, key=lambda phase: (so_far[phase], self._rng.random()))
+        while (waited_s := time.monotonic() - began) < _AIM_S:
+            self._moved.clear()
+            wanted = [phase for phase in order if so_far[phase] <= least + waited_s // _PATIENCE_S]
+            for phase in wanted:
+                found = await (self._before(phase) if phase in _BEFORE else self._after(phase))
+                if found is not None:
+                    self._used.add(found[1])
+                    return phase, found
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_LOOK_S if set(wanted) & set(_BEFORE) else _PATIENCE_S):
+                    await self._moved.wait()
+        raise TimeoutError(f"no request was seen {' or '.join(wanted)} within {_AIM_S:.0f} s")
+
+    def _may_die(self, name: str) -> bool:
+        """Only where its role has another usable worker."""
+        usable = self._watch.usable
+        return name in usable and any(name in side and len(usable & set(side)) > 1 for side in (PREFILLS, DECODES))
 
     def _flying(self, kind: str | None) -> list[Flight]:
-        return [f for f in self._flights if f.flying and f not in self._used and kind in (None, f.kind)]
+        found = [f for f in self._flights if f.flying and f not in self._used and kind in (None, f.kind)]
+        self._rng.shuffle(found)
+        return found
 
-    async def _after(
-        self, phase: str, depth: float, may: set[str]
-    ) -> tuple[str, Flight, dict[str, Any], Sequence[Flight]] | None:
-        """In the stream. `depth`: 0 to 1, how far into the answer."""
+    def _is_in(self, phase: str, flight: Flight) -> bool:
+        whole, done = self._whole[flight.kind, flight.number], flight.least(3 if flight.kind == "several" else 1)
+        if phase == "first token":
+            return 1 <= done < _FIRST_TOKENS - 1
+        deep = 2 + self._depth * 0.5 * whole <= done < 0.8 * whole
+        return deep and (phase != "mid-tool-call" or bool(flight.seen[0]["calls"]))
+
+    async def _after(self, phase: str) -> Found | None:
+        """In the stream."""
         for flight in self._flying(KIND_OF.get(phase)):
-            whole = self._whole[flight.kind, flight.number]
-            done = flight.least(3 if flight.kind == "several" else 1)
-            if phase == "first token":
-                ready = 1 <= done < _FIRST_TOKENS - 1
-            else:
-                ready = 2 + depth * 0.5 * whole <= done < 0.8 * whole
-            if phase == "mid-tool-call":
-                ready = ready and bool(flight.seen[0]["calls"])
-            if ready:
-                decode = (await self._watch.placements()).get(flight.label, ("", ""))[1]
-                if decode in may and flight.flying:
-                    return decode, flight, {"tokens": done}, ()
+            if self._is_in(phase, flight):
+                decode = await self._watch.decode_of(flight)
+                if self._may_die(decode) and flight.flying and self._is_in(phase, flight):
+                    return decode, flight, {"tokens": flight.least(3 if flight.kind == "several" else 1)}, ()
         return None
 
-    async def _before(
-        self, phase: str, depth: float, may: set[str]
-    ) -> tuple[str, Flight, dict[str, Any], Sequence[Flight]] | None:
+    async def _before(self, phase: str) -> Found | None:
         """Of a prompt that a prefill worker computes: kill that one, or the decode worker that waits for it,
         whichever was chosen less often."""
         most = 1 if phase == "hand-off" else 0
-        for prefill in PREFILLS:
-            if not (seen := await self._seen(phase, prefill)):
+        shown = await asyncio.gather(*(self._seen(phase, prefill) for prefill in PREFILLS))
+        for prefill, seen in zip(PREFILLS, shown, strict=True):
+            if not seen:
                 continue
             placed = await self._watch.placements()
             mine = [
-                f for f in self._flying("long") if f.progress[0] <= most and placed.get(f.label, ("",))[0] == prefill
-            ]
+                f for f in self._flights if f.flying and f not in self._used and f.kind == "long"
+                and f.progress[0] <= most and placed.get(f.label, ("",))[0] == prefill
+            ]  # fmt: skip
             if not mine:
                 continue
             target = mine[-1] if phase == "queued" else mine[0]  # they are computed in the order of their arrival
             both = sorted((prefill, placed[target.label][1]), key=lambda name: self._chosen[phase, name in PREFILLS])
             for victim in both:
-                if victim in may:
+                if self._may_die(victim):
                     self._chosen[phase, victim in PREFILLS] += 1
                     return victim, target, seen, mine if victim == prefill else ()
         return None
@@ -471,6 +510,10 @@ class Run:
     logprobs: int = 0
     before: dict[str, float] = field(default_factory=dict)
     after: dict[str, float] = field(default_factory=dict)
+    whole: dict[str, Any] = field(default_factory=dict)
+    """By request, its answer without a kill."""
+    broken: str = "it has not ended"
+    """What kept it from its end; "": nothing."""
     seconds: float = 0.0
 
     def hits(self, *, pending: bool = False) -> Counter[str]:
@@ -502,13 +545,18 @@ class Run:
             local = why["first_token_s"] - why["reserved_s"]
             recompute_s = local if why["local_prefill"] else why["prefill_compute_s"]
             gaps.append({"gap_s": round(why["longest_gap_s"], 3), "recompute_s": round(max(0.0, recompute_s), 3),
-                         "queue_s": round(why["prefill_queue_s"], 3), "kind": answer.kind})  # fmt: skip
+                         "queue_s": round(why["prefill_queue_s"], 3), "reserved_s": round(why["reserved_s"], 3),
+                         "kind": answer.kind})  # fmt: skip
         return summed(
             {
                 "seeds": [self.seed],
                 "phases": list(self.phases),
                 "streams": STREAMS,
-                "seconds": round(self.seconds, 1),
+                "references": [hashlib.sha256(repr(sorted(self.whole.items())).encode()).hexdigest()[:16]]
+                if self.whole
+                else [],
+                "broken": self.broken,
+                "seconds": [round(self.seconds, 1)],
                 "answers": len(self.answers),
                 "moved": len(self.moved),
                 "failed": self.failed,
@@ -544,6 +592,14 @@ def note_when_noticed(kills: Sequence[Kill], log: Path) -> None:
         kill.noticed_s = round(min(after), 3) if after else None
 
 
+def _phase_of(kind: str, had: int) -> str:
+    """Of a request of this kind that lost its decode worker after so many tokens, whatever the kill was aimed at."""
+    if not had:
+        return "before the first token"
+    named = next((phase for phase, its in KIND_OF.items() if its == kind and phase not in _BEFORE), "decoding")
+    return "first token" if had <= _FIRST_TOKENS else named
+
+
 def percentiles(values: Sequence[float]) -> dict[str, float]:
     if not values:
         return {"n": 0}
@@ -564,6 +620,7 @@ def summed(body: dict[str, Any]) -> dict[str, Any]:
     return {
         "num_kills": len(body["kills"]),
         "by_phase": table,
+        "lost_requests": dict(Counter(_phase_of(one["kind"], one["had"]) for one in body["losses"])),
         "replace_s": percentiles([one["replace_s"] for one in body["losses"]]),
         "gap_s": percentiles([one["gap_s"] for one in gaps]),
         "recompute_s": percentiles([one["recompute_s"] for one in gaps]),
@@ -572,23 +629,6 @@ def summed(body: dict[str, Any]) -> dict[str, Any]:
         "gap_less_recompute_s": percentiles([round(max(0.0, one["gap_s"] - one["recompute_s"]), 3) for one in gaps]),
         **body,
     }
-
-
-def merged(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """One record of several runs."""
-    lists = ("seeds", "failed", "wrong", "resources", "kills", "gaps")
-    numbers = ("seconds", "answers", "moved")
-    body: dict[str, Any] = {name: sum((part[name] for part in parts), []) for name in lists}
-    body |= {name: round(sum(part[name] for part in parts), 1) for name in numbers}
-    body["logprobs"] = {name: sum(part["logprobs"][name] for part in parts) for name in parts[0]["logprobs"]}
-    offsets = accumulate((len(part["kills"]) for part in parts), initial=0)
-    body["losses"] = [
-        one | {"kill": one["kill"] + n} for n, part in zip(offsets, parts, strict=False) for one in part["losses"]
-    ]
-    body["phases"] = [phase for phase in PHASES if any(phase in part["phases"] for part in parts)]
-    body["streams"] = parts[0]["streams"]
-    broken = "; ".join(part["broken"] for part in parts if part["broken"])
-    return {"parts": [part["environment"] for part in parts], "broken": broken, **summed(body)}
 
 
 def model_folder(root: Path, model: str) -> Path:
@@ -619,110 +659,141 @@ async def run(
     cluster: clusters.Cluster,
     *,
     kills: int,
-    minutes: float = math.inf,
     most_down: int = 1,
+    until: float = math.inf,
     say: Callable[[str], None] = lambda line: print(line, flush=True),
+    save: Callable[[], None] = lambda: None,
 ) -> None:
-    """Fill `done`.
+    """Fill `done`; as far as it came, when cancelled.
 
     Args:
-        minutes: no worker is killed later than that.
         most_down: workers that may still be starting when the next one is killed.
+        until: no worker is killed later than that, on time.monotonic().
+        save: called after each kill.
     """
-    seed, phases, rng, bodies = done.seed, done.phases, random.Random(done.seed), asks()
-    labels = iter(range(10**9))
-    flights: list[Flight] = []
-    began, ends = time.monotonic(), asyncio.Event()
-    watch = Watch(cluster)
-    async with openai.AsyncOpenAI(
-        base_url=f"{cluster.http_url}/v1", api_key="none", max_retries=0, timeout=_ANSWER_S
-    ) as client:
+    began, watch = time.monotonic(), Watch(cluster)
+    try:
+        async with openai.AsyncOpenAI(
+            base_url=f"{cluster.http_url}/v1", api_key="none", max_retries=0, timeout=_ANSWER_S
+        ) as client:
+            await _Streams(done, watch, client, say, began).run(kills, most_down, until, save)
+        await asyncio.to_thread(cluster.wait_idle)
+        done.after = resources(cluster)
+    finally:
+        await watch.close()
+        note_when_noticed(done.kills, cluster.folder.root / "logs" / "router.log")
+        done.seconds = time.monotonic() - began
 
-        async def fly(kind: str, number: int) -> Flight:
-            flight = Flight(f"kill-{seed}-{next(labels)}", kind, number, time.monotonic())
-            flights.append(flight)
-            await ask(client, cluster.model, flight, bodies[kind][number])
-            flights.remove(flight)
-            return flight
 
-        keys = [(kind, number) for kind, several in bodies.items() for number in range(len(several))]
-        whole = dict(zip(keys, await asyncio.gather(*(fly(*key) for key in keys)), strict=True))
-        assert not (errors := {key: flight.error for key, flight in whole.items() if flight.error}), errors
-        lengths = {key: flight.least(3 if key[0] == "several" else 1) for key, flight in whole.items()}
-        say(f"{len(keys)} answers without a kill in {time.monotonic() - began:.0f} s; messages of each: {lengths}")
-        done.before = resources(cluster)
+class _Streams:
+    """The sixteen, and the kills under them."""
 
-        def judge(flight: Flight) -> None:
-            want = whole[flight.kind, flight.number]
-            done.answers.append(flight)
-            if flight.error:
-                done.failed.append(f"{flight.label} ({flight.kind} {flight.number}): {flight.error}")
-                say(f"FAILED {done.failed[-1]}")
-            elif flight.outcome != want.outcome or not _close(flight.numbers, want.numbers):
-                done.wrong.append(
-                    f"{flight.label} ({flight.kind} {flight.number}): {flight.outcome} for {want.outcome}"
-                )
-                say(f"WRONG {done.wrong[-1]}")
-            done.logprobs += len(flight.numbers)
-            done.exact_logprobs += sum(a == b for a, b in zip(flight.numbers, want.numbers, strict=False))
+    def __init__(
+        self, done: Run, watch: Watch, client: openai.AsyncOpenAI, say: Callable[[str], None], began: float
+    ) -> None:
+        self._done, self._watch, self._client, self._say, self._began = done, watch, client, say, began
+        self._rng, self._bodies, self._labels = random.Random(done.seed), asks(), count()
+        self._flights: list[Flight] = []
+        self._whole: dict[tuple[str, int], Flight] = {}
+        self._stops = False
 
-        async def back(most: int) -> bool:
-            usable = await watch.usable()
-            latest = {kill.victim: kill for kill in done.kills}
-            for victim, kill in latest.items():
+    async def run(self, kills: int, most_down: int, until: float, save: Callable[[], None]) -> None:
+        """Returns: when the streams have ended, and all workers are back."""
+        lengths = await self._ask_each()
+        self._done.before = resources(self._watch.cluster)
+        aim = Aim(self._watch, self._flights, self._rng, lengths)
+        watching = asyncio.create_task(self._keep_watch())
+        killing = asyncio.create_task(self._kill(aim, kills, most_down, save))
+        streams = [asyncio.create_task(self._ask_on(kind, aim.on_message)) for kind in _KINDS_OF_STREAMS]
+        tasks = [watching, killing, *streams]
+        try:
+            left_s = None if until == math.inf else max(0.0, until - time.monotonic())
+            ended, _ = await asyncio.wait(tasks, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
+            for task in ended:
+                task.result()  # its error: only the kills end by themselves
+            killing.cancel()
+            self._stops = True
+            await asyncio.gather(*streams)
+            await waiting.until(
+                lambda: self._watch.usable >= set(WORKERS), "all workers are back", deadline_s=_AGAIN_S, every_s=_POOL_S
+            )
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _fly(self, kind: str, number: int, on_message: Callable[[], object] = lambda: None) -> Flight:
+        flight = Flight(f"kill-{self._done.seed}-{next(self._labels)}", kind, number, time.monotonic())
+        self._flights.append(flight)
+        await ask(self._client, self._watch.cluster.model, flight, self._bodies[kind][number], on_message)
+        self._flights.remove(flight)
+        return flight
+
+    async def _ask_each(self) -> dict[tuple[str, int], int]:
+        """Without a kill. Returns: the length of each answer."""
+        keys = [(kind, number) for kind, several in self._bodies.items() for number in range(len(several))]
+        self._whole = dict(zip(keys, await asyncio.gather(*(self._fly(*key) for key in keys)), strict=True))
+        assert not (errors := {key: one.error for key, one in self._whole.items() if one.error}), errors
+        self._done.whole = {f"{kind} {number}": one.outcome for (kind, number), one in self._whole.items()}
+        lengths = {key: one.least(3 if key[0] == "several" else 1) for key, one in self._whole.items()}
+        self._say(f"{len(keys)} answers without a kill after {self._took()} s; messages of each: {lengths}")
+        return lengths
+
+    def _took(self) -> str:
+        return f"{time.monotonic() - self._began:.1f}"
+
+    async def _ask_on(self, kind: str, on_message: Callable[[], object]) -> None:
+        while not self._stops:
+            self._judge(await self._fly(kind, self._rng.randrange(len(self._bodies[kind])), on_message))
+
+    def _judge(self, flight: Flight) -> None:
+        done, want = self._done, self._whole[flight.kind, flight.number]
+        done.answers.append(flight)
+        if flight.error:
+            done.failed.append(f"{flight.label} ({flight.kind} {flight.number}): {flight.error}")
+            self._say(f"FAILED {done.failed[-1]}")
+        elif flight.outcome != want.outcome or not _close(flight.numbers, want.numbers):
+            done.wrong.append(f"{flight.label} ({flight.kind} {flight.number}): {flight.outcome} for {want.outcome}")
+            self._say(f"WRONG {done.wrong[-1]}")
+        done.logprobs += len(flight.numbers)
+        done.exact_logprobs += sum(a == b for a, b in zip(flight.numbers, want.numbers, strict=False))
+
+    async def _keep_watch(self) -> None:
+        while True:
+            usable = await self._watch.look()
+            for victim, kill in {kill.victim: kill for kill in self._done.kills}.items():
                 if victim in usable and kill.back_s is None:
                     kill.back_s = round(time.monotonic() - kill.at, 1)
-            return len(usable) >= len(WORKERS) - most and all(kill.flows_again for kill in done.kills[-2:])
+            await asyncio.sleep(_POOL_S)  # sleep: a pause between two looks
 
-        async def stream(kind: str) -> None:
-            while not ends.is_set():
-                judge(await fly(kind, rng.randrange(len(bodies[kind]))))
+    async def _kill(self, aim: Aim, kills: int, most_down: int, save: Callable[[], None]) -> None:
+        done, watch = self._done, self._watch
+        most = math.ceil(kills / len(done.phases))
 
-        streams = [asyncio.create_task(stream(kind)) for kind in _KINDS_OF_STREAMS]
-        aim = Aim(watch, flights, rng, lengths)
-        skipped: Counter[str] = Counter()
-        try:
-            while len(done.kills) < kills and time.monotonic() - began < 60.0 * minutes:
-                await waiting.until(
-                    lambda: back(most_down),
-                    "workers are back",
-                    deadline_s=_AGAIN_S,
-                    every_s=0.2,
-                )
-                so_far = done.hits(pending=True)
-                phase = min(phases, key=lambda name: (so_far[name] + skipped[name], phases.index(name)))
-                found = await aim.at(phase, await watch.usable())
-                if found is None:
-                    skipped[phase] += 1
-                    say(f"no request was seen {phase} within {_AIM_S:.0f} s")
-                    assert skipped[phase] < 5, phase
-                    continue
-                kill = Kill(len(done.kills), phase, *found)
-                placed = watch.placed
-                kill.held = [
-                    (one, one.progress.total()) for one in flights if placed.get(one.label, ("", ""))[1] == kill.victim
-                ]
-                kill.at, kill.at_unix = time.monotonic(), time.time()
-                child = cluster.kill(kill.victim)
-                dying = ProcessIdentity(child.pid, child.start_time)
-                await waiting.until(
-                    lambda dying=dying: not dying.alive(), "it has ended", deadline_s=_AGAIN_S, every_s=0.01
-                )
-                done.kills.append(kill)
-                say(
-                    f"[{len(done.kills):3}/{kills}] {time.monotonic() - began:6.0f} s  {kill.victim} killed, {phase} "
-                    f"{kill.seen}; {len(done.answers)} answers, {len(done.moved)} moved, {len(done.failed)} failed, "
-                    f"{len(done.wrong)} wrong; hits {dict(done.hits())}"
-                )
-        finally:
-            ends.set()
-            await asyncio.gather(*streams)
-    await waiting.until(lambda: back(0), "all workers are back", deadline_s=_AGAIN_S, every_s=0.2)
-    await watch.close()
-    await asyncio.to_thread(cluster.wait_idle)
-    done.after = resources(cluster)
-    note_when_noticed(done.kills, cluster.folder.root / "logs" / "router.log")
-    done.seconds = time.monotonic() - began
+        def may_go_on() -> bool:
+            there = len(watch.usable) >= len(WORKERS) - most_down
+            return there and all(kill.flows_again for kill in done.kills[-2:])
+
+        while len(done.kills) < kills:
+            await waiting.until(may_go_on, "workers are back", deadline_s=_AGAIN_S, every_s=0.02)
+            hits = done.hits(pending=True)
+            so_far = {phase: hits[phase] for phase in done.phases if hits[phase] < most}
+            phase, (victim, *found) = await aim.at(so_far or dict.fromkeys(done.phases, 0))
+            held = [(flight, flight.progress.total()) for flight in self._flights]
+            kill = Kill(len(done.kills), phase, victim, *found, held=held, at=time.monotonic(), at_unix=time.time())
+            child = watch.cluster.kill(victim)
+            done.kills.append(kill)
+            self._say(
+                f"[{len(done.kills):3}/{kills}] {self._took():>6} s  {victim} killed, {phase} {kill.seen}; "
+                f"{len(done.answers)} answers, {len(done.moved)} moved, {len(done.failed)} failed, {len(done.wrong)} wrong; "
+                f"hits {dict(done.hits())}"
+            )
+            dying = ProcessIdentity(child.pid, child.start_time)
+            await waiting.until(
+                lambda dying=dying: not dying.alive(), "it has ended", deadline_s=_AGAIN_S, every_s=0.01
+            )
+            await watch.look()
+            save()
 
 
 def _close(one: Sequence[float], other: Sequence[float]) -> bool:
@@ -733,47 +804,3 @@ def flags(root: Path, model: str) -> tuple[str, ...]:
     """Of `diptych up`."""
     folder = model_folder(root / "model", model)
     return "--model", str(folder), "--served-model-name", "smollm2", "--prefill-workers", "2", "--decode-workers", "3"
-
-
-def main(arguments: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog="kill_run", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--kills", type=int, default=200)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--phases", default="", help="separated by commas; empty: " + ", ".join(PHASES))
-    parser.add_argument("--minutes", type=float, default=math.inf, help="kill nothing later than that")
-    parser.add_argument("--most-down", type=int, default=1, help="workers that may be starting at the next kill")
-    parser.add_argument("--model", default="smollm2", help="the default model, or a folder of it")
-    parser.add_argument("--up-args", default="", help="further flags of `diptych up`, as one string")
-    parser.add_argument("--commit", default="", help="of the code, where it lies in no repository")
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--merge", type=Path, nargs="+", default=[], help="records of parts; nothing is run")
-    chosen = parser.parse_args(arguments)
-    if chosen.merge:
-        result.write(chosen.out, merged([json.loads(part.read_text(encoding="utf-8")) for part in chosen.merge]))
-        return 0
-    phases = [name.strip() for name in chosen.phases.split(",") if name.strip()] or list(PHASES)
-    if unknown := set(phases) - set(PHASES):
-        parser.error(f"--phases: {', '.join(sorted(unknown))}: must be of {', '.join(PHASES)}")
-    environment = result.surroundings()
-    environment["git_hash"] = environment["git_hash"] or chosen.commit
-    clusters.OF_USERS = frozenset(os.environ)
-    done, broken = Run(chosen.seed, phases), ""
-    with tempfile.TemporaryDirectory() as root:
-        given = [*flags(Path(root), chosen.model), *chosen.up_args.split()]
-        try:
-            with clusters.running_cluster(Path(root), *given) as cluster:
-                asyncio.run(run(done, cluster, kills=chosen.kills, minutes=chosen.minutes, most_down=chosen.most_down))
-        except (AssertionError, TimeoutError) as error:  # what it has found so far is told all the same
-            broken = repr(error)
-            traceback.print_exc()
-    body = {"environment": environment, "command": ["kill_run", *arguments], "broken": broken, **done.record()}
-    result.write(chosen.out, body)
-    print(
-        json.dumps({name: body[name] for name in ("by_phase", "replace_s", "gap_s", "gap_less_recompute_s")}, indent=1)
-    )
-    return 1 if done.failed or done.wrong or broken else 0
-
-
-if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    sys.exit(main(sys.argv[1:]))
