@@ -181,6 +181,8 @@ class Cluster:
     def _on_change(self) -> None:
         self._fleet_is_old = True
         self._changed.set()
+        for grammar, worker in self.slow_grammars.on_change(self._decode_incarnations()):
+            self._compile_at(grammar, worker)
 
     # ---- start and stop ------------------------------------------------------------------------------------------
 
@@ -462,10 +464,13 @@ class Cluster:
 
     def on_grammar_compiled(self, grammar: Grammar, at: Incarnation, took_s: float) -> None:
         """An attempt with a grammar was accepted after so many seconds: see SlowGrammars."""
-        for worker_id, _ in self.slow_grammars.on_accepted(grammar, at, took_s, self._decode_incarnations()):
-            member = self._members.get(worker_id)
-            if member is not None and member.link.decode is not None:
-                member.link.decode.prepare(decode_pb2.Prepare(grammar=grammar_to_proto(grammar)))
+        for worker in self.slow_grammars.on_accepted(grammar, at, took_s, self._decode_incarnations()):
+            self._compile_at(grammar, worker)
+
+    def _compile_at(self, grammar: Grammar, worker: Incarnation) -> None:
+        member = self._members.get(worker[0])
+        if member is not None and member.link.decode is not None:
+            member.link.decode.prepare(decode_pb2.Prepare(grammar=grammar_to_proto(grammar)))
 
     def _decode_incarnations(self) -> list[Incarnation]:
         """Of the usable decode workers."""

@@ -214,12 +214,23 @@ async def test_a_grammar_that_takes_long_is_compiled_elsewhere_before_it_is_need
     assert first not in ready
     assert [worker.prepared for worker in ready] == [[grammar.source]] * 2
     for worker in workers:
-        worker.hold_from = -1
-        worker.go.set()
+        if worker is not first:  # which would end its answer, if it were quicker than its end
+            worker.hold_from = -1
     await first.kill()
     check_whole(seen + await rest_of(events))
     (second,) = [worker for worker in workers if worker.submits and worker is not first]
     assert second in ready
+
+
+async def test_a_worker_that_comes_is_told_of_a_grammar_that_takes_long(fleet, monkeypatch):
+    """Before anybody asks for it again."""
+    monkeypatch.setattr(slow_grammars, "SLOW_S", 0.0)
+    grammar = Grammar(GrammarKind.REGEX, "a{1,200}b")
+    first, (second,), seen, events = await first_and_rest(fleet, grammar=grammar)
+    await fleet.until(lambda: second.prepared == [grammar.source])
+    first.hold_from = -1
+    first.go.set()
+    check_whole(seen + await rest_of(events))
 
 
 async def test_killed_again_and_again(fleet):

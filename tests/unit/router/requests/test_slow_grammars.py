@@ -1,5 +1,5 @@
 from diptych.common.grammar import Grammar, GrammarKind
-from diptych.router.requests.slow_grammars import _MAX_GRAMMARS, SLOW_S, SlowGrammars
+from diptych.router.requests.slow_grammars import _LATEST, _MAX_GRAMMARS, SLOW_S, SlowGrammars
 
 GRAMMAR = Grammar(GrammarKind.REGEX, "a{1,200}b")
 D = [(f"d{i}", "i1") for i in range(5)]
@@ -28,6 +28,19 @@ def test_those_that_ended_are_replaced():
     assert set(known.on_accepted(GRAMMAR, first[1], 0.0, left)) == {one for one in left if one != first[1]}
     assert known.compiled_at(GRAMMAR) == set(left)
     assert known.on_accepted(GRAMMAR, D[0], 0.0, [D[0]]) == []
+
+
+def test_one_that_comes_back_is_asked_at_once_for_the_latest_ones():
+    known = SlowGrammars()
+    grammars = [Grammar(GrammarKind.REGEX, f"a{{{number}}}") for number in range(_LATEST + 1)]
+    for grammar in grammars:
+        known.on_accepted(grammar, D[0], SLOW_S, D[:3])
+    known.on_accepted(Grammar(GrammarKind.REGEX, "quick"), D[0], 0.9 * SLOW_S, D[:3])
+    back = (D[2][0], "i2")
+    assert known.on_change(D[:2]) == []
+    assert known.on_change([*D[:2], back]) == [(grammar, back) for grammar in reversed(grammars[1:])]
+    assert known.on_change([*D[:2], back]) == [], "it was asked"
+    assert known.compiled_at(grammars[-1]) == {*D[:2], back}
 
 
 def test_it_is_bounded():
