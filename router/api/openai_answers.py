@@ -10,7 +10,8 @@ from diptych.router.requests.messages import ChoiceFinishedEvent, Explanation, F
 from diptych.rpc.v1 import types_pb2
 
 DONE = b"data: [DONE]\n\n"
-PING = b": ping\n\n"
+PING = b": ping\n"
+"""A comment line, and no blank one: after an event with an id the openai client would take that for the end of an empty event."""
 
 _EXPLAINED = [
     f.name for f in Explanation.DESCRIPTOR.fields if f.name not in ("notes", "candidates", "attempts", "pulls")

@@ -15,6 +15,7 @@ import pytest
 from diptych.common.errors import InvalidRequestError, QuotaExceededError
 from diptych.router.api.auth_limits import MeteredRouterApi, TenantQuotas
 from diptych.router.api.http_options import HttpOptions
+from diptych.router.api.http_response import GenerationResponse
 from diptych.router.server import ApiServers
 from diptych_tests import waiting
 from diptych_tests.event_stream import messages, numbers_of, plain, undisturbed, undisturbed_after
@@ -286,6 +287,35 @@ async def test_the_openai_client_reads_over_the_ids(fleet) -> None:
             events = await client.responses.create(model="", input="w1", max_output_tokens=NUM_TOKENS, stream=True)
             numbers = [event.sequence_number async for event in events]
             assert numbers == list(range(len(numbers)))
+
+
+async def test_the_openai_client_reads_over_pings(fleet, monkeypatch) -> None:
+    """It takes every blank line after an id for the end of an event, also the one after a comment."""
+    worker = await fleet.add("d0", **KEEPS)
+    await fleet.until_ready()
+    worker.hold_from = AT
+    pings, ping = [], GenerationResponse._ping
+
+    async def counted(response, send) -> None:
+        await ping(response, send)
+        pings.append(response)
+
+    monkeypatch.setattr(GenerationResponse, "_ping", counted)
+    monkeypatch.setitem(GenerationResponse.__init__.__kwdefaults__, "ping_s", 0.003)
+    async with (
+        served(fleet.frontend) as http,
+        openai.AsyncOpenAI(base_url=f"{http.base_url}/v1", api_key="none", max_retries=0, timeout=60) as client,
+    ):
+        asked = {"model": "", "messages": [{"role": "user", "content": "w1"}], "max_tokens": NUM_TOKENS, "stream": True}
+        chat = await client.chat.completions.create(**asked)
+        text = ""
+        async for chunk in chat:
+            text += chunk.choices[0].delta.content or ""
+            if text.split() == [f"t{i}" for i in range(AT)]:
+                await waiting.until(lambda: len(pings) >= 3)
+                worker.hold_from = -1
+                worker.go.set()
+    assert text == "".join(f"t{i} " for i in range(NUM_TOKENS))
 
 
 async def test_ids_can_be_left_out(fleet) -> None:

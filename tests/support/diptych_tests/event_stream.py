@@ -13,6 +13,7 @@ async def messages(response):
         text += part
         *whole, text = text.split("\n\n")
         for message in whole:
+            message = "\n".join(line for line in message.split("\n") if not line.startswith(":"))  # no pings
             first, _, rest = message.partition("\n")
             yield (rest, first.removeprefix("id: ")) if first.startswith("id: ") else (message, "")
 

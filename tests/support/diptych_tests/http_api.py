@@ -53,4 +53,4 @@ async def openai_client(router_api: FakeRouterApi) -> AsyncIterator[openai.Async
 
 def events(text: str) -> list[str]:
     """The data of a stream's events."""
-    return [part.removeprefix("data: ") for part in text.split("\n\n") if part]
+    return [part.removeprefix(": ping\n").removeprefix("data: ") for part in text.split("\n\n") if part]
