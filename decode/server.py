@@ -59,7 +59,9 @@ class DecodeService:
     async def open(self) -> None:
         self._grammars = await self._runtime.load_text()
         if self._grammars is not None and self._runtime.config.grammar_warm_up:
+            # A moved answer may come first of all, and would wait: where all cores are busy a process takes seconds to come up.
             self._grammars.warm_up()
+            await self._grammars.warmed_up()
         if self._endpoint is not None:
             await self._endpoint.open()
 

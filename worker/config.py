@@ -106,7 +106,7 @@ class WorkerConfig:
         grammar_backend: of structured output: auto (xgrammar, and llguidance for what xgrammar would only approximate),
             xgrammar, llguidance, or none, which rejects requests with a grammar.
         grammar_time_cap_s: CPU seconds for compiling one grammar; on a busy machine it may take six times as long.
-        grammar_warm_up: import the grammar libraries before readiness, and start a process that compiles grammars, instead
+        grammar_warm_up: import the grammar libraries and start a process that compiles grammars before readiness, instead
             of at the first grammar.
         transport: ucx, nixl, ipc (GPUs of one host), ucx-gpu (GPU memory over UCX), auto (the best that passes its
             self-test) or inproc (tests); empty: by the device (ucx on a CPU, auto on a GPU).

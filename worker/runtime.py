@@ -218,6 +218,8 @@ class WorkerRuntime:
     async def start(self) -> None:
         """Start, and return when the worker serves. Raises: ConfigError for an invalid setting."""
         self.engine.start()
+        if self.model.grammars is not None and self.config.grammar_warm_up:
+            self.model.grammars.warm_up()  # beside ours
         try:
             await self._warm_up()
             self._transfer = await self._make_transfer(self)

@@ -62,7 +62,7 @@ class ServeConfig:
             does not.
         generation_config: "auto" takes sampling defaults from the model's generation_config.json, "none" does not.
         grammar_backend: auto, xgrammar, llguidance or none.
-        grammar_warm_up: import the grammar libraries before readiness, and start a process that compiles grammars, instead
+        grammar_warm_up: import the grammar libraries and start a process that compiles grammars before readiness, instead
             of at the first grammar.
         verify_weights: hash the model's files changed (where size, mtime or inode differ from the last start's) or always.
         drain_s: seconds that running requests may continue after SIGTERM.

@@ -40,6 +40,8 @@ log = structlog.get_logger(__name__)
 
 _START_S = 120.0
 """For a compiling process to import its libraries, on a machine that is busy."""
+WARM_UP_S = 10.0
+"""So long a worker that is ready but for it waits for its first compiling process: it can serve all else."""
 _RETRY_S = 5.0
 _CPU_TICK_S = 1.0 / os.sysconf("SC_CLK_TCK")
 _MAX_FRAME = 1 << 30
@@ -140,6 +142,11 @@ class GrammarCompiler:
         """Have a compiling process come up, so that the first grammar finds it there. It takes a while; what this process
         imports is there already (Loaders.warm_up)."""
         self._have_another()
+
+    async def warmed_up(self, within_s: float = WARM_UP_S) -> None:
+        """Return once that process is up; also when it does not come up, or not in time."""
+        if self._spare is not None:
+            await asyncio.wait({self._spare}, timeout=within_s)
 
     async def _wait_for(self, key: bytes, grammar: Grammar) -> Program:
         if grammar.kind is GrammarKind.REGEX and repeats(grammar.source) > MAX_REPEATS:

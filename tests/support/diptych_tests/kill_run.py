@@ -358,6 +358,8 @@ class Kill:
     at_unix: float = 0.0
     noticed_s: float | None = None
     """Until the router found the stream of a decode worker broken, by its log."""
+    ended: bool = False
+    """The process is gone."""
     back_s: float | None = None
     """Until the router used the worker's successor; None: the run ended before."""
 
@@ -762,7 +764,7 @@ class _Streams:
         while True:
             usable = await self._watch.look()
             for victim, kill in {kill.victim: kill for kill in self._done.kills}.items():
-                if victim in usable and kill.back_s is None:
+                if victim in usable and kill.ended and kill.back_s is None:
                     kill.back_s = round(time.monotonic() - kill.at, 1)
             await asyncio.sleep(_POOL_S)  # sleep: a pause between two looks
 
@@ -793,6 +795,7 @@ class _Streams:
                 lambda dying=dying: not dying.alive(), "it has ended", deadline_s=_AGAIN_S, every_s=0.01
             )
             await watch.look()
+            kill.ended = True
             save()
 
 

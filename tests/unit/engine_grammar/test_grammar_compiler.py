@@ -201,6 +201,24 @@ async def test_a_slow_start_of_a_process_starts_no_second_one(monkeypatch: pytes
     await compiler.close()
 
 
+async def test_the_first_process_is_waited_for_but_not_for_ever() -> None:
+    stage = Stage()
+    stage.slow_start = asyncio.Event()
+    compiler = stage.compiler()
+    await compiler.warmed_up()
+    assert stage.prepared == 0, "nobody asked for one"
+    compiler.warm_up()
+    await compiler.warmed_up(within_s=0.001)
+    up = asyncio.create_task(compiler.warmed_up())
+    await asyncio.sleep(0)
+    assert not up.done()
+    stage.slow_start.set()
+    await up
+    await compiler.compile(regex("a"))
+    assert len(stage.processes) == 1
+    await compiler.close()
+
+
 async def test_what_was_too_slow_may_try_again_later(monkeypatch: pytest.MonkeyPatch) -> None:
     stage = Stage()
     stage.outcomes["slow"] = TimeoutError()
