@@ -64,9 +64,9 @@ class LlguidanceCompiler:
 
 
 class LlguidanceProgram:
-    """Args: clock: seconds, for giving up what is too slow."""
+    """Args: clock: seconds of the calling thread, for giving up what is too slow."""
 
-    def __init__(self, tokenizer: Any, text: str, words: int, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(self, tokenizer: Any, text: str, words: int, clock: Callable[[], float] = time.thread_time) -> None:
         self._tokenizer, self._text, self._words, self._clock = tokenizer, text, words, clock
         self.size_bytes = len(text)
 

@@ -14,7 +14,8 @@ import numpy.typing as npt
 Mask = npt.NDArray[np.int32]
 
 SLOW_S = 0.5
-"""A matcher that takes longer for one token is given up: every request of the batch waits for it."""
+"""A matcher that takes longer for one token, of the step thread's CPU time, is given up: every request of the batch waits for
+it. A machine that is too busy to run that thread is no fault of the grammar."""
 SLOW = "the grammar takes too long to follow"
 NOT_ALLOWED = "a token came that the grammar does not allow"
 

@@ -94,9 +94,9 @@ def _json_options(grammar: Grammar) -> dict[str, Any]:
 
 
 class XgrammarProgram:
-    """Args: clock: seconds, for giving up what is too slow."""
+    """Args: clock: seconds of the calling thread, for giving up what is too slow."""
 
-    def __init__(self, compiled: Any, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(self, compiled: Any, clock: Callable[[], float] = time.thread_time) -> None:
         self._compiled = compiled
         self._clock = clock
         self.size_bytes = int(compiled.memory_size_bytes)

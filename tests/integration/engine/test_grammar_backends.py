@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import threading
+import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -232,6 +235,28 @@ def test_what_is_broken_is_refused_in_words(backend, grammar) -> None:
     assert caught.value.param == "grammar"
     assert caught.value.message.startswith("grammar: ")
     assert ".cc:" not in caught.value.message
+
+
+@pytest.mark.parametrize("computes", [True, False])
+def test_only_what_computes_too_long_is_too_slow(backend, computes, monkeypatch) -> None:
+    """A thread that stands still, because others have the cores, is not."""
+    compiler, loader = backend
+    for module in (xgrammar_backend, llguidance_backend):
+        monkeypatch.setattr(module, "SLOW_S", 0.02)
+    matcher = loader.load(compiler.compile(Grammar(GrammarKind.REGEX, "(ab)*"))).matcher()
+    inner, clock = matcher._matcher, time.thread_time if computes else time.perf_counter
+    library_accepts = getattr(inner, "accept_token", None) or inner.consume_token
+
+    def accept(token: int) -> bool:
+        until = clock() + 0.04
+        while (left := until - clock()) > 0:
+            if not computes:
+                threading.Event().wait(left)
+        return library_accepts(token)
+
+    matcher._matcher = SimpleNamespace(accept_token=accept, consume_token=accept)
+    assert matcher.accept(encode("a")[0])
+    assert matcher.slow is computes
 
 
 def test_18_3_a_grammar_finds_libraries_and_vocabulary_of_every_backend_there():
