@@ -115,6 +115,8 @@ class GrammarCompiler:
         self._spare: asyncio.Task[None] | None = None
         """Brings up a process before it is needed: the first, and one after a process that may not live long."""
         self._free = asyncio.Semaphore(self._limits.num_processes)
+        self._changed = asyncio.Event()
+        """A process has become idle, or has ended."""
         self._closed = False
 
     @property
@@ -188,10 +190,8 @@ class GrammarCompiler:
             self._refused.popitem(last=False)
 
     async def _in_process(self, key: bytes, grammar: Grammar) -> bytes:
-        if not self._idle and self._spare is not None:
-            await asyncio.shield(self._spare)
         try:
-            return await self._on(self._idle.pop() if self._idle else self._start(), key, grammar)
+            return await self._on(await self._process(), key, grammar)
         except ConnectionError as error:  # it may have been killed, or have died while it was idle: no grammar's fault
             log.warning("a compiling process is gone", error=repr(error))
         try:
@@ -201,6 +201,14 @@ class GrammarCompiler:
             raise InvalidRequestError(
                 "grammar: the process that compiles it ended twice; it may take too much memory", param="grammar"
             ) from error
+
+    async def _process(self) -> Compiling:
+        """One that is up, where there is one or will be: most grammars take milliseconds, and to start a process takes a second
+        of CPU time. After one that takes long the next one is coming (_on)."""
+        while not self._idle and (self._busy or self._spare is not None):
+            self._changed.clear()
+            await self._changed.wait()
+        return self._idle.pop() if self._idle else self._start()
 
     def _have_another(self) -> None:
         if not self._closed and not self._idle and self._spare is None:
@@ -219,6 +227,7 @@ class GrammarCompiler:
                 self._idle.append(process)
             else:
                 process.kill()
+            self._changed.set()
 
     async def _on(self, process: Compiling, key: bytes, grammar: Grammar) -> bytes:
         """Raises: ConnectionError when the process is gone."""
@@ -248,6 +257,7 @@ class GrammarCompiler:
                 self._idle.append(process)
             else:
                 process.kill()
+            self._changed.set()
 
     async def close(self) -> None:
         """Idempotent."""

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from diptych_tests import kill_parts, kill_run
+from diptych_tests import kill_parts, kill_run, waiting
 
 KILLS = int(os.environ.get("DIPTYCH_TEST_KILLS", str(len(kill_run.PHASES))))
 SEED = int(os.environ.get("DIPTYCH_TEST_SEED", "1"))
@@ -134,6 +134,8 @@ class FakeWatch:
     """Of a cluster in which every request is on decode-1, and prefill-0 computes a prompt."""
 
     usable: set[str] = set(kill_run.WORKERS)
+    waiting = 1.0
+    running = 1.0
 
     async def decode_of(self, flight: kill_run.Flight) -> str:
         return "decode-1"
@@ -141,8 +143,11 @@ class FakeWatch:
     async def placements(self) -> dict[str, tuple[str, str]]:
         return {"long": ("prefill-0", "decode-1")}
 
+    num_looks = 0
+
     async def stats(self, name: str) -> dict[str, float]:
-        return {"num_running": float(name == "prefill-0"), "num_waiting": 0.0}
+        self.num_looks += 1
+        return {"num_running": self.running * (name == "prefill-0"), "num_waiting": self.waiting}
 
 
 def aim_at(watch: Any, *flights: kill_run.Flight) -> kill_run.Aim:
@@ -175,6 +180,20 @@ async def test_what_the_pool_does_not_allow_is_not_waited_for() -> None:
     watch.usable = set(kill_run.WORKERS)  # while it is aimed
     aim.on_message()
     assert await finding == ("decoding", ("decode-1", plain, {"tokens": 7}, ()))
+
+
+async def test_a_prompt_that_runs_alone_has_just_begun() -> None:
+    watch, long = FakeWatch(), flying("long")
+    watch.waiting = 0.0
+    aim = aim_at(watch, long)
+    finding = asyncio.create_task(aim.at({"prefill running": 0}))
+    for running in (1.0, 0.0):  # what runs at the first look may end any moment
+        watch.running, looks = running, watch.num_looks
+        await waiting.until(lambda looks=looks: watch.num_looks >= looks + 4)
+        assert not finding.done()
+    watch.running = 1.0
+    _, (victim, target, seen, _) = await finding
+    assert (victim, target, seen["num_running"]) == ("prefill-0", long, 1.0)
 
 
 async def test_the_phase_with_the_fewest_kills_is_first() -> None:

@@ -411,6 +411,8 @@ class Aim:
         self._used: set[Flight] = set()
         self._chosen: Counter[tuple[str, bool]] = Counter()
         self._moved = asyncio.Event()
+        self._idle: dict[str, bool] = {}
+        """Whether the prefill worker computed nothing at the last look."""
         self._depth = 0.0
         """0 to 1, how far into the answer."""
 
@@ -492,7 +494,11 @@ class Aim:
             return {"slabs in use": slabs} if slabs else {}
         stats = await self._watch.stats(prefill)
         shown = {name: stats.get(name, 0) for name in ("num_waiting", "num_running")}
-        return shown if shown["num_waiting" if phase == "queued" else "num_running"] else {}
+        if phase == "queued":
+            return shown if shown["num_waiting"] else {}
+        was_idle, self._idle[prefill] = self._idle.get(prefill, False), not shown["num_running"]
+        # One that runs alone has just begun: else it may have ended when the kill comes.
+        return shown if shown["num_running"] and (shown["num_waiting"] or was_idle) else {}
 
 
 # ---- the run ---------------------------------------------------------------------------------------------------------

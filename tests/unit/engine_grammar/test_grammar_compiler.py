@@ -219,6 +219,28 @@ async def test_the_first_process_is_waited_for_but_not_for_ever() -> None:
     await compiler.close()
 
 
+@pytest.mark.parametrize("long_s", [60.0, 0.0], ids=["quick", "long"])
+async def test_a_grammar_waits_for_the_process_that_is_up_unless_it_is_busy_for_long(
+    monkeypatch: pytest.MonkeyPatch, long_s: float
+) -> None:
+    monkeypatch.setattr(compiler_module, "_LONG_S", long_s)
+    stage = Stage()
+    stage.gates["a"] = asyncio.Event()
+    compiler = stage.compiler()
+    first = asyncio.create_task(compiler.compile(regex("a")))
+    second = asyncio.create_task(compiler.compile(regex("b")))
+    if long_s:
+        for _ in range(20):  # turns of the loop: another process would have begun
+            await asyncio.sleep(0)
+        assert (stage.compiled, len(stage.processes)) == (["a"], 1)
+    else:
+        await second
+    stage.gates["a"].set()
+    await asyncio.gather(first, second)
+    assert (stage.compiled, len(stage.processes)) == (["a", "b"], 1 if long_s else 2)
+    await compiler.close()
+
+
 async def test_what_was_too_slow_may_try_again_later(monkeypatch: pytest.MonkeyPatch) -> None:
     stage = Stage()
     stage.outcomes["slow"] = TimeoutError()
