@@ -29,10 +29,11 @@ class TierSpec:
     eviction: str = "lru"
 
 
-TIERS = (TierSpec("device"), TierSpec("host"))
+TIERS = (TierSpec("device"), TierSpec("host"), TierSpec("disk", "lru, last blocks first"))
 TIER_NAMES = tuple(tier.name for tier in TIERS)
 DEVICE = TIER_NAMES[0]
 HOST = TIER_NAMES[1]
+DISK = TIER_NAMES[2]
 LOWER_TIERS = TIERS[1:]
 """All but the first: their blocks are copied before use."""
 

@@ -11,6 +11,7 @@ from diptych.common.clock import Clock, MonotonicClock
 from diptych.common.errors import DiptychError, InternalError
 from diptych.engine.config import EngineConfig
 from diptych.engine.core import EngineCore
+from diptych.engine.disk_messages import BlockStore
 from diptych.engine.executor import Executor
 from diptych.engine.loop import Query, StepThread
 from diptych.engine.messages import (
@@ -40,6 +41,7 @@ class EngineClient:
         executor: used by the step thread only, from `start` on; closed by `close`.
         identity: header of the block identities, without a salt (each request brings its own).
         detokenizer_factory: None: every text is "" and stop strings are refused.
+        disk: files of blocks; begun by `start`, closed with the executor. None: there are none.
         on_events: called on the event loop with the events of one step, in order; must not block. The first cache event
             of an epoch has sequence 1.
     Raises: ConfigError when config, executor and identity do not fit together.
@@ -54,9 +56,11 @@ class EngineClient:
         on_events: Callable[[list[EngineEvent]], None] | None = None,
         *,
         clock: Clock | None = None,
+        disk: BlockStore | None = None,
     ) -> None:
         clock = clock or MonotonicClock()
-        core = EngineCore(executor, config, identity, clock, detokenizer_factory)
+        core = EngineCore(executor, config, identity, clock, detokenizer_factory, disk=disk)
+        self._disk = disk
         self._thread = StepThread(core, clock, self._deliver, self._step_thread_ended)
         self._on_events = on_events
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -68,6 +72,8 @@ class EngineClient:
     def start(self, loop: asyncio.AbstractEventLoop | None = None) -> None:
         """Start the step thread; events go to `loop` (the running one if None)."""
         self._loop = loop or asyncio.get_running_loop()
+        if self._disk is not None:
+            self._disk.begin(self._thread.put)
         self._thread.start()
 
     def send(self, command: Command) -> None:
@@ -96,6 +102,10 @@ class EngineClient:
     async def reset_cache(self, *, deadline_s: float = _QUERY_DEADLINE_S) -> None:
         """Empty the prefix cache; CacheCleared follows as an event. Raises: as audit."""
         await self._query(lambda core: core.scheduler.kv.clear(), deadline_s)
+
+    async def open_disk(self, *, deadline_s: float = _QUERY_DEADLINE_S) -> None:
+        """See EngineCore.open_disk; events follow. Raises: as audit."""
+        await self._query(lambda core: core.open_disk(), deadline_s)
 
     async def measure_copies(self, *, deadline_s: float = _QUERY_DEADLINE_S) -> float:
         """See EngineCore.measure_copies. Raises: as audit."""

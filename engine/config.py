@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from diptych.common.errors import ConfigError
-from diptych.common.tiers import DEVICE, HOST
+from diptych.common.tiers import DEVICE, DISK, HOST
 
 POLICIES = ("sojourn", "fcfs", "priority", "sjf", "fair")
 PREEMPTION_MODES = ("auto", "recompute", "swap")
@@ -34,6 +34,7 @@ class EngineConfig:
         sjf_aging_tokens_per_s: under sjf, the work that a second of waiting outweighs.
         tenant_cache_share: part of the pool that one tenant's cached blocks may take.
         num_host_blocks: slots of the host tier; at most what the runner has.
+        num_disk_blocks: blocks in files; needs a BlockStore.
         preemption_mode: auto (by measured cost), recompute or swap (recompute where the host tier is full).
         initial_copy_bytes_per_s: the first guess of the rate between pool and host tier.
         slab_quota_per_peer: packed and not yet settled slabs that one decode peer may hold.
@@ -55,6 +56,7 @@ class EngineConfig:
     sjf_aging_tokens_per_s: float = 50.0
     tenant_cache_share: float = 1.0
     num_host_blocks: int = 0
+    num_disk_blocks: int = 0
     preemption_mode: str = "auto"
     initial_copy_bytes_per_s: float = 4e9
     slab_quota_per_peer: int = 4
@@ -66,7 +68,7 @@ class EngineConfig:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ConfigError(name, value, "must be an integer of at least 1")
-        for name in ("long_prefill_token_threshold", "max_mixed_prefill_tokens", "num_host_blocks"):
+        for name in ("long_prefill_token_threshold", "max_mixed_prefill_tokens", "num_host_blocks", "num_disk_blocks"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 0:
                 raise ConfigError(name, value, "must be an integer of at least 0")
@@ -91,4 +93,4 @@ class EngineConfig:
     @property
     def tier_blocks(self) -> Mapping[str, int]:
         """Blocks of each tier, by its name in common.tiers: the only place where a tier meets its setting."""
-        return {DEVICE: self.num_blocks, HOST: self.num_host_blocks}
+        return {DEVICE: self.num_blocks, HOST: self.num_host_blocks, DISK: self.num_disk_blocks}

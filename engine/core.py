@@ -6,6 +6,7 @@ handle(command)*  ->  step()  ->  take_events()
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Container
 from functools import partial
 from typing import TypeVar
@@ -16,10 +17,14 @@ from diptych.common.errors import ConfigError, DiptychError, InternalError, Over
 from diptych.common.kv_format import KvKind
 from diptych.engine.async_unpacks import AsyncUnpacks
 from diptych.engine.config import EngineConfig
+from diptych.engine.disk_messages import BlockStore
+from diptych.engine.disk_traffic import DiskTraffic
 from diptych.engine.executor import Executor, ExecutorLost
 from diptych.engine.in_flight_step import InFlightStep, PlanTimer
 from diptych.engine.messages import (
     BlockCopy,
+    BlocksRead,
+    BlocksWritten,
     Cancel,
     Command,
     CopyKind,
@@ -50,6 +55,8 @@ _log = logging.getLogger(__name__)
 _FEW_DECODES = 8
 """Events of a step with at most so many tokens are delivered at once: they cost the event loop little."""
 _PROBE_BLOCKS = 16
+_WRITE_S = 2.0
+"""At the end, for blocks that are being written."""
 _T = TypeVar("_T")
 
 
@@ -71,6 +78,7 @@ class EngineCore:
         clock: Clock,
         detokenizer_factory: DetokenizerFactory | None = None,
         drafter: Drafter | None = None,
+        disk: BlockStore | None = None,
     ) -> None:
         able = executor.capabilities
         if config.block_size != able.block_size:
@@ -79,6 +87,10 @@ class EngineCore:
             raise ConfigError("block_size", config.block_size, f"block identities are made for {identity.block_size}")
         if config.num_host_blocks > able.num_host_blocks:
             raise ConfigError("num_host_blocks", config.num_host_blocks, f"the runner has {able.num_host_blocks}")
+        if config.num_disk_blocks and disk is None:
+            raise ConfigError("num_disk_blocks", config.num_disk_blocks, "there is no folder for them")
+        if config.num_disk_blocks and able.rank_sizes:
+            raise ConfigError("num_disk_blocks", config.num_disk_blocks, "there are no files of several ranks' blocks")
         if config.num_blocks > able.num_blocks:
             raise ConfigError("num_blocks", config.num_blocks, f"the runner's pool has {able.num_blocks}")
         if drafter is not None and not able.verifies_drafts:
@@ -99,6 +111,9 @@ class EngineCore:
         self.scheduler = Scheduler(config, limits, identity, detokenizer_factory, drafter)
         self.steps = 0
         self._executor = executor
+        self._disk: DiskTraffic | None = None
+        if disk is not None and config.num_disk_blocks:
+            self._disk = DiskTraffic(self.scheduler, executor, disk, clock, self._copy_blocks)
         self._block_bytes = able.block_size * able.kv_bytes_per_token
         self._clock = clock
         self._runs_ahead = able.runs_ahead
@@ -136,8 +151,29 @@ class EngineCore:
             self._land(None)
 
     def close(self) -> None:
-        """End the executor; nothing else is called afterwards."""
-        self._executor.close()
+        """End the executor, and write what is to be in files; nothing else is called afterwards."""
+        try:
+            if self._disk is not None:
+                self._disk.close(_WRITE_S)
+        finally:
+            self._executor.close()
+
+    def fail_all(self, error: DiptychError) -> None:
+        """Every request ends."""
+        if self._disk is not None:
+            for request in self._disk.take_all():
+                self.scheduler.outbox.fail(request.attempt, error)
+        self.scheduler.fail_all(error)
+
+    def open_disk(self) -> None:
+        """Blocks in files can be read from now on, and are announced. Nothing happens where there are none."""
+        if self._disk is not None:
+            self._disk.open()
+
+    @property
+    def wakes_at(self) -> float:
+        """When `step` has something to do though no command comes; infinite: never."""
+        return self._disk.expires_at if self._disk is not None else math.inf
 
     def on_packing(self, take_grants: Callable[[], None], packed_early: Callable[[], None]) -> None:
         """Args:
@@ -163,7 +199,8 @@ class EngineCore:
         scheduler = self.scheduler
         match command:
             case EngineRequest() as request:
-                scheduler.add(request, self._clock.now())
+                if self._disk is None or not self._disk.begin(request):
+                    scheduler.add(request, self._clock.now())
             case PublishCached():
                 scheduler.publish_cached(command, self._clock.now())
             case PullBlocks():
@@ -173,7 +210,8 @@ class EngineCore:
                 if new is not None:
                     self._executor.note_pulled(new.table, new.token_ids, new.first_new, new.first_block)
             case Cancel(attempt):
-                scheduler.cancel(attempt)
+                if self._disk is None or not self._disk.cancel(attempt):
+                    scheduler.cancel(attempt)
             case GrantSlabs(grants, overlap):
                 scheduler.packing.grant(grants, overlap)
             case UnpackRange():
@@ -188,6 +226,10 @@ class EngineCore:
                 scheduler.fetch_again(attempt)
             case RunLocally(attempt):
                 scheduler.run_locally(attempt)
+            case BlocksRead() if self._disk is not None:
+                self._disk.on_read(command)
+            case BlocksWritten() if self._disk is not None:
+                self._disk.on_written(command)
             case _:
                 raise TypeError(f"not a command: {command!r}")
 
@@ -202,6 +244,8 @@ class EngineCore:
         Returns: False when there was nothing to do; nothing will be until another command comes.
         """
         self._take_unpacks()  # requests whose KV is complete by now run in this step
+        if self._disk is not None:
+            self._disk.expire()
         self.events_may_wait = False
         if self._in_flight is not None:
             worked = True
@@ -209,6 +253,8 @@ class EngineCore:
         else:
             worked = self._begin(cancelled)
         packed = self._pack(self.scheduler.packing.next_job, self.scheduler.pack_failed)
+        if self._disk is not None:
+            packed |= self._disk.save(idle=not worked and not packed)
         self.events_may_wait &= not packed
         if self._check and (violations := self.scheduler.check()):
             raise InvariantError("; ".join(violations))
@@ -441,10 +487,9 @@ def _check_groups(able: RunnerCapabilities, config: EngineConfig) -> None:
     kinds = [group.name for group in kv.groups if group.kind not in (KvKind.FULL, KvKind.WINDOW)]
     if kinds:
         raise ConfigError("groups", kinds, "the engine has full and window groups only")
-    if config.num_host_blocks:
-        raise ConfigError(
-            "num_host_blocks", config.num_host_blocks, f"the host tier cannot hold {', '.join(sizes)}: set it to 0"
-        )
+    for name in ("num_host_blocks", "num_disk_blocks"):
+        if getattr(config, name):
+            raise ConfigError(name, getattr(config, name), f"this tier cannot hold {', '.join(sizes)}: set it to 0")
 
 
 def _internal(what: str, error: Exception) -> DiptychError:

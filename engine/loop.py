@@ -147,7 +147,7 @@ class StepThread:
             self._alive = False
             self._stats = replace(self._stats, alive=False, busy_since=None, num_running=0, num_waiting=0)
             try:
-                self._core.scheduler.fail_all(end)
+                self._core.fail_all(end)
                 self._flush()
             except Exception:  # the collections may be what is broken: report each end directly
                 _log.critical("the dead engine's requests could not be freed", exc_info=True)
@@ -173,7 +173,8 @@ class StepThread:
             elif core.plan_at is not None:
                 self._wait_to_plan(core.plan_at)
             else:
-                self._drain(0.0 if worked else _IDLE_WAIT_S)
+                until_s = min(_IDLE_WAIT_S, core.wakes_at - self._clock.now())
+                self._drain(0.0 if worked else max(0.0, until_s))
             if self._stopping:
                 core.wait_for_step()
                 return

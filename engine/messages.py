@@ -26,6 +26,8 @@ from diptych.common.errors import DiptychError
 from diptych.common.request import Prompt
 from diptych.common.sampling import FinishReason, SamplingParams
 from diptych.common.sampling import TokenLogprobs as TokenLogprobs
+from diptych.engine.disk_messages import BlocksRead as BlocksRead
+from diptych.engine.disk_messages import BlocksWritten as BlocksWritten
 from diptych.engine.grammar.program import Program
 from diptych.engine.overlap import Overlap
 from diptych.engine.stats import BlockCounts as BlockCounts
@@ -65,6 +67,8 @@ class EngineRequest:
         link_bytes_per_s: PREFILL only: what the peer measured of the link between us; 0.0: nothing yet.
         reusable: PREFILL only: of window groups pack also what makes a hit of these tokens, see kv_groups.expected_ranges.
         grammar: what sampling.grammar was compiled to, or a mask for the first token; None: any token may come.
+        alone: REMOTE only: no other worker will compute the prompt. Others take blocks from files only where these leave less
+            than a block to compute: KV that is sent does not delay the first token, reading files would.
     """
 
     attempt: str
@@ -82,6 +86,7 @@ class EngineRequest:
     layer_groups: bool = False
     link_bytes_per_s: float = 0.0
     reusable: bool = False
+    alone: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,6 +263,8 @@ Command = (
     | KvComplete
     | RunLocally
     | FetchAgain
+    | BlocksWritten
+    | BlocksRead
 )
 
 
@@ -267,10 +274,11 @@ Command = (
 @dataclass(frozen=True, slots=True)
 class Admitted(AttemptEvent):
     """Blocks are reserved. `num_cached_tokens`: leading tokens of the prompt and the forced outputs found in this worker's own
-    prefix cache (whole blocks, pinned for the attempt)."""
+    prefix cache (whole blocks, pinned for the attempt). `tiers`: how many of them came from each lower tier for this request."""
 
     attempt: str
     num_cached_tokens: int
+    tiers: tuple[tuple[str, int], ...] = ()
 
 
 @dataclass(slots=True)

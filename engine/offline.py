@@ -10,6 +10,7 @@ from diptych.common.clock import Clock, MonotonicClock
 from diptych.common.errors import DiptychError, InternalError
 from diptych.engine.config import EngineConfig
 from diptych.engine.core import EngineCore
+from diptych.engine.disk_messages import BlockStore
 from diptych.engine.executor import Executor
 from diptych.engine.messages import (
     Admitted,
@@ -50,7 +51,7 @@ class OfflineResult:
 
 
 class OfflineEngine:
-    """Args: as EngineClient; drafter: see Scheduler."""
+    """Args: as EngineClient; drafter: see Scheduler. `disk` is not begun: its replies are commands."""
 
     def __init__(
         self,
@@ -61,9 +62,10 @@ class OfflineEngine:
         *,
         clock: Clock | None = None,
         drafter: Drafter | None = None,
+        disk: BlockStore | None = None,
     ) -> None:
         self.clock = clock or MonotonicClock()
-        self.core = EngineCore(executor, config, identity, self.clock, detokenizer_factory, drafter)
+        self.core = EngineCore(executor, config, identity, self.clock, detokenizer_factory, drafter, disk)
 
     def send(self, command: Command) -> None:
         self.core.handle(command)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from diptych.common.tiers import HOST, TierDump
+from diptych.common.tiers import DISK, HOST, TierDump
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +65,27 @@ class BlockAgeStats:
 
 
 @dataclass(frozen=True, slots=True)
+class TierStats:
+    """A tier of KV blocks that this engine has.
+
+    Args:
+        used_bytes: in use: of the first tier by requests and the cache; num_bytes: its size.
+        hit_tokens: prompt tokens whose KV was there, and in no nearer tier.
+        evicted_blocks: to make room for others.
+        dropped_blocks: that did not get into it in time.
+        errors: (reason, blocks) that could not be written, or were not what they should be.
+    """
+
+    name: str
+    used_bytes: int
+    num_bytes: int
+    hit_tokens: int = 0
+    evicted_blocks: int = 0
+    dropped_blocks: int = 0
+    errors: tuple[tuple[str, int], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class EngineStats:
     """A snapshot that any thread may read without a round trip to the step thread."""
 
@@ -103,8 +124,12 @@ class EngineStats:
     """Tokens whose KV came into the prefix cache from another worker's."""
     tier_usage: tuple[tuple[str, float], ...] = ()
     """Part of each lower tier that is in use."""
+    tiers: tuple[TierStats, ...] = ()
+    """Those that this engine has, nearest first."""
     copy_bytes_per_s: float = 0.0
     """Between the pool and the tier that it swaps to, measured online."""
+    disk_bytes_per_s: float = 0.0
+    """From files into the pool, measured online."""
     block_ages: BlockAgeStats = BlockAgeStats()
     alive: bool = True
     """False: the step thread has ended (a bug in it, or close); nothing will be answered but refusals. Not ready."""
@@ -112,4 +137,4 @@ class EngineStats:
     @property
     def tier_bytes_per_s(self) -> Mapping[str, float]:
         """Measured rates of copies to the pool, of each lower tier that has one."""
-        return {HOST: self.copy_bytes_per_s}
+        return {HOST: self.copy_bytes_per_s, DISK: self.disk_bytes_per_s}

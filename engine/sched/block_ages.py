@@ -31,6 +31,7 @@ class BlockAges:
         self._idle_since = [0.0] * num_blocks
         self._lifetime, self._idle, self._reuse_gap = _Counts(), _Counts(), _Counts()
         self._snapshot: BlockAgeStats | None = None
+        self.num_evicted = 0
 
     def stored(self, block: int) -> None:
         """It entered the cache."""
@@ -47,6 +48,7 @@ class BlockAges:
 
     def evicted(self, block: int) -> None:
         """It was evicted."""
+        self.num_evicted += 1
         self._lifetime.add(self.now - self._stored[block])
         self._idle.add(self.now - self._idle_since[block])
         self._snapshot = None

@@ -34,6 +34,7 @@ from diptych.engine.messages import (
     CopyKind,
 )
 from diptych.engine.sched.block_ages import BlockAges
+from diptych.engine.sched.disk_tier import DiskTier
 from diptych.engine.sched.host_tier import HostTier
 
 
@@ -41,6 +42,7 @@ class BlockPool:
     """Blocks 0 .. num_blocks-1 of a KV pool. Every method is O(blocks named), `check` alone walks them all.
 
     Args:
+        host, disk: the tiers below; None: it has no such tier.
         tenant_quota: cached blocks (not used by a request) that one tenant may have; None: no limit.
         group: index of the KV group whose blocks these are.
         announces: entries of the prefix cache and evictions are events.
@@ -52,6 +54,7 @@ class BlockPool:
         host: HostTier | None = None,
         tenant_quota: int | None = None,
         *,
+        disk: DiskTier | None = None,
         group: int = 0,
         announces: bool = True,
     ) -> None:
@@ -59,6 +62,7 @@ class BlockPool:
         self._group = group
         self._announces = announces
         self.host = host or HostTier(0)
+        self.disk = disk or DiskTier(0)
         self.ages = BlockAges(num_blocks)
         self._copies: list[BlockCopy] = []
         self._quota = tenant_quota
@@ -246,13 +250,14 @@ class BlockPool:
             if key is None:
                 continue
             self.host.discard(key)
+            self.disk.discard(key)
             if self._refs[block] == 0:
                 self._leave_cache(block)
                 self._free.append(block)
             self._forget_key(block)
 
     def clear(self) -> None:
-        """Empty the prefix cache and begin a new epoch; owned blocks stay with their owners."""
+        """Empty the prefix cache and begin a new epoch; owned blocks stay with their owners, and files stay."""
         self._flush_cache_events()
         for block in self._by_key.values():
             self._keys[block] = None
@@ -262,6 +267,7 @@ class BlockPool:
         self._cached_of.clear()
         self._tenants.clear()
         self.host.clear()
+        self.disk.restart()
         self.epoch += 1
         self.sequence = 0
         self._events.append(CacheCleared(self.epoch))
@@ -278,6 +284,7 @@ class BlockPool:
         dumps = {
             DEVICE: TierDump(self.sequence, tuple(self._by_key)),
             self.host.name: TierDump(self.host.sequence, self.host.keys),
+            self.disk.name: TierDump(self.disk.sequence, self.disk.keys),
         }
         return CacheDump(self.epoch, in_order(dumps, TierDump()))
 

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 
 from diptych.common.tiers import HOST
 from diptych.engine.messages import TierEvicted, TierStored
+from diptych.engine.sched.tier_events import TierEvents
 
 
 class HostTier:
@@ -25,10 +26,14 @@ class HostTier:
         self._cached: dict[bytes, int] = {}  # oldest first
         self._protected: frozenset[bytes] = frozenset()
         self._num_held = 0
-        self.sequence = 0
-        self._stored: list[bytes] = []
-        self._evicted: list[bytes] = []
-        self._events: list[TierStored | TierEvicted] = []
+        self._events = TierEvents(self.name)
+        self.num_evicted = 0
+        """To make room, since the start."""
+
+    @property
+    def sequence(self) -> int:
+        """Of the last event."""
+        return self._events.sequence
 
     @property
     def usage(self) -> float:
@@ -58,9 +63,7 @@ class HostTier:
             return None
         slot = self._free.pop()
         self._cached[key] = slot
-        if self._evicted:
-            self._flush()
-        self._stored.append(key)
+        self._events.stored((key,))
         return slot
 
     def find(self, keys: Iterable[bytes]) -> list[int]:
@@ -81,17 +84,14 @@ class HostTier:
         slot = self._cached.pop(key, None)
         if slot is not None:
             self._free.append(slot)
-            self._note_evicted(key)
+            self._events.evicted((key,))
 
     def clear(self) -> None:
         """Empty the cache and begin a new epoch with the pool's; events that were not taken are dropped. Swapped
         requests keep their slots."""
         self._free.extend(self._cached.values())
         self._cached.clear()
-        self._stored.clear()
-        self._evicted.clear()
-        self._events.clear()
-        self.sequence = 0
+        self._events.restart()
 
     # ---- swapped requests ----
 
@@ -114,9 +114,7 @@ class HostTier:
     # ---- events and the law ----
 
     def take_events(self) -> list[TierStored | TierEvicted]:
-        self._flush()
-        events, self._events = self._events, []
-        return events
+        return self._events.take()
 
     def check(self, held: Iterable[int]) -> list[str]:
         """Args: held: slots of swapped requests, by the requests' account."""
@@ -132,20 +130,6 @@ class HostTier:
         for key in self._cached:
             if key not in self._protected:
                 self.discard(key)
+                self.num_evicted += 1
                 return True
         return False
-
-    def _note_evicted(self, key: bytes) -> None:
-        if self._stored:
-            self._flush()
-        self._evicted.append(key)
-
-    def _flush(self) -> None:
-        if self._stored:
-            self.sequence += 1
-            self._events.append(TierStored(self.name, self.sequence, tuple(self._stored)))
-            self._stored.clear()
-        if self._evicted:
-            self.sequence += 1
-            self._events.append(TierEvicted(self.name, self.sequence, tuple(self._evicted)))
-            self._evicted.clear()

@@ -19,12 +19,13 @@ from diptych.common.kv_format import KvFormat, KvGroup
 from diptych.common.kv_groups import hit_end, longest_hit, most_blocks_held
 from diptych.engine.messages import BlockCopy, CopyKind, KvMode
 from diptych.engine.sched.block_pool import BlockPool
+from diptych.engine.sched.disk_tier import DiskTier
 from diptych.engine.sched.host_tier import HostTier
 from diptych.engine.sched.request import Request, State
 
 
 class KvCacheManager:
-    """Owns the pools and the host tier, and the account of each request: tables, first_blocks, block_end, reserved,
+    """Owns the pools and the tiers below them, and the account of each request: tables, first_blocks, block_end, reserved,
     num_published, shares_tail, swapped.
 
     Args:
@@ -44,10 +45,12 @@ class KvCacheManager:
         group_blocks: Sequence[int] = (),
         max_chunk: int = 1,
         num_host_blocks: int = 0,
+        num_disk_blocks: int = 0,
         tenant_cache_share: float = 1.0,
         worth_restoring: Callable[[int], bool] = lambda num_tokens: True,
     ) -> None:
         self.host = HostTier(num_host_blocks)
+        self.disk = DiskTier(num_disk_blocks)
         self._kv = kv if kv is not None and not kv.has_one_full_group else None
         """None: one group, which keeps every token."""
         self._groups: tuple[KvGroup | None, ...] = (None,) if self._kv is None else self._kv.groups
@@ -57,6 +60,7 @@ class KvCacheManager:
                 count,
                 self.host if index == 0 else None,
                 None if tenant_cache_share == 1.0 else int(tenant_cache_share * count),
+                disk=self.disk if index == 0 else None,
                 group=index,
                 announces=index == 0,
             )
@@ -175,6 +179,10 @@ class KvCacheManager:
         request.num_computed = request.num_published * self.block_size
         self._set_end(request)
         self.restored_tokens += len(slots) * self.block_size
+        if slots:
+            request.tier_tokens[self.host.name] = len(slots) * self.block_size
+        if self.disk.num_held:
+            self.disk.used(request.keys(request.num_published)[: request.num_published], request.arrival)
         return True
 
     def num_cached_blocks(self, keys: Sequence[bytes]) -> int:
@@ -257,6 +265,7 @@ class KvCacheManager:
                 table = request.block_ids
                 for i in range(first, full):
                     self.pool.publish(table[i], keys[i], tenant)
+                self.disk.offer(keys[first:full], first, tenant, request.arrival)
             else:
                 for pool, table, begin in zip(self.pools, request.tables, request.seq.first_blocks, strict=True):
                     for i in range(max(first, begin), full):
@@ -360,7 +369,7 @@ class KvCacheManager:
             if reserved != pool.counts.reserved:
                 out.append(f"blocks: reserved {pool.counts.reserved}, by the requests' account {reserved}")
             out += pool.check(owned)
-        return out + self.host.check(swapped)
+        return out + self.host.check(swapped) + self.disk.check()
 
     def _check_request(self, request: Request) -> list[str]:
         out: list[str] = []

@@ -61,6 +61,7 @@ class Lifecycle:
             config.block_size,
             config.enable_prefix_caching,
             num_host_blocks=config.num_host_blocks,
+            num_disk_blocks=config.num_disk_blocks,
             kv=limits.kv,
             group_blocks=limits.group_blocks,
             max_chunk=config.max_num_batched_tokens,

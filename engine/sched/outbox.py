@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from diptych.common.errors import DiptychError
 from diptych.engine.messages import EngineEvent, Failed
@@ -12,7 +12,7 @@ from diptych.engine.messages import EngineEvent, Failed
 @dataclass(slots=True)
 class Totals:
     """Counters since the start. `computed`: prompt tokens; `generated`: sampled tokens; `pulled`: tokens whose KV
-    came into the prefix cache from another worker's."""
+    came into the prefix cache from another worker's; `from_tiers`: by lower tier, prompt tokens whose KV came from there."""
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -22,6 +22,7 @@ class Totals:
     swaps: int = 0
     refetches: int = 0
     pulled: int = 0
+    from_tiers: dict[str, int] = field(default_factory=dict)
 
 
 class Outbox:

@@ -58,6 +58,15 @@ def end_pull(live: Lifecycle, attempt: str) -> NewBlocks | None:
     request = live.remote.pull(attempt)
     if request is None:
         return None
+    num_new, new = finish_pull(live, request)
+    live.outbox.totals.pulled += num_new
+    live.outbox.add(Pulled(attempt, request.num_computed, num_new))
+    return new
+
+
+def finish_pull(live: Lifecycle, request: Request) -> tuple[int, NewBlocks | None]:
+    """The leading blocks that are there enter the prefix cache, and all are released. Returns: tokens that are new, and what is
+    new, if what it was computed from is to be recorded."""
     first, until = request.num_computed, live.remote.arrived_until(request)
     if until == request.kv_target:
         live.remote.set_complete(request)
@@ -71,6 +80,4 @@ def end_pull(live: Lifecycle, attempt: str) -> NewBlocks | None:
         table = tuple(request.block_ids[: until // size - begin])
         new = NewBlocks(table, begin, first // size, tuple(request.token_ids[:until]))
     live.end(request, State.FINISHED_HANDED_OFF)
-    live.outbox.totals.pulled += until - first
-    live.outbox.add(Pulled(attempt, until, until - first))
-    return new
+    return until - first, new

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 
+from diptych.common.tiers import DEVICE
 from diptych.engine.messages import EngineAudit, EngineStats, KvMode
 from diptych.engine.sched.lifecycle import Lifecycle
 from diptych.engine.sched.request import State
+from diptych.engine.stats import TierStats
 
 
 def stats(live: Lifecycle, *, steps: int, steps_ahead: int, busy_since: float | None) -> EngineStats:
@@ -34,10 +36,45 @@ def stats(live: Lifecycle, *, steps: int, steps_ahead: int, busy_since: float | 
         swaps_total=totals.swaps,
         refetches_total=totals.refetches,
         restored_tokens_total=kv.restored_tokens,
-        tier_usage=((kv.host.name, kv.host.usage),),
+        tier_usage=((kv.host.name, kv.host.usage), (kv.disk.name, kv.disk.usage)),
+        tiers=_tiers(live),
         block_ages=kv.pool.ages.stats(),
         copy_bytes_per_s=throughput.copy_bytes_per_s if kv.host.num_slots else 0.0,
+        disk_bytes_per_s=throughput.disk_bytes_per_s,
     )
+
+
+def _tiers(live: Lifecycle) -> tuple[TierStats, ...]:
+    kv, totals, first = live.kv, live.outbox.totals, live.kv.pool.counts
+    block_bytes = live.block_size * live.limits.kv_bytes_per_token
+    below = totals.from_tiers
+    out = [
+        TierStats(
+            DEVICE,
+            block_bytes * (first.running + first.cached),
+            block_bytes * first.total,
+            totals.cached_tokens - sum(below.values()),
+            kv.pool.ages.num_evicted,
+        )
+    ]
+    for tier, used, size in (
+        (kv.host, kv.host.num_slots - kv.host.num_free, kv.host.num_slots),
+        (kv.disk, kv.disk.num_held, kv.disk.num_blocks),
+    ):
+        if size:
+            disk = kv.disk if tier is kv.disk else None
+            out.append(
+                TierStats(
+                    tier.name,
+                    block_bytes * used,
+                    block_bytes * size,
+                    below.get(tier.name, 0),
+                    tier.num_evicted,
+                    disk.num_dropped if disk else 0,
+                    tuple(sorted(disk.errors.items())) if disk else (),
+                )
+            )
+    return tuple(out)
 
 
 def audit(live: Lifecycle, full: bool) -> EngineAudit:

@@ -87,7 +87,7 @@ class Request(_EveryStep):
         "arrival", "arrived_at", "compute_s", "converted", "device_row", "forced", "hasher", "header", "history", "kv_target",
         "max_model_len", "max_tokens_total", "mode", "num_cached_tokens", "num_published", "peer", "priority",
         "prompt_logprobs_from", "reserved", "returned", "samples", "sampling", "shares_tail", "source", "state",
-        "steps_on_device", "swapped", "tables", "tenant", "tokens_on_device", "want_kv", "was_admitted",
+        "steps_on_device", "swapped", "tables", "tenant", "tier_tokens", "tokens_on_device", "want_kv", "was_admitted",
     )  # fmt: skip
 
     def __init__(
@@ -142,6 +142,8 @@ class Request(_EveryStep):
         """First prompt token whose logprob was not sent yet; None: none are wanted (any more)."""
         self.num_computed = 0
         self.num_cached_tokens = 0
+        self.tier_tokens: dict[str, int] = {}
+        """By tier below the first: leading tokens whose KV came from there for this request."""
         self.tables: tuple[list[int], ...] = tuple([] for _ in range(num_groups))
         """By KV group, its blocks from seq.first_blocks on. This and the next seven: KvCacheManager's account of the
         request."""

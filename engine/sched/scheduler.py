@@ -50,6 +50,7 @@ from diptych.engine.sched.publishing import publish_cached
 from diptych.engine.sched.pulls import NewBlocks, begin_pull, end_pull
 from diptych.engine.sched.remote import UnpackJob
 from diptych.engine.sched.request import Request, State
+from diptych.engine.sched.restores import Restore, end_restore, plan_restore
 from diptych.engine.sched.step import SchedulerOutput
 
 _FILL_S = 0.05
@@ -100,8 +101,9 @@ class Scheduler:
 
     # ---- commands ----
 
-    def add(self, engine_request: EngineRequest, now: float = 0.0) -> None:
-        """Queue a request, or fail it at once when it can never run here."""
+    def add(self, engine_request: EngineRequest, now: float = 0.0, from_disk: int = 0) -> None:
+        """Queue a request, or fail it at once when it can never run here. Args: from_disk: leading tokens whose KV was read from
+        files for it; they are in the prefix cache, or were."""
         attempt, live = engine_request.attempt, self.live
         if live.knows(attempt):
             # Failing the new one alone would end the attempt twice: both end here, once.
@@ -119,6 +121,8 @@ class Scheduler:
             engine_request, self._arrivals, header, self.limits.max_model_len, output, now, self.kv.num_groups,
             self.limits.adapter(engine_request.prompt.adapter),
         )  # fmt: skip
+        if from_disk:
+            request.tier_tokens[self.kv.disk.name] = from_disk
         live.add(request)
         if output is not None and output.finish is not None:  # the forced tokens ended it
             self.outbox.add(Admitted(attempt, 0))
@@ -144,6 +148,23 @@ class Scheduler:
     def end_pull(self, attempt: str) -> NewBlocks | None:
         """See EndPull. Returns: what is new, if what it was computed from is to be recorded."""
         return end_pull(self.live, attempt)
+
+    def plan_restore(self, wanted: EngineRequest, now: float) -> Restore | None:
+        """See engine.sched.restores. No step is needed for it."""
+        if self.live.knows(wanted.attempt):
+            return None  # `add` says so
+        try:
+            header = header_of_request(self._identity, wanted.prompt, self.limits.adapters)
+        except DiptychError:
+            return None  # the same
+        self.kv.set_time(now)
+        self._arrivals += 1
+        rates = replace(self.live.rates, copy_bytes_per_s=self.throughput.disk_bytes_per_s)
+        return plan_restore(self.live, wanted, header, self._arrivals, now, rates)
+
+    def end_restore(self, name: str) -> tuple[int, NewBlocks | None]:
+        """See engine.sched.restores."""
+        return end_restore(self.live, name)
 
     def _is_new(self, attempt: str) -> bool:
         """Of what the engine is sent; both fail otherwise."""
@@ -517,7 +538,16 @@ class Scheduler:
             request.num_cached_tokens = min(request.num_computed, request.num_prompt)
             self.outbox.totals.prompt_tokens += request.num_prompt
             self.outbox.totals.cached_tokens += request.num_cached_tokens
-        self.outbox.add(Admitted(request.attempt_id, request.num_computed))
+            self._note_tiers(request)
+        self.outbox.add(Admitted(request.attempt_id, request.num_computed, tuple(request.tier_tokens.items())))
+
+    def _note_tiers(self, request: Request) -> None:
+        """What was read for it may have been evicted again before it was admitted."""
+        totals, left = self.outbox.totals.from_tiers, request.num_computed
+        for name, num_tokens in request.tier_tokens.items():
+            request.tier_tokens[name] = num_tokens = min(num_tokens, left)
+            left -= num_tokens
+            totals[name] = totals.get(name, 0) + num_tokens
 
     def apply(self, out: SchedulerOutput, result: StepResult, duration_s: float) -> None:
         """The step was computed."""
@@ -556,6 +586,8 @@ class Scheduler:
         events.extend(self.kv.pool.take_events())
         if self.config.num_host_blocks:
             events.extend(self.kv.host.take_events())
+        if self.config.num_disk_blocks:
+            events.extend(self.kv.disk.take_events())
         return events
 
     def take_copies(self) -> list[BlockCopy]:

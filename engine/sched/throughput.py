@@ -41,6 +41,8 @@ class ThroughputEstimator:
         self.rate = first_guess
         """Prefill tokens per second, measured or guessed."""
         self.copy_bytes_per_s = copy_first_guess
+        self.disk_bytes_per_s = 0.0
+        """From files into blocks; 0.0: not measured."""
         self.prefill_tokens_per_s = 0.0
         """0.0: nothing measured yet."""
         self.decode_step_s = 0.0
@@ -98,6 +100,11 @@ class ThroughputEstimator:
         """Blocks were copied to or from the host tier."""
         if duration_s > 0.0 and size_bytes:
             self.copy_bytes_per_s = self._mix(self.copy_bytes_per_s, size_bytes / duration_s)
+
+    def observe_disk(self, duration_s: float, size_bytes: int) -> None:
+        """Blocks came from files: read, checked and copied into the pool."""
+        if duration_s > 0.0 and size_bytes:
+            self.disk_bytes_per_s = self._mix(self.disk_bytes_per_s, size_bytes / duration_s)
 
     @staticmethod
     def _mix(old: float, new: float) -> float:

@@ -1,0 +1,101 @@
+"""Between the step thread and what keeps blocks in files (kvtransfer.disk): neither waits for the other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class DiskBlock:
+    """A block in a file.
+
+    Args:
+        tenant: common.secret.tenant_folder of the one whose request computed it; files are kept and purged by it.
+        index: of the block in its prompt.
+    """
+
+    key: bytes
+    tenant: str
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksWritten:
+    """The end of a `write`: a command to the step thread. `error`: why `failed` are not on the disk; empty: all are."""
+
+    blocks: tuple[DiskBlock, ...]
+    failed: tuple[DiskBlock, ...] = ()
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksRead:
+    """A part of a `read`: a command to the step thread. The next `num_blocks` blocks lie in `payload`, which is to be given back.
+
+    Args:
+        buffer: of the payload.
+        seconds: spent on reading and checking them.
+        bad: the block behind them that is not what it should be, and `error`: how. Nothing follows.
+    """
+
+    job: int
+    num_blocks: int
+    payload: memoryview
+    buffer: int
+    seconds: float
+    last: bool
+    bad: DiskBlock | None = None
+    error: str = ""
+
+
+DiskReply = BlocksWritten | BlocksRead
+
+
+class BlockStore(Protocol):
+    """Files of blocks, in the hands of threads of their own. No method waits for the disk, but `close`.
+
+    Attributes:
+        found: what was there at the start; what is to leave first comes last.
+        chunk_blocks: blocks that a buffer holds.
+        bytes_per_s: measured at the start: reading and checking; 0.0: it could not be measured.
+        damaged: files that were found at the start and are no whole blocks of this worker, by reason; they are gone.
+    """
+
+    found: Sequence[DiskBlock]
+    chunk_blocks: int
+    bytes_per_s: float
+    damaged: dict[str, int]
+
+    def begin(self, reply: Callable[[DiskReply], None]) -> None:
+        """Start the threads. Args: reply: callable from any thread."""
+        ...
+
+    def write_buffer(self) -> memoryview | None:
+        """A free one; None: all are being written, or the disk has failed lately. It ends with `write`."""
+        ...
+
+    def write(self, blocks: Sequence[DiskBlock], buffer: memoryview) -> None:
+        """`buffer` holds the KV of the blocks, one after the other. BlocksWritten follows; without blocks nothing does."""
+        ...
+
+    def remove(self, blocks: Sequence[DiskBlock]) -> None:
+        """In the order of the writes."""
+        ...
+
+    def read(self, job: int, blocks: Sequence[DiskBlock]) -> None:
+        """BlocksRead follow, until one is the last."""
+        ...
+
+    def cancel(self, job: int) -> None:
+        """At most one BlocksRead follows."""
+        ...
+
+    def give_back(self, buffer: int) -> None:
+        """Of a BlocksRead."""
+        ...
+
+    def close(self, deadline_s: float) -> None:
+        """Write what is queued, within the deadline, and end the threads. Idempotent."""
+        ...

@@ -1,0 +1,235 @@
+"""Blocks on their way between the pool and files, on the step thread: it copies, and threads of the BlockStore read and write.
+
+A block that entered the prefix cache is copied into a free buffer between two steps, and written from there. The copies of a
+busy engine take at most SHARE of its time; what left the cache before is not written.
+
+A request whose blocks are in files waits outside of the queue until they have been read, or until computing them would have
+taken as long (engine.sched.restores). Steps of other requests go on meanwhile.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from diptych.common.clock import Clock
+from diptych.common.errors import InternalError, RequestCancelledError
+from diptych.engine.disk_messages import BlocksRead, BlockStore, BlocksWritten
+from diptych.engine.executor import Executor, ExecutorLost
+from diptych.engine.messages import EngineRequest, UnpackRange
+from diptych.engine.sched.restores import Restore
+from diptych.engine.sched.scheduler import Scheduler
+
+_log = logging.getLogger(__name__)
+SHARE = 0.02
+"""Of the time of a busy engine, for copies of blocks that are to be written."""
+_MOST_CREDIT_S = 0.05
+"""Of unused time that is kept for later."""
+
+
+@dataclass(slots=True)
+class _Waiting:
+    """`arrived`: tokens of the restore that are in its blocks. `until`: on the engine's clock."""
+
+    request: EngineRequest
+    restore: Restore
+    job: int
+    began: float
+    until: float
+    arrived: int = 0
+
+
+class DiskTraffic:
+    """Args: copy_blocks: carries out copies that the scheduler has decided; None: it failed, and all requests have ended."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        executor: Executor,
+        store: BlockStore,
+        clock: Clock,
+        copy_blocks: Callable[[], bool | None],
+    ) -> None:
+        self._scheduler, self._executor, self._store, self._clock = scheduler, executor, store, clock
+        self._copy_blocks = copy_blocks
+        self._disk = scheduler.kv.disk
+        self._block_bytes = scheduler.limits.kv_bytes_per_token * scheduler.config.block_size
+        self._waiting: dict[str, _Waiting] = {}
+        self._jobs: dict[int, str] = {}
+        self._last_job = 0
+        self._credit_s, self._credit_at = 0.0, clock.now()
+
+    def open(self) -> None:
+        """What was found at the start can be read, and is announced; blocks are written from now on."""
+        self._disk.open(self._store.found)
+        self._disk.errors.update(self._store.damaged)
+        self._store.remove(self._disk.take_removed())
+        self._scheduler.throughput.disk_bytes_per_s = self._store.bytes_per_s
+
+    def close(self, deadline_s: float) -> None:
+        self._store.close(deadline_s)
+
+    # ---- reading ----
+
+    def begin(self, request: EngineRequest) -> bool:
+        """True: blocks of it are being read, and it is queued afterwards."""
+        now, attempt = self._clock.now(), request.attempt
+        if attempt in self._waiting:
+            self._drop(self._waiting[attempt])
+            self._scheduler.outbox.fail(attempt, InternalError(f"attempt {attempt} was submitted twice"))
+            return True
+        restore = self._scheduler.plan_restore(request, now)
+        if restore is None:
+            return False
+        if not restore.blocks:  # the copy that made room took them
+            self._scheduler.end_restore(restore.name)
+            return False
+        self._last_job += 1
+        self._waiting[attempt] = _Waiting(request, restore, self._last_job, now, now + restore.limit_s)
+        self._jobs[self._last_job] = attempt
+        self._store.read(self._last_job, restore.blocks)
+        return True
+
+    def cancel(self, attempt: str) -> bool:
+        """False: it does not wait here."""
+        waiting = self._waiting.get(attempt)
+        if waiting is None:
+            return False
+        self._drop(waiting)
+        self._scheduler.outbox.fail(attempt, RequestCancelledError(f"attempt {attempt} was cancelled"))
+        return True
+
+    def take_all(self) -> list[EngineRequest]:
+        """Requests that wait, for the end of the engine. They are not queued any more."""
+        requests = [waiting.request for waiting in self._waiting.values()]
+        for waiting in list(self._waiting.values()):
+            self._drop(waiting)
+        return requests
+
+    @property
+    def expires_at(self) -> float:
+        """When the next one has waited long enough; infinite: none waits."""
+        return min((waiting.until for waiting in self._waiting.values()), default=math.inf)
+
+    def expire(self) -> None:
+        """Queue those whose blocks take longer to read than to compute."""
+        now = self._clock.now()
+        for waiting in [one for one in self._waiting.values() if one.until <= now]:
+            _log.info("attempt %s: reading its blocks takes longer than computing them", waiting.request.attempt)
+            self._disk.errors["late"] += len(waiting.restore.blocks)
+            self._store.cancel(waiting.job)
+            self._finish(waiting)
+
+    def on_read(self, reply: BlocksRead) -> None:
+        try:
+            attempt = self._jobs.get(reply.job)
+            waiting = None if attempt is None else self._waiting[attempt]
+            whole = waiting is not None and self._take(waiting, reply)
+        finally:
+            self._store.give_back(reply.buffer)
+        if reply.bad is not None:
+            self._on_bad(reply)
+        if waiting is not None and waiting.job in self._jobs and (reply.last or not whole):
+            if not reply.last:
+                self._store.cancel(reply.job)
+            self._finish(waiting)
+
+    def _take(self, waiting: _Waiting, reply: BlocksRead) -> bool:
+        """Copy blocks to where they belong. False: that failed."""
+        if not reply.num_blocks:
+            return True
+        began, size = self._clock.now(), self._scheduler.config.block_size
+        first, num_tokens = waiting.restore.first_token + waiting.arrived, reply.num_blocks * size
+        job = self._scheduler.plan_unpack(UnpackRange(waiting.restore.name, 0, first, num_tokens, reply.payload))
+        if job is None or self._copy_blocks() is None:
+            return False
+        try:
+            self._executor.unpack(job.block_ids, num_tokens, reply.payload, None, 0, 0)
+        except ExecutorLost:
+            raise
+        except Exception:
+            _log.exception("unpacking tokens %d+%d of %s failed", first, num_tokens, waiting.restore.name)
+            return False
+        self._scheduler.unpacked(job, last=False)
+        waiting.arrived += num_tokens
+        seconds = reply.seconds + self._clock.now() - began
+        self._scheduler.throughput.observe_disk(seconds, reply.num_blocks * self._block_bytes)
+        return True
+
+    def _on_bad(self, reply: BlocksRead) -> None:
+        assert reply.bad is not None
+        if not self._disk.run((reply.bad.key,)):
+            return  # it was evicted meanwhile
+        _log.warning("block %s on the disk is %s: it is computed again", reply.bad.key.hex(), reply.error)
+        self._disk.errors[reply.error] += 1
+        self._disk.discard(reply.bad.key)
+        self._store.remove(self._disk.take_removed())
+
+    def _finish(self, waiting: _Waiting) -> None:
+        """Its request is queued; what has come is a hit."""
+        self._forget(waiting)
+        num_tokens, new = self._scheduler.end_restore(waiting.restore.name)
+        if new is not None:
+            self._executor.note_pulled(new.table, new.token_ids, new.first_new, new.first_block)
+        self._scheduler.add(waiting.request, self._clock.now(), num_tokens)
+
+    def _drop(self, waiting: _Waiting) -> None:
+        self._store.cancel(waiting.job)
+        self._forget(waiting)
+        self._scheduler.end_restore(waiting.restore.name)
+
+    def _forget(self, waiting: _Waiting) -> None:
+        del self._waiting[waiting.request.attempt], self._jobs[waiting.job]
+
+    # ---- writing ----
+
+    def save(self, *, idle: bool) -> bool:
+        """Copy blocks that are to be written, as many as the time allows. Returns: whether there were any."""
+        now, disk = self._clock.now(), self._disk
+        self._credit_s = min(_MOST_CREDIT_S, self._credit_s + SHARE * (now - self._credit_at))
+        self._credit_at = now
+        saved = False
+        while disk.has_offers and (self._credit_s > 0.0 or (idle and not saved)):
+            buffer = self._store.write_buffer()
+            if buffer is None:
+                break
+            if not self._save_into(buffer):
+                break
+            saved, before = True, now
+            now = self._clock.now()
+            self._credit_s -= now - before
+        removed = disk.take_removed()
+        if removed:
+            self._store.remove(removed)
+        return saved
+
+    def _save_into(self, buffer: memoryview) -> bool:
+        pool = self._scheduler.kv.pool
+        blocks = self._disk.take(self._store.chunk_blocks, lambda key: pool.cached_block(key) is not None)
+        if removed := self._disk.take_removed():
+            self._store.remove(removed)  # first: they make the room
+        if not blocks:
+            self._store.write((), buffer)
+            return False
+        ids = [block for one in blocks if (block := pool.cached_block(one.key)) is not None]
+        try:
+            self._executor.pack(ids, len(ids) * self._scheduler.config.block_size, buffer, None, 0, 0)
+        except ExecutorLost:
+            raise
+        except Exception:
+            _log.exception("packing %d blocks for the disk failed", len(ids))
+            self._disk.errors["pack"] += len(blocks)
+            self._disk.written(blocks, blocks)
+            self._store.write((), buffer)
+            return False
+        self._store.write(blocks, buffer)
+        return True
+
+    def on_written(self, reply: BlocksWritten) -> None:
+        self._disk.written(reply.blocks, reply.failed)
+        if reply.error:
+            self._disk.errors[reply.error] += max(1, len(reply.failed))
+        if removed := self._disk.take_removed():
+            self._store.remove(removed)

@@ -1,0 +1,193 @@
+"""The account of blocks in files: which there are, which are to be written, and which leave. No file is touched here.
+
+offered --take--> writing --written--> held --evict, discard--> removed
+                     +------failed--> forgotten
+
+writing + held <= num_blocks
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+
+from diptych.common.secret import tenant_folder
+from diptych.common.tiers import DISK
+from diptych.engine.disk_messages import DiskBlock
+from diptych.engine.messages import TierEvicted, TierStored
+from diptych.engine.sched.eviction import OldestUseLastBlockFirst
+from diptych.engine.sched.tier_events import TierEvents
+
+
+class DiskTier:
+    """Args: num_blocks: 0: there is no disk, everything is ignored. most_offered: blocks that wait to be written."""
+
+    name = DISK
+
+    def __init__(self, num_blocks: int, most_offered: int = 1 << 16) -> None:
+        self.num_blocks = num_blocks
+        self.is_open = False
+        """What was found at the start is known, and offers are taken."""
+        self._most_offered = most_offered
+        self._offered: dict[bytes, tuple[DiskBlock, int]] = {}
+        self._writing: dict[bytes, int | None] = {}
+        """By key: the use of the block; None: it must not stay."""
+        self._held: dict[bytes, DiskBlock] = {}
+        self._order = OldestUseLastBlockFirst()
+        self._removed: list[DiskBlock] = []
+        self._events = TierEvents(self.name)
+        self.num_evicted = 0
+        """To make room, since the start."""
+        self.num_dropped = 0
+        """Offered blocks that left the first tier, or were too many, before they could be written."""
+        self.errors: Counter[str] = Counter()
+        """Blocks that could not be written, and files that are not what they should be, by reason."""
+
+    @property
+    def sequence(self) -> int:
+        """Of the last event."""
+        return self._events.sequence
+
+    @property
+    def keys(self) -> tuple[bytes, ...]:
+        """Of blocks that can be read."""
+        return tuple(self._held)
+
+    @property
+    def num_held(self) -> int:
+        return len(self._held)
+
+    @property
+    def usage(self) -> float:
+        return len(self._held) / self.num_blocks if self.num_blocks else 0.0
+
+    @property
+    def has_offers(self) -> bool:
+        return bool(self._offered)
+
+    def open(self, found: Sequence[DiskBlock]) -> None:
+        """Args: found: what is to leave first comes last."""
+        self.is_open = self.num_blocks > 0
+        if not self.is_open:
+            return
+        self._held = {block.key: block for block in found[: self.num_blocks]}
+        self._order.used(self._held, 0)
+        self._events.stored(self._held)
+        self._remove(found[self.num_blocks :])
+
+    # ---- writing ----
+
+    def offer(self, keys: Iterable[bytes], first: int, tenant: str, use: int) -> None:
+        """Blocks `first`, `first` + 1, ... of a prompt entered the prefix cache. Args: use: number of the request."""
+        if not self.is_open:
+            return
+        folder = tenant_folder(tenant)
+        for index, key in enumerate(keys, first):
+            if key not in self._held and key not in self._writing and key not in self._offered:
+                self._offered[key] = DiskBlock(key, folder, index), use
+        while len(self._offered) > self._most_offered:
+            del self._offered[next(iter(self._offered))]
+            self.num_dropped += 1
+
+    def take(self, most: int, is_there: Callable[[bytes], bool]) -> list[DiskBlock]:
+        """The next blocks to be written, at most `most`; room is made for them. Args: is_there: its KV can be read now."""
+        taken: list[DiskBlock] = []
+        while self._offered and len(taken) < most:
+            key, (block, use) = next(iter(self._offered.items()))
+            del self._offered[key]
+            if not is_there(key):
+                self.num_dropped += 1
+                continue
+            while len(self._held) + len(self._writing) >= self.num_blocks:
+                if not self._evict_one():
+                    self.num_dropped += 1
+                    return taken  # all that there is room for is being written
+            self._writing[key] = use
+            taken.append(block)
+        return taken
+
+    def written(self, blocks: Sequence[DiskBlock], failed: Sequence[DiskBlock]) -> None:
+        """The end of a write of `blocks`; `failed` are not there."""
+        lost = {block.key for block in failed}
+        for block in blocks:
+            use = self._writing.pop(block.key, None)
+            if block.key in lost:
+                continue
+            if use is None:
+                self._removed.append(block)
+                continue
+            self._held[block.key] = block
+            self._order.used((block.key,), use)
+            self._events.stored((block.key,))
+
+    # ---- reading ----
+
+    def run(self, keys: Iterable[bytes]) -> list[DiskBlock]:
+        """Those of the longest run of `keys` from its start that can be read."""
+        found = []
+        for key in keys:
+            block = self._held.get(key)
+            if block is None:
+                break
+            found.append(block)
+        return found
+
+    def used(self, keys: Sequence[bytes], use: int) -> None:
+        """A request begins with these blocks, wherever it has them from."""
+        if self._held:
+            self._order.used((key for key in keys if key in self._held), use)
+
+    # ---- leaving ----
+
+    def discard(self, key: bytes) -> None:
+        """Its content may be wrong, or its file is gone."""
+        self._offered.pop(key, None)
+        if key in self._writing:
+            self._writing[key] = None
+        elif (block := self._held.get(key)) is not None:
+            self._forget(block)
+            self._removed.append(block)
+
+    def take_removed(self) -> list[DiskBlock]:
+        """Whose files are to be removed, since the last call."""
+        removed, self._removed = self._removed, []
+        return removed
+
+    def restart(self) -> None:
+        """A new epoch of events begins, with all that is held. Nothing that was offered is written: it may be wrong."""
+        self._offered.clear()
+        self._writing = dict.fromkeys(self._writing)
+        self._events.restart()
+        self._events.stored(self._held)
+
+    def take_events(self) -> list[TierStored | TierEvicted]:
+        return self._events.take()
+
+    def check(self) -> list[str]:
+        """The laws that do not hold."""
+        out = []
+        if set(self._held) != set(self._order):
+            out.append(f"disk tier: {len(self._held)} blocks, {len(self._order)} in the order of eviction")
+        if len(self._held) + len(self._writing) > self.num_blocks:
+            out.append(f"disk tier: held {len(self._held)} + writing {len(self._writing)} > {self.num_blocks}")
+        if twice := (self._held.keys() & self._writing.keys()) | (self._held.keys() & self._offered.keys()):
+            out.append(f"disk tier: {len(twice)} blocks are held and to be written")
+        return out
+
+    def _evict_one(self) -> bool:
+        key = self._order.pop()
+        if key is None:
+            return False
+        self._removed.append(self._held[key])
+        self._forget(self._held[key])
+        self.num_evicted += 1
+        return True
+
+    def _forget(self, block: DiskBlock) -> None:
+        self._order.remove(block.key)
+        del self._held[block.key]
+        self._events.evicted((block.key,))
+
+    def _remove(self, blocks: Sequence[DiskBlock]) -> None:
+        self._removed.extend(blocks)
+        self.num_evicted += len(blocks)

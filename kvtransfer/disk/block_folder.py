@@ -1,0 +1,346 @@
+"""One worker's folder of blocks: a file for each, in a folder for each tenant. Blocking; no threads, no account of what is there.
+
+    ROOT/WORKER/lock                          held while a process uses the folder
+    ROOT/WORKER/IDENTITY/TENANT/KEY-INDEX     64 bytes of head, then the block as it lies in the pool
+    ROOT/WORKER/IDENTITY/TENANT/.KEY          is being written
+
+IDENTITY is a hash over all that decides the values and the layout of the KV: weights, numerics, KV format, the cluster's key.
+A file is written under another name, synced, and renamed, so a name stands for a whole block. The head has identity and key,
+and a checksum over head and block: a file that was damaged, cut, or put there from elsewhere is not taken for the block. Its
+modification time is that of its last use.
+
+Folders have mode 0700 and files 0600. Whoever may read them can read the tenants' prompts from them, as from memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import re
+import struct
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import quote
+
+import xxhash
+from blake3 import blake3
+
+from diptych.common.errors import ConfigError
+from diptych.engine.disk_messages import DiskBlock
+
+SETTING = "disk_kv_dir"
+_HEAD = struct.Struct("<8s16s16sQ16s")
+"""Magic, identity, key, bytes of the block, checksum."""
+HEAD_BYTES = _HEAD.size
+_MAGIC = b"DIPTYKV1"
+_HASH = re.compile(r"[0-9a-f]{32}")
+"""Name of an identity's folder, and of a tenant's."""
+_NAME = re.compile(r"([0-9a-f]{32})-(\d{1,9})")
+_UNFINISHED = re.compile(r"\.[0-9a-f]{32}")
+PROBE = "0" * 32
+"""Folder of blocks that are written to measure the disk."""
+_LOCK = "lock"
+_NEAR_S = 60.0
+"""Uses within this time count as one: the last block of a prompt leaves first, not the first one, which is older."""
+
+
+class BadBlockError(Exception):
+    """The file is no whole block of this worker. `reason`: missing, truncated, foreign, corrupt, or an errno's name."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
+def identity_of(*parts: str | bytes | int) -> bytes:
+    """16 bytes over everything that decides the bytes of a block with a given key."""
+    state = blake3(b"diptych disk identity v1")
+    for part in parts:
+        raw = part if isinstance(part, bytes) else str(part).encode()
+        state.update(len(raw).to_bytes(4, "little"))
+        state.update(raw)
+    return state.digest(16)
+
+
+def why(error: OSError) -> str:
+    """The errno's name."""
+    return errno.errorcode.get(error.errno or 0, "EIO")
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What was there at the start.
+
+    Args:
+        blocks: what is to leave first comes last.
+        damaged: other files, by reason. They were removed, but for foreign ones, whose names are none of ours.
+        other_bytes: of folders of other identities, which were removed.
+    """
+
+    blocks: tuple[DiskBlock, ...]
+    damaged: dict[str, int]
+    other_bytes: int
+
+
+class BlockFolder:
+    """The files of one identity. Read and written by several threads, each block by one of them at a time.
+
+    Args:
+        block_bytes: of every block.
+    """
+
+    def __init__(self, root: Path, worker_id: str, identity: bytes, block_bytes: int) -> None:
+        self._worker = root / quote(worker_id, safe="")
+        self._root, self._identity, self.block_bytes = root, identity, block_bytes
+        self._folder = self._worker / identity.hex()
+        self._lock = -1
+        self.before_rename: Callable[[str], None] = lambda name: None
+        """Tests hold a write here."""
+
+    # ---- start and end ----
+
+    def open(self) -> Found:
+        """Take the folder, and remove what a crash has left and what other models have written. Raises: ConfigError when another
+        process uses it, or it cannot be used."""
+        try:
+            self._root.mkdir(mode=0o700, parents=True, exist_ok=True)
+            for folder in (self._worker, self._folder):
+                folder.mkdir(mode=0o700, exist_ok=True)
+                if folder.stat().st_uid != os.geteuid():
+                    raise ConfigError(SETTING, str(folder), "belongs to another user")
+                folder.chmod(0o700)
+            self._lock = os.open(self._worker / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            others = [one for one in self._worker.iterdir() if _HASH.fullmatch(one.name) and one != self._folder]
+            return self._scan(sum(map(_remove_identity, others)))
+        except BlockingIOError:
+            raise ConfigError(SETTING, str(self._worker), "another process uses it") from None
+        except OSError as error:
+            raise ConfigError(SETTING, str(error.filename or self._root), f"cannot be used: {error.strerror}") from None
+
+    def close(self) -> None:
+        """Idempotent."""
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+    def _scan(self, other_bytes: int) -> Found:
+        found: list[tuple[float, int, DiskBlock]] = []
+        damaged: dict[str, int] = {}
+        for folder in _tenants(self._folder):
+            with os.scandir(folder) as entries:
+                for entry in entries:
+                    name, stat = _NAME.fullmatch(entry.name), entry.stat(follow_symlinks=False)
+                    whole = stat.st_size == HEAD_BYTES + self.block_bytes and entry.is_file(follow_symlinks=False)
+                    if name is not None and whole and folder.name != PROBE:
+                        index = int(name[2])
+                        block = DiskBlock(bytes.fromhex(name[1]), folder.name, index)
+                        found.append((-(stat.st_mtime // _NEAR_S), index, block))
+                        continue
+                    reason = "truncated" if name is not None else "unfinished" if _is_ours(entry.name) else "foreign"
+                    damaged[reason] = damaged.get(reason, 0) + 1
+                    if reason != "foreign":
+                        os.unlink(entry.path)
+        found.sort(key=lambda one: one[:2])
+        return Found(tuple(block for _, _, block in found), damaged, other_bytes)
+
+    # ---- blocks ----
+
+    def write(self, block: DiskBlock, payload: memoryview) -> str:
+        """Returns: its folder, which is to be synced. Raises: OSError; nothing is there then."""
+        folder = f"{self._folder}/{block.tenant}"
+        temporary = f"{folder}/.{block.key.hex()}"
+        fd = self._create(temporary, folder)
+        try:
+            try:
+                _write(fd, _head(self._identity, block.key, payload), payload)
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+            self.before_rename(temporary)
+            os.rename(temporary, self._path(block))
+        except OSError:
+            _unlink(temporary)
+            raise
+        return folder
+
+    def sync(self, folders: Sequence[str]) -> None:
+        """Make the names in these folders last. Raises: OSError."""
+        for folder in folders:
+            fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+            try:
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+
+    def read(self, block: DiskBlock, into: memoryview) -> None:
+        """Fill `into`, of block_bytes. Raises: BadBlockError; `into` holds anything then."""
+        head = bytearray(HEAD_BYTES)
+        try:
+            fd = os.open(self._path(block), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            try:
+                if os.fstat(fd).st_size != HEAD_BYTES + self.block_bytes:
+                    raise BadBlockError("truncated")
+                _read(fd, head, into)
+                os.utime(fd)
+            finally:
+                os.close(fd)
+        except FileNotFoundError:
+            raise BadBlockError("missing") from None
+        except OSError as error:
+            raise BadBlockError(why(error)) from None
+        magic, identity, key, size, checksum = _HEAD.unpack_from(head)
+        if (magic, identity, key, size) != (_MAGIC, self._identity, block.key, self.block_bytes):
+            raise BadBlockError("foreign")
+        if _checksum(memoryview(head), into) != checksum:
+            raise BadBlockError("corrupt")
+
+    def drop_cached(self, block: DiskBlock) -> None:
+        """The next read of it is from the disk, not from memory. Raises: OSError."""
+        fd = os.open(self._path(block), os.O_RDONLY)
+        try:
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(fd)
+
+    def remove(self, block: DiskBlock) -> None:
+        """One that is not there is no error. Raises: OSError."""
+        _unlink(self._path(block))
+
+    def _path(self, block: DiskBlock) -> str:
+        return f"{self._folder}/{block.tenant}/{block.key.hex()}-{block.index}"
+
+    @staticmethod
+    def _create(path: str, folder: str) -> int:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
+        try:
+            return os.open(path, flags, 0o600)
+        except FileNotFoundError:  # the tenant's first block, or it was purged
+            os.makedirs(folder, 0o700, exist_ok=True)
+            return os.open(path, flags, 0o600)
+
+
+# ---- without a worker ----
+
+
+@dataclass(frozen=True, slots=True)
+class TenantBlocks:
+    """The blocks of one tenant's folder. `last_used`: seconds since the epoch."""
+
+    worker: str
+    identity: str
+    tenant: str
+    num_blocks: int
+    num_bytes: int
+    last_used: float
+
+
+def tenants_in(root: Path) -> Iterator[TenantBlocks]:
+    """What lies under the root of all workers' folders. Raises: OSError."""
+    for folder in _tenant_folders(root):
+        files = [stat for path in folder.iterdir() if _is_ours(path.name) and (stat := _stat(path)) is not None]
+        if files:
+            yield TenantBlocks(
+                folder.parent.parent.name, folder.parent.name, folder.name, len(files),
+                sum(stat.st_size for stat in files), max(stat.st_mtime for stat in files),
+            )  # fmt: skip
+
+
+def purge(root: Path, tenant: str | None = None) -> tuple[int, int]:
+    """Remove all blocks, or those of one tenant, of every worker; also while workers run: they compute those blocks again.
+
+    Args: tenant: as in DiskBlock.
+    Returns: files, and their bytes. Raises: OSError.
+    """
+    files = size = 0
+    for folder in _tenant_folders(root):
+        if tenant is None or folder.name == tenant:
+            for path in filter(lambda path: _is_ours(path.name), list(folder.iterdir())):
+                if (stat := _stat(path)) is not None and _unlink(str(path)):
+                    files, size = files + 1, size + stat.st_size
+    return files, size
+
+
+def _tenant_folders(root: Path) -> Iterator[Path]:
+    for identity in sorted(root.glob("*/*")):
+        if _HASH.fullmatch(identity.name) and identity.is_dir() and not identity.is_symlink():
+            yield from _tenants(identity)
+
+
+def _tenants(identity: Path) -> list[Path]:
+    return sorted(one for one in identity.iterdir() if _HASH.fullmatch(one.name) and one.is_dir() and not one.is_symlink())
+
+
+def _is_ours(name: str) -> bool:
+    return bool(_NAME.fullmatch(name) or _UNFINISHED.fullmatch(name))
+
+
+# ---- files ----
+
+
+def _head(identity: bytes, key: bytes, payload: memoryview) -> bytes:
+    head = bytearray(_HEAD.pack(_MAGIC, identity, key, len(payload), bytes(16)))
+    head[-16:] = _checksum(memoryview(head), payload)
+    return bytes(head)
+
+
+def _checksum(head: memoryview, payload: memoryview) -> bytes:
+    """Over the head without its checksum, and the block."""
+    state = xxhash.xxh3_128(head[:-16])
+    state.update(payload)
+    return state.digest()
+
+
+def _write(fd: int, head: bytes, payload: memoryview) -> None:
+    parts = [memoryview(head), payload]
+    while parts:
+        written = os.writev(fd, parts)
+        while parts and written >= len(parts[0]):
+            written -= len(parts.pop(0))
+        if parts:
+            parts[0] = parts[0][written:]
+
+
+def _read(fd: int, head: bytearray, into: memoryview) -> None:
+    parts = [memoryview(head), into]
+    while parts:
+        count = os.readv(fd, parts)
+        if not count:
+            raise BadBlockError("truncated")
+        while parts and count >= len(parts[0]):
+            count -= len(parts.pop(0))
+        if parts:
+            parts[0] = parts[0][count:]
+
+
+def _stat(path: Path) -> os.stat_result | None:
+    """None: it is gone."""
+    try:
+        return path.stat(follow_symlinks=False)
+    except FileNotFoundError:
+        return None
+
+
+def _unlink(path: str) -> bool:
+    """Returns: whether it was there."""
+    try:
+        os.unlink(path)
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def _remove_identity(identity: Path) -> int:
+    """The files of another identity, and its folders if nothing else is in them. Returns: bytes."""
+    size = 0
+    for folder in _tenants(identity):
+        for path in list(folder.iterdir()):
+            if _is_ours(path.name) and (stat := _stat(path)) is not None and _unlink(str(path)):
+                size += stat.st_size
+    for empty in (*_tenants(identity), identity):
+        with contextlib.suppress(OSError):
+            empty.rmdir()
+    return size

@@ -1,0 +1,573 @@
+"""Blocks in files, from the engine's side: what is written, what comes back, and that nothing about it changes an answer."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
+
+from diptych.common.errors import ConfigError, RequestCancelledError
+from diptych.common.secret import tenant_folder
+from diptych.engine.disk_messages import BlocksRead, BlocksWritten, DiskBlock, DiskReply
+from diptych.engine.fake_runner import FakeRunner
+from diptych.engine.messages import (
+    Admitted,
+    Cancel,
+    Failed,
+    KvMode,
+    PromptComputed,
+    RunLocally,
+    TierEvicted,
+    TierStored,
+)
+from diptych.engine.offline import OfflineEngine
+from diptych.engine.sched.disk_tier import DiskTier
+from diptych.engine.sched.eviction import OldestUseLastBlockFirst
+
+PROMPT = tuple(range(100, 141))
+"""Ten blocks and a token."""
+RATE = 1e12
+WEAK = FakeRunner(8, 4).kv_bytes_per_token
+
+
+class MemoryFiles:
+    """A BlockStore whose disk is a dict, and whose threads are the test's calls of `work`."""
+
+    def __init__(self, kept: dict[bytes, tuple[DiskBlock, bytes]] | None = None, chunk_blocks: int = 3) -> None:
+        self.kept = {} if kept is None else kept
+        self.found = [block for block, _ in self.kept.values()]
+        self.chunk_blocks, self.bytes_per_s = chunk_blocks, RATE
+        self.damaged: dict[str, int] = {}
+        self.block_bytes = 4 * WEAK
+        self.buffers = [memoryview(bytearray(chunk_blocks * self.block_bytes)) for _ in range(2)]
+        self.queue: deque[tuple[str, object, object]] = deque()
+        self.cancelled: set[int] = set()
+        self.lent = 0
+        self.failing = ""
+        self.bad: dict[bytes, str] = {}
+
+    def begin(self, reply) -> None: ...
+
+    def write_buffer(self):
+        return self.buffers.pop() if self.buffers else None
+
+    def write(self, blocks: Sequence[DiskBlock], buffer: memoryview) -> None:
+        if blocks:
+            self.queue.append(("write", tuple(blocks), buffer))
+        else:
+            self.buffers.append(buffer)
+
+    def remove(self, blocks: Sequence[DiskBlock]) -> None:
+        if blocks:
+            self.queue.append(("remove", tuple(blocks), None))
+
+    def read(self, job: int, blocks: Sequence[DiskBlock]) -> None:
+        for first in range(0, len(blocks), self.chunk_blocks):
+            part = blocks[first : first + self.chunk_blocks]
+            self.queue.append(("read", (job, first + len(part) == len(blocks)), tuple(part)))
+
+    def cancel(self, job: int) -> None:
+        self.cancelled.add(job)
+
+    def give_back(self, buffer: int) -> None:
+        self.lent -= 1
+
+    def close(self, deadline_s: float) -> None: ...
+
+    def work(self) -> DiskReply | None:
+        """One thing; its reply, if it has one."""
+        kind, one, two = self.queue.popleft()
+        if kind == "write":
+            return self._write(one, two)
+        if kind == "remove":
+            for block in one:
+                self.kept.pop(block.key, None)
+            return None
+        job, last = one
+        return None if job in self.cancelled else self._read(job, last, two)
+
+    def _write(self, blocks, buffer):
+        data = bytes(buffer)
+        self.buffers.append(buffer)
+        if self.failing:
+            return BlocksWritten(blocks, blocks, self.failing)
+        for at, block in enumerate(blocks):
+            self.kept[block.key] = block, data[at * self.block_bytes : (at + 1) * self.block_bytes]
+        return BlocksWritten(blocks)
+
+    def _read(self, job, last, blocks):
+        self.lent += 1
+        data, bad = b"", None
+        for block in blocks:
+            if block.key in self.bad or block.key not in self.kept:
+                bad = block
+                self.cancelled.add(job)
+                break
+            data += self.kept[block.key][1]
+        error = "" if bad is None else self.bad.get(bad.key, "missing")
+        count = len(data) // self.block_bytes
+        return BlocksRead(job, count, memoryview(data), 0, 1e-6, last or bad is not None, bad, error)
+
+
+def engine_on(kit, files: MemoryFiles, num_blocks: int = 32, num_disk_blocks: int = 64, **fields) -> OfflineEngine:
+    config = kit.make_config(num_blocks=num_blocks, num_disk_blocks=num_disk_blocks, **fields)
+    runner = FakeRunner(num_blocks, kit.BLOCK, num_host_blocks=config.num_host_blocks)
+    engine = OfflineEngine(kit.local(runner), config, kit.IDENTITY, clock=kit.FakeClock(), disk=files)
+    engine.core.open_disk()
+    return engine
+
+
+def settle(kit, engine: OfflineEngine, files: MemoryFiles) -> list:
+    """Until the engine and the disk have nothing to do."""
+    events = kit.run_until_idle(engine)
+    while files.queue:
+        reply = files.work()
+        if reply is not None:
+            engine.send(reply)
+        events += kit.run_until_idle(engine)
+    assert files.lent == 0
+    assert len(files.buffers) == 2
+    assert not engine.core.scheduler.requests
+    assert not engine.core.scheduler.check()
+    return events
+
+
+def once(kit, engine, files, request) -> list:
+    engine.send(request)
+    return settle(kit, engine, files)
+
+
+def computed(engine) -> int:
+    return engine.stats().computed_tokens_total
+
+
+def tier(engine, name: str = "disk"):
+    [found] = [one for one in engine.stats().tiers if one.name == name]
+    return found
+
+
+def filled(kit, prompt=PROMPT, **fields) -> MemoryFiles:
+    """The files after a prompt and eight tokens were computed."""
+    files = MemoryFiles()
+    once(kit, engine_on(kit, files), files, kit.make_request("first", prompt, 8, **fields))
+    return files
+
+
+def test_an_engine_that_starts_again_computes_a_block_at_most(kit):
+    request = kit.make_request("a", PROMPT, 8)
+    want = kit.undisturbed([request])["a"]
+    files = filled(kit)
+    assert len(files.kept) == 12  # of 41 + 8 tokens, the last of which was not computed
+    again = engine_on(kit, MemoryFiles(files.kept))
+    events = once(kit, again, again.core._disk._store, request)
+    assert kit.tokens_of(events) == want
+    assert computed(again) == 1
+    [admitted] = [event for event in events if isinstance(event, Admitted)]
+    assert (admitted.num_cached_tokens, admitted.tiers) == (40, (("disk", 40),))
+    assert tier(again).hit_tokens == 40
+    assert tier(again, "device").hit_tokens == 0
+    # the second time it is the first tier's
+    events = once(kit, again, again.core._disk._store, kit.make_request("b", PROMPT, 8))
+    assert [event.tiers for event in events if isinstance(event, Admitted)] == [()]
+    assert tier(again, "device").hit_tokens == 40
+
+
+def test_steps_of_others_go_on_while_blocks_are_read(kit):
+    files = MemoryFiles(filled(kit).kept)
+    engine = engine_on(kit, files)
+    engine.send(kit.make_request("other", range(500, 520), 12))
+    engine.step()
+    engine.send(kit.make_request("a", PROMPT, 8))
+    before = engine.core.steps
+    seen = [event for _ in range(5) for event in engine.step()]
+    assert engine.core.steps == before + 5
+    assert len(kit.tokens_of(seen, "other")) == 5
+    assert not kit.tokens_of(seen, "a")
+    assert not [event for event in seen if isinstance(event, Admitted)]
+    events = seen + settle(kit, engine, files)
+    assert len(kit.tokens_of(events, "a")) == 8
+
+
+def test_a_tenants_blocks_are_no_others(kit):
+    files = MemoryFiles(filled(kit, cache_salt=b"alice", tenant="alice").kept)
+    assert {block.tenant for block, _ in files.kept.values()} == {tenant_folder("alice")}
+    engine = engine_on(kit, files)
+    once(kit, engine, files, kit.make_request("b", PROMPT, 2, cache_salt=b"bob", tenant="bob"))
+    assert tier(engine).hit_tokens == 0
+    assert computed(engine) == len(PROMPT)
+
+
+@pytest.mark.parametrize("at", [0, 4, 9])
+@pytest.mark.parametrize("reason", ["corrupt", "foreign", "truncated", "missing"])
+def test_a_bad_block_is_counted_removed_and_computed(kit, at, reason):
+    kept = filled(kit).kept
+    files = MemoryFiles(dict(kept))
+    key = next(key for key, (block, _) in kept.items() if block.index == at)
+    files.bad[key] = reason
+    engine = engine_on(kit, files)
+    request = kit.make_request("a", PROMPT, 8)
+    events = once(kit, engine, files, request)
+    assert kit.tokens_of(events) == kit.undisturbed([request])["a"]
+    assert computed(engine) == len(PROMPT) - 4 * at
+    assert tier(engine).errors == ((reason, 1),)
+    evicted = [key for event in events if isinstance(event, TierEvicted) for key in event.keys]
+    assert evicted == [key]
+    # it is computed by now, and written once more
+    assert files.kept[key][1] == kept[key][1]
+
+
+def test_damage_that_was_found_at_the_start_is_counted(kit):
+    files = MemoryFiles()
+    files.damaged = {"truncated": 2, "unfinished": 1}
+    assert tier(engine_on(kit, files)).errors == (("truncated", 2), ("unfinished", 1))
+
+
+def test_a_full_disk_is_counted_and_serving_goes_on(kit):
+    files = MemoryFiles()
+    engine = engine_on(kit, files)
+    files.failing = "ENOSPC"
+    request = kit.make_request("a", PROMPT, 8)
+    events = once(kit, engine, files, request)
+    assert kit.tokens_of(events) == kit.undisturbed([request])["a"]
+    assert tier(engine).errors == (("ENOSPC", 12),)
+    assert (tier(engine).used_bytes, files.kept) == (0, {})
+    assert not [event for event in events if isinstance(event, TierStored)]
+    files.failing = ""
+    once(kit, engine, files, kit.make_request("b", range(600, 621), 2))
+    assert len(files.kept) == 5
+
+
+def test_its_events_mirror_the_files(kit):
+    files = MemoryFiles()
+    engine = engine_on(kit, files, num_disk_blocks=7)
+    mirror: set[bytes] = set()
+    sequence = 0
+    for i in range(5):
+        for event in once(kit, engine, files, kit.make_request(f"r{i}", range(100 * i, 100 * i + 18), 3)):
+            if isinstance(event, TierStored | TierEvicted):
+                sequence += 1
+                assert (event.tier, event.sequence) == ("disk", sequence)
+                (mirror.update if isinstance(event, TierStored) else mirror.difference_update)(event.keys)
+    dump = engine.core.scheduler.kv.pool.dump()
+    assert mirror == set(dump.tiers[2].keys) == files.kept.keys()
+    assert dump.tiers[2].sequence == sequence
+    assert len(mirror) == 7
+    assert tier(engine).evicted_blocks > 0
+
+
+def test_a_new_epoch_begins_with_all_files(kit):
+    files = MemoryFiles(filled(kit).kept)
+    engine = engine_on(kit, files)
+    engine.core.take_events()
+    engine.core.scheduler.kv.clear()
+    events = engine.core.take_events()
+    [stored] = [event for event in events if isinstance(event, TierStored)]
+    assert (stored.sequence, set(stored.keys)) == (1, files.kept.keys())
+
+
+def test_nothing_is_taken_before_it_is_opened(kit):
+    files = MemoryFiles(filled(kit).kept)
+    runner = FakeRunner(32, kit.BLOCK)
+    config = kit.make_config(num_blocks=32, num_disk_blocks=64)
+    engine = OfflineEngine(kit.local(runner), config, kit.IDENTITY, clock=kit.FakeClock(), disk=files)
+    once(kit, engine, files, kit.make_request("warm-up", range(8), 2))
+    assert tier(engine).used_bytes == 0
+    assert len(files.kept) == 12
+    engine.core.open_disk()
+    assert tier(engine).used_bytes == 12 * files.block_bytes
+
+
+def test_bad_logits_take_the_block_from_the_disk_too(kit):
+    files = MemoryFiles(filled(kit).kept)
+    engine = engine_on(kit, files)
+    engine.core._executor.runner.bad_attempts.add("a")
+    once(kit, engine, files, kit.make_request("a", PROMPT, 8))
+    assert len(files.kept) == 2  # those of the first answer, which it did not read
+    assert tier(engine).errors == ()
+
+
+# ---- who waits for files, and how long ----
+
+
+def test_what_is_computed_faster_is_not_read(kit):
+    files = MemoryFiles(filled(kit).kept)
+    files.bytes_per_s = 1e-3
+    engine = engine_on(kit, files)
+    once(kit, engine, files, kit.make_request("a", PROMPT, 8))
+    assert computed(engine) == len(PROMPT)
+
+
+def test_reading_takes_as_long_as_computing_at_most_and_what_has_come_is_used(kit):
+    files = MemoryFiles(filled(kit).kept)
+    engine = engine_on(kit, files, initial_prefill_tokens_per_s=20.0)
+    engine.send(kit.make_request("a", PROMPT, 8))
+    engine.send(files.work())  # three blocks of ten
+    assert engine.core.wakes_at - engine.clock.now() == pytest.approx(2.0)
+    engine.clock.advance(1.9)
+    assert not [event for event in engine.step() if isinstance(event, Admitted)]
+    engine.clock.advance(0.2)
+    events = engine.step()
+    [admitted] = [event for event in events if isinstance(event, Admitted)]
+    assert (admitted.num_cached_tokens, admitted.tiers) == (12, (("disk", 12),))
+    settle(kit, engine, files)
+    assert tier(engine).errors == (("late", 10),)
+
+
+def test_a_cancelled_request_leaves_nothing(kit):
+    files = MemoryFiles(filled(kit).kept)
+    engine = engine_on(kit, files)
+    engine.send(kit.make_request("a", PROMPT, 8))
+    engine.send(files.work())
+    engine.send(Cancel("a"))
+    events = settle(kit, engine, files)
+    [failed] = [event for event in events if isinstance(event, Failed)]
+    assert isinstance(failed.error, RequestCancelledError)
+    assert not [event for event in events if isinstance(event, Admitted)]
+    counts = engine.core.scheduler.kv.pool.counts
+    assert (counts.running, counts.reserved) == (0, 0)
+
+
+def test_an_attempt_that_comes_twice_ends_once(kit):
+    files = MemoryFiles(filled(kit).kept)
+    engine = engine_on(kit, files)
+    engine.send(kit.make_request("a", PROMPT, 8))
+    engine.send(kit.make_request("a", PROMPT, 8))
+    events = settle(kit, engine, files)
+    assert [event for event in kit.ends_of(events) if isinstance(event, Failed)] == kit.ends_of(events)
+    assert len(kit.ends_of(events)) == 1
+
+
+def test_the_end_of_the_engine_ends_those_that_wait(kit):
+    files = MemoryFiles(filled(kit).kept)
+    engine = engine_on(kit, files)
+    engine.send(kit.make_request("a", PROMPT, 8))
+    engine.core.fail_all(RequestCancelledError("the end"))
+    events = engine.core.take_events()
+    assert [event.attempt for event in kit.ends_of(events)] == ["a"]
+    counts = engine.core.scheduler.kv.pool.counts
+    assert (counts.running, counts.reserved) == (0, 0)
+
+
+def test_without_room_nothing_is_read(kit):
+    files = MemoryFiles(filled(kit).kept)
+    engine = engine_on(kit, files, num_blocks=12)
+    engine.send(kit.make_request("other", range(500, 528), 12))
+    engine.step()
+    engine.send(kit.make_request("a", PROMPT, 2))
+    assert not files.queue
+    events = settle(kit, engine, files)
+    assert len(kit.tokens_of(events, "a")) == 2
+
+
+@pytest.mark.parametrize(("extra", "alone", "waits"), [(0, False, True), (8, False, False), (8, True, True)])
+def test_decode_reads_files_where_it_computes_the_rest_itself(kit, extra, alone, waits):
+    """KV from a prefill worker does not delay the first token; reading files first would."""
+    files = MemoryFiles(filled(kit).kept)
+    engine = engine_on(kit, files)
+    prompt = (*PROMPT, *range(900, 900 + extra))
+    engine.send(kit.make_request("a", prompt, 4, mode=KvMode.REMOTE, alone=alone))
+    assert bool(files.queue) is waits
+    events = kit.run_until_idle(engine)
+    while not any(isinstance(event, Admitted) for event in events):
+        engine.send(files.work())
+        events += kit.run_until_idle(engine)
+    engine.send(RunLocally("a"))
+    events += settle(kit, engine, files)
+    assert kit.tokens_of(events) == kit.undisturbed([kit.make_request("a", prompt, 4)])["a"]
+    assert computed(engine) == (1 + extra if waits else len(prompt))
+
+
+def test_prefill_vouches_for_what_came_from_files(kit):
+    prompt = (*PROMPT, 7, 8, 9)
+    cold = kit.make_engine()
+    cold.send(kit.make_request("a", prompt, mode=KvMode.PREFILL, want_kv=False))
+    [want] = [event for event in kit.run_until_idle(cold) if isinstance(event, PromptComputed)]
+    files = MemoryFiles(filled(kit).kept)
+    engine = engine_on(kit, files)
+    events = once(kit, engine, files, kit.make_request("a", prompt, mode=KvMode.PREFILL, want_kv=False))
+    [got] = [event for event in events if isinstance(event, PromptComputed)]
+    assert got.computed_from == want.computed_from
+    assert computed(engine) == len(prompt) - 40
+
+
+def test_prompt_logprobs_need_their_rows(kit):
+    from diptych.common.sampling import SamplingParams
+
+    files = MemoryFiles(filled(kit).kept)
+    engine = engine_on(kit, files)
+    sampling = SamplingParams(max_tokens=2, prompt_logprobs=0, ignore_eos=True)
+    engine.send(kit.make_request("a", PROMPT, sampling=sampling))
+    assert not files.queue
+
+
+def test_host_and_disk_together(kit):
+    """What is in host memory is copied from there, and what follows is read."""
+    files = MemoryFiles(filled(kit).kept)
+    engine = engine_on(
+        kit, files, num_blocks=16, num_host_blocks=4, initial_copy_bytes_per_s=RATE
+    )
+    once(kit, engine, files, kit.make_request("a", PROMPT[:17], 2))  # four blocks
+    once(kit, engine, files, kit.make_request("b", range(500, 560), 2))  # pushes them out, into the host tier
+    assert engine.core.scheduler.kv.host.usage > 0
+    request = kit.make_request("c", PROMPT, 8)
+    events = once(kit, engine, files, request)
+    assert kit.tokens_of(events, "c") == kit.undisturbed([request])["c"]
+    [admitted] = [event for event in events if isinstance(event, Admitted)]
+    assert admitted.num_cached_tokens == 40
+
+
+def test_copies_of_a_busy_engine_take_a_part_of_its_time_only(kit):
+    class SlowPack(FakeRunner):
+        def pack(self, *args, **kwargs):
+            engine.clock.advance(0.01)
+            packs.append(engine.clock.now())
+            return super().pack(*args, **kwargs)
+
+        def execute(self, *args, **kwargs):
+            engine.clock.advance(0.1)
+            return super().execute(*args, **kwargs)
+
+    packs: list[float] = []
+    files = MemoryFiles(chunk_blocks=1)
+    began = kit.FakeClock().now()
+    config = kit.make_config(num_blocks=64, num_disk_blocks=64)
+    engine = OfflineEngine(kit.local(SlowPack(64, kit.BLOCK)), config, kit.IDENTITY, clock=kit.FakeClock(), disk=files)
+    engine.core.open_disk()
+    engine.send(kit.make_request("a", 80, 100))
+    while engine.core.scheduler.kv.disk.has_offers or not packs:
+        engine.step()
+        while files.queue:
+            if (reply := files.work()) is not None:
+                engine.send(reply)
+        if engine.clock.now() - began > 9.0:
+            break
+    assert 0.8 < 0.01 * len(packs) / (0.02 * (engine.clock.now() - began)) <= 1.2
+
+
+def test_settings_that_cannot_be_are_refused(kit):
+    with pytest.raises(ConfigError, match="num_disk_blocks"):
+        kit.make_engine(num_disk_blocks=4)
+    with pytest.raises(ConfigError, match="num_disk_blocks"):
+        kit.make_config(num_disk_blocks=-1)
+    config = kit.make_config(num_blocks=32, num_disk_blocks=4)
+    runner = FakeRunner(32, kit.BLOCK, windows=(0, 6))
+    with pytest.raises(ConfigError, match="num_disk_blocks"):
+        OfflineEngine(kit.local(runner), config, kit.IDENTITY, clock=kit.FakeClock(), disk=MemoryFiles())
+
+
+# ---- which block leaves first ----
+
+
+def test_the_oldest_use_leaves_first_and_of_it_the_last_block():
+    order = OldestUseLastBlockFirst()
+    order.used([b"a", b"b", b"c", b"d"], 7)
+    order.used([b"x"], 8)
+    order.used([b"a", b"b", b"e"], 9)
+    assert [order.pop() for _ in range(7)] == [b"d", b"c", b"x", b"e", b"b", b"a", None]
+
+
+def test_an_older_use_takes_nothing_from_a_newer_one():
+    order = OldestUseLastBlockFirst()
+    order.used([b"a"], 9)
+    order.used([b"a", b"b"], 7)
+    assert [order.pop(), order.pop()] == [b"a", b"b"]
+
+
+class Books(RuleBasedStateMachine):
+    """The tier's account at random, beside a disk that does what it is told."""
+
+    def __init__(self):
+        super().__init__()
+        self.tier, self.there, self.mirror, self.writing = DiskTier(6, most_offered=8), set(), set(), []
+        self.use = 0
+        self.tier.open([])
+
+    def name(self, number: int) -> bytes:
+        return number.to_bytes(16, "big")
+
+    @rule(first=st.integers(0, 9), count=st.integers(1, 5))
+    def offer(self, first, count):
+        self.use += 1
+        self.tier.offer([self.name(first + i) for i in range(count)], first, "t", self.use)
+
+    @rule(most=st.integers(1, 4), odd=st.booleans())
+    def take(self, most, odd):
+        blocks = self.tier.take(most, lambda key: odd or key[-1] % 2 == 0)
+        self.obey()
+        if blocks:
+            self.writing.append(blocks)
+
+    @rule(data=st.data())
+    def written(self, data):
+        if self.writing:
+            blocks = self.writing.pop(0)
+            good = data.draw(st.integers(0, len(blocks)))
+            self.there.update(block.key for block in blocks[:good])
+            self.tier.written(blocks, blocks[good:])
+            self.obey()
+
+    @rule(number=st.integers(0, 14))
+    def discard(self, number):
+        self.tier.discard(self.name(number))
+        self.obey()
+
+    @rule(first=st.integers(0, 9), count=st.integers(1, 5))
+    def use_again(self, first, count):
+        self.use += 1
+        self.tier.used([self.name(first + i) for i in range(count)], self.use)
+
+    @rule()
+    def restart(self):
+        self.tier.restart()
+        self.mirror.clear()
+
+    def obey(self):
+        self.there -= {block.key for block in self.tier.take_removed()}
+
+    @invariant()
+    def the_laws_hold(self):
+        assert self.tier.check() == []
+        for event in self.tier.take_events():
+            (self.mirror.update if isinstance(event, TierStored) else self.mirror.difference_update)(event.keys)
+        assert self.mirror == set(self.tier.keys) == self.there
+        assert len(self.there) + sum(map(len, self.writing)) <= 6
+
+
+def test_the_account_at_random():
+    run_state_machine_as_test(Books, settings=settings(max_examples=60, stateful_step_count=40, deadline=None))
+
+
+def test_random_load_with_every_tier_too_small_keeps_every_token(kit):
+    """Hits, restores, evictions, swaps and files mix; the disk is slow, and damages blocks."""
+    import random
+
+    rng = random.Random(7)
+    files = MemoryFiles(chunk_blocks=2)
+    engine = engine_on(kit, files, num_blocks=14, num_host_blocks=6, num_disk_blocks=20, initial_copy_bytes_per_s=RATE, initial_prefill_tokens_per_s=1.0)
+    requests, events = [], []
+    for i in range(80):
+        shared = range(1000 - 4 * (i % 5), 1000 - 4 * (i % 5) + 4 * rng.randrange(0, 5))
+        own = [rng.randrange(1000) for _ in range(rng.randrange(1, 12))]
+        requests.append(kit.make_request(f"r{i}", [t % 1000 for t in shared] + own, rng.randrange(1, 16), seed=i))
+    for request in requests:
+        engine.send(request)
+        for _ in range(rng.randrange(0, 6)):
+            engine.clock.advance(0.001)  # the time that copies may take
+            events += engine.step()
+            if files.queue and rng.random() < 0.7:
+                if files.kept and rng.random() < 0.1:
+                    files.bad[rng.choice(list(files.kept))] = "corrupt"
+                if (reply := files.work()) is not None:
+                    engine.send(reply)
+            files.bad = {key: why for key, why in files.bad.items() if key in files.kept}
+    events += settle(kit, engine, files)
+    want = kit.undisturbed(requests)
+    for request in requests:
+        assert kit.tokens_of(events, request.attempt) == want[request.attempt]
+    assert tier(engine).hit_tokens > 0
+    assert tier(engine).evicted_blocks > 0
+    assert tier(engine).errors
