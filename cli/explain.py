@@ -96,6 +96,8 @@ def lines_of(why: Any) -> list[str]:
             f"pulled:   KV of {pull.num_tokens} tokens behind {pull.first_token}, {pull.kv_bytes} bytes in "
             f"{pull.duration_s:.3f} s, from {pull.holder} to {pull.reader}{why_less}"
         )
+    for worker, tiers in ((why.prefill, why.cached_tiers_prefill), (why.decode, why.cached_tiers_decode)):
+        lines += [f"restored: KV of {part.tokens} tokens from the tier {part.tier} of {worker}" for part in tiers]
     lines += [f"note: {note}" for note in why.notes]
     lines.append(
         f"  {'prefill':<14}{'decode':<14}{'total':>9}{'queue':>9}{'compute':>9}{'move':>9}{'load':>9}{'stall':>9}  ms"

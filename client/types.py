@@ -185,7 +185,8 @@ class Explanation:
     `prefill_compute_s` are prefill's: 0.0 after a local prefill, as is `kv_complete_s`. `predicted_ttft_s` contains no
     transfer, because the first token does not wait for KV. `backend` names the back ends that computed the layers,
     with their blocks where there are several. `attempts` lists all, in order, if the request was placed again.
-    `pulls` lists KV that workers took from each other's caches; on the reader it counts as cached.
+    `pulls` lists KV that workers took from each other's caches; on the reader it counts as cached. `cached_tiers_prefill` and
+    `cached_tiers_decode`: of the tokens cached there, those whose KV came from a lower tier, by its name.
     """
 
     request_id: str
@@ -218,6 +219,8 @@ class Explanation:
     longest_gap_s: float = 0.0
     attempts: tuple[RequestAttempt, ...] = ()
     pulls: tuple[KvPull, ...] = ()
+    cached_tiers_prefill: dict[str, int] = field(default_factory=dict)
+    cached_tiers_decode: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,10 +272,12 @@ def usage_from(message: types_pb2.Usage) -> Usage:
 
 def explanation_from(message: types_pb2.Explanation) -> Explanation:
     placement = tuple(_terms_from(candidate) for candidate in message.candidates)
-    same = same_fields(Explanation, message, but=("notes", "placement", "attempts", "pulls"))
+    names = ("cached_tiers_prefill", "cached_tiers_decode")
+    same = same_fields(Explanation, message, but=("notes", "placement", "attempts", "pulls", *names))
+    tiers = {name: {part.tier: part.tokens for part in getattr(message, name)} for name in names}
     attempts = tuple(RequestAttempt(**same_fields(RequestAttempt, one)) for one in message.attempts)
     pulls = tuple(KvPull(**same_fields(KvPull, one)) for one in message.pulls)
-    return Explanation(**same, notes=tuple(message.notes), placement=placement, attempts=attempts, pulls=pulls)
+    return Explanation(**same, **tiers, notes=tuple(message.notes), placement=placement, attempts=attempts, pulls=pulls)
 
 
 def models_from(message: router_pb2.ListModelsResponse) -> list[ModelInfo]:

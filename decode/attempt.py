@@ -182,6 +182,7 @@ class Attempt:
                 output_token_ids=sub.output_token_ids,
                 choice=sub.choice,
                 grammar=grammar,
+                alone=not sub.placement.prefill,
             )
         )
 
@@ -196,6 +197,7 @@ class Attempt:
         self._facts.reserved_s = self._elapsed()
         sub, self._num_cached = self._sub, event.num_cached_tokens
         self._facts.cached_decode = min(event.num_cached_tokens, len(sub.prompt.token_ids))
+        self._facts.tiers = wire.tier_tokens_to_proto(event.tiers)
         # Of a continuation the tokens so far are computed, too, but for the last one.
         needed = len(sub.prompt.token_ids) + max(0, len(sub.output_token_ids) - 1)
         uncached = max(1, needed - event.num_cached_tokens)

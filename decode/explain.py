@@ -26,6 +26,8 @@ class Facts:
     remote: RemotePrefillFacts = field(default_factory=RemotePrefillFacts)
     pulled: types_pb2.KvPull | None = None
     """What this worker took from another one first."""
+    tiers: list[types_pb2.TierTokens] = field(default_factory=list)
+    """Of the tokens cached here, those from lower tiers."""
     notes: list[str] = field(default_factory=list)
     prefill_faults: list[tuple[str, str]] = field(default_factory=list)
     """(worker id, reason) of each failed remote prefill."""
@@ -80,6 +82,8 @@ class Facts:
             local_prefill=self.local,
             notes=[*self.notes, *self._notes_on_kv()],
             pulls=self.pulls,
+            cached_tiers_prefill=self.remote.tiers,
+            cached_tiers_decode=self.tiers,
             request_id=self.request_id,
             prefill_pid=self.decode_pid if self.local else self.remote.prefill_pid,
             decode_pid=self.decode_pid,

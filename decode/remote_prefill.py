@@ -202,6 +202,7 @@ class RemotePrefill:
                     case "started":
                         self.facts.cached_tokens = event.started.cached_tokens
                         self.facts.prefill_pid = event.started.pid
+                        self.facts.tiers = list(event.started.tiers)
                         self.facts.queue_s = self._context.clock.now() - called
                         if event.started.HasField("pulled"):
                             self.facts.pulled = event.started.pulled

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from diptych.rpc.v1 import types_pb2
 
@@ -26,3 +26,5 @@ class RemotePrefillFacts:
     """Compute time reported by prefill."""
     pulled: types_pb2.KvPull | None = None
     """What prefill took from another worker first."""
+    tiers: list[types_pb2.TierTokens] = field(default_factory=list)
+    """Of the cached tokens, those from lower tiers."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -54,19 +54,27 @@ DiskReply = BlocksWritten | BlocksRead
 
 
 class BlockStore(Protocol):
-    """Files of blocks, in the hands of threads of their own. No method waits for the disk, but `close`.
+    """Files of blocks, in the hands of threads of their own. No method waits for the disk, but `close`."""
 
-    Attributes:
-        found: what was there at the start; what is to leave first comes last.
-        chunk_blocks: blocks that a buffer holds.
-        bytes_per_s: measured at the start: reading and checking; 0.0: it could not be measured.
-        damaged: files that were found at the start and are no whole blocks of this worker, by reason; they are gone.
-    """
+    @property
+    def found(self) -> Sequence[DiskBlock]:
+        """What was there at the start; what is to leave first comes last."""
+        ...
 
-    found: Sequence[DiskBlock]
-    chunk_blocks: int
-    bytes_per_s: float
-    damaged: dict[str, int]
+    @property
+    def damaged(self) -> Mapping[str, int]:
+        """Files that were found at the start and are no whole blocks of this worker, by reason."""
+        ...
+
+    @property
+    def chunk_blocks(self) -> int:
+        """Blocks that a buffer holds."""
+        ...
+
+    @property
+    def bytes_per_s(self) -> float:
+        """Measured at the start: reading and checking; 0.0: it could not be measured."""
+        ...
 
     def begin(self, reply: Callable[[DiskReply], None]) -> None:
         """Start the threads. Args: reply: callable from any thread."""

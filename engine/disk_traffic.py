@@ -60,13 +60,13 @@ class DiskTraffic:
         self._jobs: dict[int, str] = {}
         self._last_job = 0
         self._credit_s, self._credit_at = 0.0, clock.now()
+        scheduler.throughput.disk_bytes_per_s = store.bytes_per_s
 
     def open(self) -> None:
         """What was found at the start can be read, and is announced; blocks are written from now on."""
         self._disk.open(self._store.found)
         self._disk.errors.update(self._store.damaged)
         self._store.remove(self._disk.take_removed())
-        self._scheduler.throughput.disk_bytes_per_s = self._store.bytes_per_s
 
     def close(self, deadline_s: float) -> None:
         self._store.close(deadline_s)

@@ -35,6 +35,7 @@ MOST: Mapping[str, int] = {
     "num_slabs": 65_536,
     "num_second_slabs": 65_536,
     "kv_memory_bytes": 1 << 50,
+    "disk_kv_bytes": 1 << 60,
     "max_queue": 1 << 20,
 }
 """Larger numbers are typing errors: tables and tensors have 32-bit indexes."""
@@ -102,6 +103,9 @@ class WorkerConfig:
         tenant_cache_share: share of the pool for one tenant's cached blocks.
         steps_ahead: on a GPU, launch a decode step before the last one's tokens are read.
         num_host_blocks: KV blocks in host memory for evicted and swapped-out blocks; 0: none.
+        disk_kv_dir: folder for files of KV blocks, which outlive the worker: each worker has a folder of its own in it; empty:
+            none. Whoever may read it can read prompts from it.
+        disk_kv_bytes: of these files, at most.
         preemption_mode: auto (by measured cost), recompute or swap.
         grammar_backend: of structured output: auto (xgrammar, and llguidance for what xgrammar would only approximate),
             xgrammar, llguidance, or none, which rejects requests with a grammar.
@@ -191,6 +195,8 @@ class WorkerConfig:
     long_prefill_token_threshold: int = _ENGINE.long_prefill_token_threshold
     tenant_cache_share: float = _ENGINE.tenant_cache_share
     num_host_blocks: int = _ENGINE.num_host_blocks
+    disk_kv_dir: str = ""
+    disk_kv_bytes: int = 16 << 30
     preemption_mode: str = _ENGINE.preemption_mode
     grammar_backend: str = "auto"
     grammar_time_cap_s: float = 5.0
@@ -258,6 +264,7 @@ class WorkerConfig:
         for name in (
             "long_prefill_token_threshold",
             "num_host_blocks",
+            "disk_kv_bytes",
             "num_blocks",
             "kv_memory_bytes",
             "max_model_len",

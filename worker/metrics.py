@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError
 from itertools import accumulate
 from wsgiref.simple_server import WSGIServer
@@ -25,7 +25,7 @@ from diptych.common.errors import ConfigError, DiptychError
 from diptych.common.observe.metrics import PREFIX, TOKEN_BUCKETS, Metrics
 from diptych.common.observe.series import Counter
 from diptych.engine.messages import EngineStats
-from diptych.engine.stats import AGE_BUCKETS_S, Ages
+from diptych.engine.stats import AGE_BUCKETS_S, Ages, TierStats
 from diptych.kvtransfer.api import PeerRef, ReceivedSlab, SlabReader, Transfer, TransferAudit
 from diptych.kvtransfer.handle import SlabHandle
 from diptych.worker.gpu import GpuMonitor, gpu_families
@@ -168,6 +168,7 @@ class WorkerMetrics(Metrics):
             ages.idle_before_evict,
         )
         yield _ages("kv_block_reuse_gap_seconds", "Time between two uses of a cached block", ages.reuse_gap)
+        yield from _tier_families(now.tiers, since.tiers)
         yield _counter("engine_steps", "Steps of the engine", now.steps - since.steps)
         if now.steps_ahead or now.not_ahead:  # only on a device
             ahead = now.steps_ahead - since.steps_ahead
@@ -264,6 +265,40 @@ def _gauge(name: str, text: str, value: float) -> Metric:
 
 def _counter(name: str, text: str, value: float) -> Metric:
     return CounterMetricFamily(PREFIX + name, text, value)
+
+
+def _tier_families(now: Sequence[TierStats], since: Sequence[TierStats]) -> Iterator[Metric]:
+    """Nothing on a worker with one tier: the other series show all of it."""
+    if len(now) < 2:
+        return
+    used = GaugeMetricFamily(PREFIX + "kv_tier_used_bytes", "KV bytes in use, by tier", labels=["tier"])
+    size = GaugeMetricFamily(PREFIX + "kv_tier_bytes", "Size of each tier of KV blocks", labels=["tier"])
+    hits = CounterMetricFamily(
+        PREFIX + "kv_tier_hit_tokens",
+        "Prompt tokens whose KV was cached, by the nearest tier that had it",
+        labels=["tier"],
+    )
+    evicted = CounterMetricFamily(PREFIX + "kv_tier_evicted_blocks", "Blocks evicted to make room", labels=["tier"])
+    dropped = CounterMetricFamily(
+        PREFIX + "kv_tier_dropped_blocks", "Blocks that were not written in time", labels=["tier"]
+    )
+    errors = CounterMetricFamily(
+        PREFIX + "kv_tier_errors",
+        "Blocks that could not be written, or were not what they should be, by tier and reason",
+        labels=["tier", "reason"],
+    )
+    before = {tier.name: tier for tier in since}
+    for tier in now:
+        old = before.get(tier.name) or TierStats(tier.name, 0, 0)
+        used.add_metric([tier.name], tier.used_bytes)
+        size.add_metric([tier.name], tier.num_bytes)
+        hits.add_metric([tier.name], tier.hit_tokens - old.hit_tokens)
+        evicted.add_metric([tier.name], tier.evicted_blocks - old.evicted_blocks)
+        dropped.add_metric([tier.name], tier.dropped_blocks - old.dropped_blocks)
+        old_errors = dict(old.errors)
+        for reason, count in tier.errors:
+            errors.add_metric([tier.name, reason], count - old_errors.get(reason, 0))
+    yield from (used, size, hits, evicted, dropped, errors)
 
 
 def _ages(name: str, text: str, ages: Ages) -> Metric:

@@ -61,6 +61,7 @@ from diptych.worker import wire
 from diptych.worker.cache_events import CacheEventFeed
 from diptych.worker.config import WorkerConfig
 from diptych.worker.defaults import DeviceFacts, settled
+from diptych.worker.disk_tier import num_disk_blocks, open_disk
 from diptych.worker.gpu import GpuMonitor, watch_gpu
 from diptych.worker.host_facts import read_host_facts
 from diptych.worker.incoming import Limits
@@ -147,9 +148,11 @@ class WorkerRuntime:
         self.ended = asyncio.Event()
         """Set when the worker cannot continue: its engine failed, or a younger incarnation took its name."""
         runner = model.runner
+        self._disk = open_disk(config, model.compat, model.identity, self.worker_id, self.clock)
         self._engine_config = config.options(
             EngineConfig,
             num_blocks=runner.capabilities.num_blocks,
+            num_disk_blocks=num_disk_blocks(config, model.compat),
             max_step_time_s=config.max_step_time_s or None,
             mixed_step_time_s=config.mixed_step_time_s or None,
             slab_quota_per_peer=max(4, config.num_slabs // 2),
@@ -161,6 +164,7 @@ class WorkerRuntime:
             model.detokenizer_factory,
             self._on_events,
             clock=self.clock,
+            disk=self._disk,
         )
         self.metrics = WorkerMetrics(config.role, stats=self.engine.stats, clock=self.clock)
         self.metrics.identify({"role": config.role, "worker": self.worker_id})
@@ -236,6 +240,8 @@ class WorkerRuntime:
             await self._quietly("engine", self.engine.close())
             raise
         await self._register()
+        # Registered first: what was found in files is announced as events.
+        await self.engine.open_disk()
         self._monitor = asyncio.create_task(self._watch(), name="liveness")
         await self.health.set(True)
 

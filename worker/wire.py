@@ -55,6 +55,10 @@ def kv_address_from_proto(message: worker_pb2.KvAddress) -> KvAddress:
     return KvAddress(message.transport, message.host, message.port, message.blob)
 
 
+def tier_tokens_to_proto(tiers: Sequence[tuple[str, int]]) -> list[types_pb2.TierTokens]:
+    return [types_pb2.TierTokens(tier=name, tokens=tokens) for name, tokens in tiers]
+
+
 def handle_to_proto(handle: SlabHandle) -> prefill_pb2.SlabHandle:
     return prefill_pb2.SlabHandle(**same_fields(SlabHandle, handle))
 

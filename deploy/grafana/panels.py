@@ -103,6 +103,13 @@ PD: list[Panel] = [
     ("Cached blocks: age at eviction", "s", quantiles("kv_block_lifetime_seconds", "role")),
     ("Cached blocks: idle before eviction", "s", quantiles("kv_block_idle_before_evict_seconds", "role")),
     ("Cached blocks: time between two uses", "s", quantiles("kv_block_reuse_gap_seconds", "role")),
+    ("Lower tiers: in use", "percentunit", [("diptych_kv_tier_used_bytes / diptych_kv_tier_bytes", "{{worker}} {{tier}}")]),
+    ("Lower tiers: cached prompt tokens by tier", "short", rate("kv_tier_hit_tokens_total", "tier")),
+    ("Lower tiers: evicted and dropped blocks", "ops", [
+        (f"sum by (tier) (rate(diptych_kv_tier_evicted_blocks_total{WINDOW}))", "{{tier}} evicted"),
+        (f"sum by (tier) (rate(diptych_kv_tier_dropped_blocks_total{WINDOW}))", "{{tier}} not written in time"),
+    ]),
+    ("Lower tiers: errors by reason", "ops", rate("kv_tier_errors_total", "reason")),
     ("Requests whose KV lease expired", "ops", rate("kv_expired_requests_total", "worker")),
     ("The pool's blocks", "short", [(
         'diptych_cache_config_info', "{{worker}}: {{num_blocks}} blocks of {{block_size}}",
@@ -264,6 +271,15 @@ DESCRIPTIONS: dict[str, str] = {
     "Cached blocks: idle before eviction": "Time since a request last used the evicted block.",
     "Cached blocks: time between two uses": (
         "If this is close to the age at eviction, more cache would give more hits."
+    ),
+    "Lower tiers: in use": "Part of host memory and disk that holds KV blocks; only of workers with such a tier.",
+    "Lower tiers: cached prompt tokens by tier": "Where cached prompt tokens came from; only of workers with a lower tier.",
+    "Lower tiers: evicted and dropped blocks": (
+        "Evicted to make room; not written in time: they left the first tier while the disk was busy."
+    ),
+    "Lower tiers: errors by reason": (
+        "ENOSPC: the disk is full. corrupt, truncated, foreign, missing: a file was not the block it should be; it was computed. "
+        "late: reading took longer than computing."
     ),
     "Requests whose KV lease expired": "Prefill took KV back that decode had not read or acknowledged within its lease.",
     "The pool's blocks": "Number and size of the KV blocks, from each worker's configuration.",

@@ -46,7 +46,10 @@ def plan_restore(
     kv, size = live.kv, live.block_size
     tokens = (*wanted.prompt.token_ids, *wanted.output_token_ids)
     limit = hit_end(size, len(tokens)) // size
-    if not (limit and kv.disk.num_held and kv.caches and rates.copy_bytes_per_s) or wanted.sampling.prompt_logprobs is not None:
+    if (
+        not (limit and kv.disk.num_held and kv.caches and rates.copy_bytes_per_s)
+        or wanted.sampling.prompt_logprobs is not None
+    ):
         return None
     if len(tokens) > live.limits.max_model_len:
         return None  # it will be refused

@@ -271,7 +271,9 @@ def _tenant_folders(root: Path) -> Iterator[Path]:
 
 
 def _tenants(identity: Path) -> list[Path]:
-    return sorted(one for one in identity.iterdir() if _HASH.fullmatch(one.name) and one.is_dir() and not one.is_symlink())
+    return sorted(
+        one for one in identity.iterdir() if _HASH.fullmatch(one.name) and one.is_dir() and not one.is_symlink()
+    )
 
 
 def _is_ours(name: str) -> bool:

@@ -151,7 +151,9 @@ class DiskBlockStore:
         except OSError as error:
             self._paused_until = self._clock.now() + PAUSE_S
             log.warning("a block cannot be written: nothing is for a while", error=str(error), pause_s=PAUSE_S)
-            return blocks[written:], why(error)  # none of them, where the folder was not synced: they may be gone after a crash
+            return blocks[written:], why(
+                error
+            )  # none of them, where the folder was not synced: they may be gone after a crash
         return (), ""
 
     def _remove_some(self, blocks: Sequence[DiskBlock]) -> None:

@@ -13,9 +13,9 @@ DONE = b"data: [DONE]\n\n"
 PING = b": ping\n"
 """A comment line, and no blank one: after an event with an id the openai client would take that for the end of an empty event."""
 
-_EXPLAINED = [
-    f.name for f in Explanation.DESCRIPTOR.fields if f.name not in ("notes", "candidates", "attempts", "pulls")
-]
+_TIERS = ("cached_tiers_prefill", "cached_tiers_decode")
+_BY_HAND = ("notes", "candidates", "attempts", "pulls", *_TIERS)
+_EXPLAINED = [f.name for f in Explanation.DESCRIPTOR.fields if f.name not in _BY_HAND]
 _ATTEMPT = [f.name for f in types_pb2.RequestAttempt.DESCRIPTOR.fields]
 _TERMS = [f.name for f in types_pb2.PlacementTerms.DESCRIPTOR.fields if f.name != "pull"]
 _PULL_TERMS = [f.name for f in types_pb2.PullTerms.DESCRIPTOR.fields]
@@ -44,6 +44,8 @@ def explanation_object(explanation: Explanation) -> dict[str, Any]:
     facts["placement"] = [_terms_object(terms) for terms in explanation.candidates]
     facts["attempts"] = [{name: getattr(one, name) for name in _ATTEMPT} for one in explanation.attempts]
     facts["pulls"] = [{name: getattr(one, name) for name in _PULL} for one in explanation.pulls]
+    for name in _TIERS:
+        facts[name] = {part.tier: part.tokens for part in getattr(explanation, name)}
     return facts
 
 

@@ -102,14 +102,16 @@ class SlabHandle(_message.Message):
     def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., attempt: _Optional[str] = ..., slab: _Optional[int] = ..., generation: _Optional[int] = ..., first_token: _Optional[int] = ..., num_tokens: _Optional[int] = ..., first_layer: _Optional[int] = ..., num_layers: _Optional[int] = ..., layout_hash: _Optional[int] = ..., size_bytes: _Optional[int] = ..., checksum: _Optional[int] = ..., expires_ns: _Optional[int] = ..., mac: _Optional[bytes] = ..., group: _Optional[int] = ..., part: _Optional[int] = ...) -> None: ...
 
 class PrefillStarted(_message.Message):
-    __slots__ = ("cached_tokens", "pid", "pulled")
+    __slots__ = ("cached_tokens", "pid", "pulled", "tiers")
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
     PULLED_FIELD_NUMBER: _ClassVar[int]
+    TIERS_FIELD_NUMBER: _ClassVar[int]
     cached_tokens: int
     pid: int
     pulled: _types_pb2.KvPull
-    def __init__(self, cached_tokens: _Optional[int] = ..., pid: _Optional[int] = ..., pulled: _Optional[_Union[_types_pb2.KvPull, _Mapping]] = ...) -> None: ...
+    tiers: _containers.RepeatedCompositeFieldContainer[_types_pb2.TierTokens]
+    def __init__(self, cached_tokens: _Optional[int] = ..., pid: _Optional[int] = ..., pulled: _Optional[_Union[_types_pb2.KvPull, _Mapping]] = ..., tiers: _Optional[_Iterable[_Union[_types_pb2.TierTokens, _Mapping]]] = ...) -> None: ...
 
 class Computed(_message.Message):
     __slots__ = ("first_token", "num_tokens", "handles")

@@ -19,7 +19,7 @@ from diptych.worker.config import WorkerConfig
 
 CONFIGS = (UpConfig, ServeConfig, RouterConfig, WorkerConfig)
 FIELDS = [(cls, field.name) for cls in CONFIGS for field in dataclasses.fields(cls)]
-HUGE_IS_FINE = {"kv_memory_bytes", "fault_corrupt_every"}
+HUGE_IS_FINE = {"kv_memory_bytes", "disk_kv_bytes", "fault_corrupt_every"}
 WRONG: list[Any] = [
     [], [1], {}, {"a": 1}, None, float("nan"), float("inf"), -float("inf"), "a\0b", b"\xff", {1}, object(),
     datetime.date(2024, 1, 1), 10**11, 2**63, 2**64, -1, -(2**70), 1.5, True, "", "x", "\ud800", "9" * 5000, "1e400", [[1]],

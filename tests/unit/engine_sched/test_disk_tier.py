@@ -295,7 +295,7 @@ def test_bad_logits_take_the_block_from_the_disk_too(kit):
 
 def test_what_is_computed_faster_is_not_read(kit):
     files = MemoryFiles(filled(kit).kept)
-    files.bytes_per_s = 1e-3
+    files.bytes_per_s = 1e-3  # as measured at the start
     engine = engine_on(kit, files)
     once(kit, engine, files, kit.make_request("a", PROMPT, 8))
     assert computed(engine) == len(PROMPT)
@@ -407,9 +407,7 @@ def test_prompt_logprobs_need_their_rows(kit):
 def test_host_and_disk_together(kit):
     """What is in host memory is copied from there, and what follows is read."""
     files = MemoryFiles(filled(kit).kept)
-    engine = engine_on(
-        kit, files, num_blocks=16, num_host_blocks=4, initial_copy_bytes_per_s=RATE
-    )
+    engine = engine_on(kit, files, num_blocks=16, num_host_blocks=4, initial_copy_bytes_per_s=RATE)
     once(kit, engine, files, kit.make_request("a", PROMPT[:17], 2))  # four blocks
     once(kit, engine, files, kit.make_request("b", range(500, 560), 2))  # pushes them out, into the host tier
     assert engine.core.scheduler.kv.host.usage > 0
@@ -547,7 +545,8 @@ def test_random_load_with_every_tier_too_small_keeps_every_token(kit):
 
     rng = random.Random(7)
     files = MemoryFiles(chunk_blocks=2)
-    engine = engine_on(kit, files, num_blocks=14, num_host_blocks=6, num_disk_blocks=20, initial_copy_bytes_per_s=RATE, initial_prefill_tokens_per_s=1.0)
+    rates = {"initial_copy_bytes_per_s": RATE, "initial_prefill_tokens_per_s": 1.0}
+    engine = engine_on(kit, files, num_blocks=14, num_host_blocks=6, num_disk_blocks=20, **rates)
     requests, events = [], []
     for i in range(80):
         shared = range(1000 - 4 * (i % 5), 1000 - 4 * (i % 5) + 4 * rng.randrange(0, 5))

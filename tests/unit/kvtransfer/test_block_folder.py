@@ -87,7 +87,9 @@ def test_a_folder_of_another_user_is_refused(tmp_path, monkeypatch):
         opened(tmp_path)
 
 
-@pytest.mark.parametrize("at", [0, 9, 30, 41, 50, HEAD_BYTES - 1, HEAD_BYTES, HEAD_BYTES + SIZE // 2, HEAD_BYTES + SIZE - 1])
+@pytest.mark.parametrize(
+    "at", [0, 9, 30, 41, 50, HEAD_BYTES - 1, HEAD_BYTES, HEAD_BYTES + SIZE // 2, HEAD_BYTES + SIZE - 1]
+)
 def test_a_flipped_bit_anywhere_is_noticed(tmp_path, at):
     folder = opened(tmp_path)
     write(folder, block(1))
@@ -206,7 +208,9 @@ def test_a_kill_in_the_middle_of_a_write_leaves_whole_blocks_only(tmp_path):
 def test_what_was_used_last_comes_first_and_of_one_prompt_the_first_block(tmp_path):
     folder = opened(tmp_path)
     write(folder, *(block(number) for number in range(6)))
-    for number, used in enumerate((1000, 1001, 1002, 9000, 9001, 9002)):  # a prompt of three blocks long ago, and one lately
+    for number, used in enumerate(
+        (1000, 1001, 1002, 9000, 9001, 9002)
+    ):  # a prompt of three blocks long ago, and one lately
         os.utime(path_of(tmp_path, block(number)), (used, used))
     folder.close()
     assert [one.index for one in opened(tmp_path).found.blocks] == [3, 4, 5, 0, 1, 2]

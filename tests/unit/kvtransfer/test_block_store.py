@@ -163,7 +163,9 @@ def test_what_is_queued_is_written_at_the_end(tmp_path):
 IDENTITY = IdentityHeader(b"k" * 32, "model", "tokenizer", "uint8", 4)
 
 
-def engine_on(root: Path, identity: bytes = identity_of("m")) -> tuple[OfflineEngine, DiskBlockStore, SimpleQueue[DiskReply]]:
+def engine_on(
+    root: Path, identity: bytes = identity_of("m")
+) -> tuple[OfflineEngine, DiskBlockStore, SimpleQueue[DiskReply]]:
     store = DiskBlockStore(BlockFolder(root, "decode-0", identity, SIZE), FakeClock())
     replies: SimpleQueue[DiskReply] = SimpleQueue()
     store.begin(replies.put)
@@ -175,7 +177,9 @@ def engine_on(root: Path, identity: bytes = identity_of("m")) -> tuple[OfflineEn
 
 def serve(engine: OfflineEngine, replies: SimpleQueue[DiskReply], num_files: int) -> list[EngineEvent]:
     """Until it has answered, and so many blocks are in files."""
-    engine.send(EngineRequest("a", Prompt(tuple(range(200, 241))), SamplingParams(max_tokens=8, ignore_eos=True, seed=1)))
+    engine.send(
+        EngineRequest("a", Prompt(tuple(range(200, 241))), SamplingParams(max_tokens=8, ignore_eos=True, seed=1))
+    )
     events: list[EngineEvent] = []
     disk = engine.core.scheduler.kv.disk
     while not any(isinstance(event, Finished) for event in events) or disk.num_held != num_files:

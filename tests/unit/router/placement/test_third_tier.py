@@ -1,4 +1,4 @@
-"""Item: tiers as a list. A third tier is one line in common/tiers.py: leases, events, dumps, index, C lookup and charges carry
+"""Item: tiers as a list. A further tier is one line in common/tiers.py: leases, events, dumps, index, C lookup and charges carry
 it, and no code outside of that module names a tier."""
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from importlib.util import find_spec
 spec = find_spec("diptych.common.tiers")
 with open(spec.origin) as file:
     source = file.read()
-line = 'TierSpec("host"))'
+line = 'TierSpec("disk", "lru, last blocks first"))'
 assert source.count(line) == 1
 module = types.ModuleType("diptych.common.tiers")
 module.__spec__, module.__file__ = spec, spec.origin
 sys.modules["diptych.common.tiers"] = module
-exec(compile(source.replace(line, line[:-1] + ', TierSpec("disk"))'), spec.origin, "exec"), module.__dict__)
-assert module.TIER_NAMES == ("device", "host", "disk")
+exec(compile(source.replace(line, line[:-1] + ', TierSpec("peer"))'), spec.origin, "exec"), module.__dict__)
+assert module.TIER_NAMES == ("device", "host", "disk", "peer")
 '''
 
 
-def test_a_third_tier_is_one_line(tmp_path: Path) -> None:
-    """The tests of the lookup in C, a walk over sets, and those of a worker's lease, dumps and statistics, with three tiers."""
+def test_a_further_tier_is_one_line(tmp_path: Path) -> None:
+    """The tests of the lookup in C, a walk over sets, and those of a worker's lease, dumps and statistics, with four tiers."""
     (tmp_path / "third_tier_plugin.py").write_text(PLUGIN)
     paths = [str(tmp_path), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     if str(ROOT / "src") not in paths:

@@ -1,0 +1,178 @@
+"""Files of blocks, through real workers on the fake runner: a restart serves and announces them, prefill and decode use them, and
+nothing but the time changes."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from diptych.cli.worker_roles import services_of
+from diptych.common.block_identity import block_keys
+from diptych.common.clock import MonotonicClock
+from diptych.common.errors import ConfigError
+from diptych.common.store.memory import MemoryStore
+from diptych.engine.sched import restores
+from diptych.engine.stats import TierStats
+from diptych.router.placement.block_table import as_keys
+from diptych.router.placement.index import BlockIndex, IndexMode
+from diptych.worker.disk_tier import num_disk_blocks
+from diptych.worker.process import make_transfer
+from diptych.worker.runtime import WorkerRuntime
+from diptych_tests import waiting
+
+PROMPT = [*range(300, 353)]
+
+
+@asynccontextmanager
+async def a_worker(
+    pd: ModuleType, root: Path, store: MemoryStore | None = None, role: str = "decode", **settings: object
+) -> AsyncIterator[WorkerRuntime]:
+    config = pd.worker_config(role, f"{role}-0", heartbeat_s=0.02, lease_s=1.0, disk_kv_dir=str(root), **settings)
+    worker = WorkerRuntime(config, pd.fake_model(), make_transfer=make_transfer, make_services=services_of, store=store)
+    await worker.start()
+    try:
+        yield worker
+    finally:
+        await worker.close()
+
+
+def disk(worker: WorkerRuntime) -> TierStats:
+    [found] = [tier for tier in worker.engine.stats().tiers if tier.name == "disk"]
+    return found
+
+
+@pytest.fixture(autouse=True)
+def files_are_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fake runner computes faster than any disk reads; and no restore is given up on a loaded machine."""
+    monkeypatch.setattr(restores, "restore_is_cheaper", lambda num_tokens, rates: True)
+    monkeypatch.setattr(restores, "LEAST_S", 60.0)
+
+
+async def ask(pd: ModuleType, decode: WorkerRuntime, prefill: list[WorkerRuntime]) -> Any:
+    """One answer of 12 tokens."""
+    both = pd.Cluster(decode, prefill)
+    async with pd.FakeRouter(decode.address) as router:
+        answer = await router.run(both.submit_message(attempt="a", prompt=PROMPT, max_tokens=12))
+    assert answer.error is None, answer.error
+    return answer
+
+
+async def written(worker: WorkerRuntime, num_blocks: int) -> None:
+    size = worker.model.compat.kv.block_bytes
+    await waiting.until(lambda: disk(worker).used_bytes == num_blocks * size)
+
+
+async def test_a_worker_that_starts_again_serves_its_files_and_announces_them(pd: ModuleType, tmp_path: Path) -> None:
+    block = pd.BLOCK
+    whole = (len(PROMPT) + 12 - 1) // block
+    async with a_worker(pd, tmp_path) as worker:
+        cold = await ask(pd, worker, [])
+        await written(worker, whole)
+    store = MemoryStore(MonotonicClock())
+    async with a_worker(pd, tmp_path, store) as worker:
+        assert disk(worker).used_bytes == whole * worker.model.compat.kv.block_bytes
+        # routers learn of them from events alone
+        index = BlockIndex()
+        index.register("decode-0", worker.incarnation, 0, 0)
+
+        async def announced() -> bool:
+            found = (await store.read_events({"decode-0": "0"}, block_s=0.0)).get("decode-0", [])
+            index.apply_all("decode-0", [event for _, event in found])
+            return len(index.keys_of("decode-0", 2)) == whole
+
+        await waiting.until(announced)
+        assert index.mode("decode-0") is IndexMode.EXACT
+        keys = block_keys(worker.model.identity, PROMPT)
+        runs, column = index.runs(as_keys(keys)), index.column("decode-0")
+        assert column is not None
+        assert runs.lower_blocks is not None
+        assert (runs.blocks[column], list(runs.lower_blocks[:, column])) == (len(keys), [0, len(keys)])
+        [record] = await store.list_workers()
+        [tier] = [tier for tier in record.tiers if tier.name == "disk"]
+        assert tier.num_bytes > 0
+        assert tier.bytes_per_s > 0
+        before = worker.engine.stats().computed_tokens_total
+        warm = await ask(pd, worker, [])
+        assert warm.token_ids == cold.token_ids
+        hit = (len(PROMPT) - 1) // block * block
+        assert worker.engine.stats().computed_tokens_total - before == len(PROMPT) - hit
+        why = warm.explanation
+        assert [(part.tier, part.tokens) for part in why.cached_tiers_decode] == [("disk", hit)]
+        assert why.cached_tokens_decode == hit
+        assert disk(worker).hit_tokens == hit
+        assert (await worker.audit(full=True)).violations == []
+
+
+async def test_prefill_reads_its_files_and_vouches_for_them(pd: ModuleType, tmp_path: Path) -> None:
+    hit = (len(PROMPT) - 1) // pd.BLOCK * pd.BLOCK
+    answers = []
+    for decodes in ("first", "second"):
+        async with a_worker(pd, tmp_path, role="prefill") as prefill, a_worker(pd, tmp_path / decodes) as decode:
+            answers.append(await ask(pd, decode, [prefill]))
+            await written(prefill, len(PROMPT) // pd.BLOCK)
+            computed = prefill.engine.stats().computed_tokens_total
+    cold, warm = answers
+    assert warm.token_ids == cold.token_ids
+    assert computed - 2 * pd.BLOCK <= len(PROMPT) - hit + 2  # the warm-up's, too
+    why = warm.explanation
+    assert [(part.tier, part.tokens) for part in why.cached_tiers_prefill] == [("disk", hit)]
+    assert list(why.cached_tiers_decode) == []
+
+
+async def test_another_model_finds_nothing(pd: ModuleType, tmp_path: Path) -> None:
+    async with a_worker(pd, tmp_path) as worker:
+        await ask(pd, worker, [])
+        await written(worker, (len(PROMPT) + 11) // pd.BLOCK)
+        mine = worker.model
+    other = replace(mine, identity=replace(mine.identity, model_revision="model-2"), runner=pd.fake_model().runner)
+    config = pd.worker_config("decode", "decode-0", disk_kv_dir=str(tmp_path))
+    worker = WorkerRuntime(config, other, make_transfer=make_transfer, make_services=services_of)
+    await worker.start()
+    try:
+        assert disk(worker).used_bytes == 0
+    finally:
+        await worker.close()
+
+
+async def test_two_workers_of_one_name_never_share_a_folder(pd: ModuleType, tmp_path: Path) -> None:
+    async with a_worker(pd, tmp_path):
+        with pytest.raises(ConfigError, match="disk_kv_dir.*another process"):
+            async with a_worker(pd, tmp_path):
+                pass
+
+
+async def test_metrics_by_tier(pd: ModuleType, tmp_path: Path) -> None:
+    async with a_worker(pd, tmp_path) as worker:
+        await ask(pd, worker, [])
+        await written(worker, (len(PROMPT) + 11) // pd.BLOCK)
+        totals = worker.metrics.totals()
+        assert totals["kv_tier_hit_tokens"] == {"device": 0.0, "disk": 0.0}
+        assert totals["kv_tier_errors"] == {}
+        text = worker.metrics.expose().decode()
+        assert (
+            f'kv_tier_used_bytes{{role="decode",tier="disk",worker="decode-0"}} {float(disk(worker).used_bytes)}'
+            in text
+        )
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"disk_kv_bytes": 10}, "disk_kv_bytes"),
+        ({"enable_prefix_caching": False}, "disk_kv_dir"),
+        ({"windows": (0, 6)}, "disk_kv_dir"),
+    ],
+)
+def test_what_cannot_be_kept_is_refused(
+    pd: ModuleType, tmp_path: Path, settings: dict[str, object], named: str
+) -> None:
+    model = pd.fake_model(windows=settings.pop("windows", ()))
+    config = pd.worker_config("decode", "decode-0", disk_kv_dir=str(tmp_path), **settings)
+    with pytest.raises(ConfigError, match=named):
+        num_disk_blocks(config, model.compat)

@@ -1,0 +1,55 @@
+"""The worker's folder of blocks, as its settings ask for it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import structlog
+
+from diptych.common.block_identity import IdentityHeader, golden_key
+from diptych.common.clock import Clock
+from diptych.common.compat import Compat
+from diptych.common.errors import ConfigError
+from diptych.kvtransfer.disk.block_folder import HEAD_BYTES, BlockFolder, identity_of
+from diptych.kvtransfer.disk.block_store import DiskBlockStore
+from diptych.kvtransfer.layout import layout_hash
+from diptych.worker.config import WorkerConfig
+
+log = structlog.get_logger(__name__)
+
+
+def num_disk_blocks(config: WorkerConfig, compat: Compat) -> int:
+    """Blocks in files; 0: none. Raises: ConfigError when this model's blocks cannot be kept, or not one fits."""
+    if not config.disk_kv_dir:
+        return 0
+    kv = compat.kv
+    if not kv.has_one_full_group or compat.kv_parts:
+        why = "there are files of blocks for models on one rank whose layers all attend to every token"
+        raise ConfigError("disk_kv_dir", config.disk_kv_dir, why)
+    if not config.enable_prefix_caching:
+        raise ConfigError("disk_kv_dir", config.disk_kv_dir, "needs enable_prefix_caching")
+    count = config.disk_kv_bytes // (HEAD_BYTES + kv.block_bytes)
+    if not count:
+        raise ConfigError("disk_kv_bytes", config.disk_kv_bytes, f"one block takes {HEAD_BYTES + kv.block_bytes} bytes")
+    return count
+
+
+def open_disk(
+    config: WorkerConfig, compat: Compat, identity: IdentityHeader, worker_id: str, clock: Clock
+) -> DiskBlockStore | None:
+    """None: the worker keeps no blocks in files. Blocking, for as long as a folder with many files takes. Raises: ConfigError."""
+    if not num_disk_blocks(config, compat):
+        return None
+    # The key of fixed tokens has weights, numerics and the cluster's key in it, the layout hash the rest.
+    mine = identity_of(golden_key(identity), layout_hash(compat))
+    root = Path(config.disk_kv_dir).expanduser().absolute()
+    store = DiskBlockStore(BlockFolder(root, worker_id, mine, compat.kv.block_bytes), clock)
+    log.info(
+        "blocks in files",
+        folder=str(root),
+        found=len(store.found),
+        removed=store.damaged,
+        removed_bytes_of_other_models=store.other_bytes,
+        bytes_per_s=round(store.bytes_per_s),
+    )
+    return store
