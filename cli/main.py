@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 from diptych.cli import BENCH_HELP, explain, move, observe
+from diptych.cli.cache import app as cache_app
 from diptych.cli.chat import DEFAULT_MAX_TOKENS
 from diptych.cli.keys import app as keys_app
 from diptych.cli.router_access import TLS_CA, TLS_SERVER_NAME, router_access
@@ -162,6 +163,7 @@ def build_app(only: str | None = None) -> typer.Typer:
     _register_small(app)
     add_layers(app, LAYERED)
     app.add_typer(keys_app)
+    app.add_typer(cache_app)
     return app
 
 

@@ -1,0 +1,64 @@
+"""`diptych cache`: what lies in files, and that a purge removes what it names and nothing else."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from click.testing import Result
+from typer.testing import CliRunner
+
+from diptych.cli.main import build_app
+from diptych.common.errors import ConfigError
+from diptych.common.secret import create_secret, further_salt, tenant_folder, tenant_of, tenant_salt
+from diptych.engine.disk_messages import DiskBlock
+from diptych.kvtransfer.disk.block_folder import BlockFolder, identity_of
+
+
+def cache(*arguments: str) -> Result:
+    return CliRunner().invoke(build_app("cache"), ["cache", *arguments])
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """Three blocks of alice, one of them under a salt of her client's, and one of bob."""
+    secret = create_secret(tmp_path / "secret")
+    salts = [tenant_salt(secret, "alice")] * 2
+    salts += [further_salt(salts[0], "a conversation"), tenant_salt(secret, "bob")]
+    folder = BlockFolder(tmp_path / "kv", "decode-0", identity_of("m"), 100)
+    folder.open()
+    for number, salt in enumerate(salts):
+        block = DiskBlock(number.to_bytes(16, "big"), tenant_folder(tenant_of(salt)), number)
+        folder.write(block, memoryview(bytes(100)))
+    folder.close()
+    return tmp_path / "kv"
+
+
+def test_list(root: Path) -> None:
+    lines = cache("list", "--disk-kv-dir", str(root)).stdout.splitlines()
+    assert sorted(line.split("  ")[3] for line in lines) == ["1 blocks", "3 blocks"]
+    assert all(line.startswith("decode-0  ") for line in lines)
+    assert "alice" not in "".join(lines)
+
+
+def test_purge_of_one_tenant_and_of_all(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DIPTYCH_DISK_KV_DIR", str(root))
+    secret = ["--secret-file", str(root.parent / "secret")]
+    assert cache("purge", "--tenant", "nobody", *secret).stdout == "removed 0 blocks, 0 bytes\n"
+    assert cache("purge", "--tenant", "alice", *secret).stdout == f"removed 3 blocks, {3 * 164} bytes\n"
+    assert [line.split("  ")[3] for line in cache("list").stdout.splitlines()] == ["1 blocks"]
+    assert cache("purge").stdout == "removed 1 blocks, 164 bytes\n"
+    assert cache("list").stdout == ""
+
+
+def test_what_is_missing_is_named(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DIPTYCH_RUN_DIR", str(tmp_path / "nothing-runs-here"))
+    for arguments, name in (
+        (["purge", "--disk-kv-dir", str(root), "--tenant", "alice"], "secret_file"),
+        (["purge", "--disk-kv-dir", str(root / "x")], "disk_kv_dir"),
+        (["list", "--disk-kv-dir", str(root / "x")], "disk_kv_dir"),
+    ):
+        error = cache(*arguments).exception
+        assert isinstance(error, ConfigError)
+        assert error.field == name
+    assert cache("list").exit_code == 2
