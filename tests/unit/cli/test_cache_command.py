@@ -41,14 +41,14 @@ def test_list(root: Path) -> None:
     assert "alice" not in "".join(lines)
 
 
-def test_purge_of_one_tenant_and_of_all(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DIPTYCH_DISK_KV_DIR", str(root))
-    secret = ["--secret-file", str(root.parent / "secret")]
+def test_purge_of_one_tenant_and_of_all(root: Path) -> None:
+    here = ["--disk-kv-dir", str(root)]
+    secret = ["--secret-file", str(root.parent / "secret"), *here]
     assert cache("purge", "--tenant", "nobody", *secret).stdout == "removed 0 blocks, 0 bytes\n"
     assert cache("purge", "--tenant", "alice", *secret).stdout == f"removed 3 blocks, {3 * 164} bytes\n"
-    assert [line.split("  ")[3] for line in cache("list").stdout.splitlines()] == ["1 blocks"]
-    assert cache("purge").stdout == "removed 1 blocks, 164 bytes\n"
-    assert cache("list").stdout == ""
+    assert [line.split("  ")[3] for line in cache("list", *here).stdout.splitlines()] == ["1 blocks"]
+    assert cache("purge", *here).stdout == "removed 1 blocks, 164 bytes\n"
+    assert cache("list", *here).stdout == ""
 
 
 def test_what_is_missing_is_named(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
