@@ -274,7 +274,7 @@ def explanation_from(message: types_pb2.Explanation) -> Explanation:
     placement = tuple(_terms_from(candidate) for candidate in message.candidates)
     names = ("cached_tiers_prefill", "cached_tiers_decode")
     same = same_fields(Explanation, message, but=("notes", "placement", "attempts", "pulls", *names))
-    tiers = {name: {part.tier: part.tokens for part in getattr(message, name)} for name in names}
+    tiers: dict[str, Any] = {name: {part.tier: part.tokens for part in getattr(message, name)} for name in names}
     attempts = tuple(RequestAttempt(**same_fields(RequestAttempt, one)) for one in message.attempts)
     pulls = tuple(KvPull(**same_fields(KvPull, one)) for one in message.pulls)
     return Explanation(**same, **tiers, notes=tuple(message.notes), placement=placement, attempts=attempts, pulls=pulls)
