@@ -21,6 +21,7 @@ import pytest
 
 from diptych.cli.up.processes import free_port
 from diptych_tests import waiting
+from diptych_tests.scripts import load_script
 
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = "diptych-test"
@@ -177,8 +178,9 @@ def test_a_cluster_of_containers_serves_and_survives(stack: Stack) -> None:
     names = set().union(*map(metric_names, scrapes.values()))
     for board in (ROOT / "deploy" / "grafana" / "dashboards").glob("*.json"):
         asked = set(re.findall(r"diptych_\w+", board.read_text()))
-        elsewhere = ("diptych_tenant_", "diptych_shadow_", "diptych_gpu_")  # of tenants, with a shadow policy, on a GPU
-        assert {name for name in asked - names if not name.startswith(elsewhere)} == set(), board
+        # OPTIONAL: of tenants, with a shadow policy, with several processes of a router, on a GPU.
+        optional = load_script("deploy/grafana/panels.py").OPTIONAL
+        assert {name for name in asked - names if not name.startswith(optional)} == set(), board
 
     # Only the routers are published, and Redis restricts each role to its own commands.
     for service in (*WORKERS, "redis"):
