@@ -43,7 +43,7 @@ def part(seed: int, phase: str, missed: str, replace_s: float) -> dict[str, Any]
             "moved": 1, "failed": [], "wrong": [], "logprobs": {"compared": 4, "equal to the bit": 3}, "resources": [{}],
             "kills": [{"phase": phase, "victim": "decode-1", "seen": {}, "missed": missed, "back_s": None}],
             "losses": [{"kill": 0, "kind": "plain", "had": 3, "replace_s": replace_s}],
-            "gaps": [{"gap_s": 1.5, "recompute_s": 0.5, "queue_s": 0.0, "kind": "plain"}],
+            "gaps": [{"kill": 0, "gap_s": 1.5, "recompute_s": 0.5, "queue_s": 0.0, "kind": "plain"}],
             "broken": "",
         }
     ) | {"environment": {"cores": seed}}  # fmt: skip
@@ -58,7 +58,7 @@ def test_parts_of_a_run_make_one_record() -> None:
     assert whole["by_phase"]["queued"] == {"hit": 0, "missed": 1, "decode": 0, "prefill": 0}
     assert whole["replace_s"] == {"n": 2, "p50": 0.1, "p99": 0.3, "max": 0.3}
     assert whole["gap_less_recompute_s"]["max"] == 1.0
-    assert [one["kill"] for one in whole["losses"]] == [0, 1]
+    assert [one["kill"] for one in whole["losses"]] == [one["kill"] for one in whole["gaps"]] == [0, 1]
     assert whole["logprobs"] == {"compared": 8, "equal to the bit": 6}
     assert [one["cores"] for one in whole["parts"]] == [1, 2]
     assert (whole["seconds"], whole["references"], whole["broken"]) == ([10.0, 10.0], ["a1"], "")
@@ -126,7 +126,9 @@ def test_a_record_has_each_kill_and_what_it_cost() -> None:
         (1, 7, 1.2),
         (0, 5, 0.2),
     ]
-    assert record["gaps"] == [{"gap_s": 2.0, "recompute_s": 0.7, "queue_s": 0.2, "reserved_s": 0.1, "kind": "plain"}]
+    assert record["gaps"] == [
+        {"kill": 0, "gap_s": 2.0, "recompute_s": 0.7, "queue_s": 0.2, "reserved_s": 0.1, "kind": "plain"}
+    ]
     assert (record["gap_less_recompute_s"]["max"], record["back_s"]["p50"]) == (1.3, 9.5)
 
 

@@ -39,15 +39,16 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 def merged(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """One record of several."""
-    lists = ("seeds", "references", "seconds", "failed", "wrong", "resources", "kills", "gaps")
+    lists = ("seeds", "references", "seconds", "failed", "wrong", "resources", "kills")
     body: dict[str, Any] = {name: sum((record[name] for record in records), []) for name in lists}
     body |= {name: sum(record[name] for record in records) for name in ("answers", "moved")}
     body["references"] = sorted(set(body["references"]))
     body["logprobs"] = {name: sum(record["logprobs"][name] for record in records) for name in records[0]["logprobs"]}
-    offsets = accumulate((len(record["kills"]) for record in records), initial=0)
-    body["losses"] = [
-        one | {"kill": one["kill"] + n} for n, record in zip(offsets, records, strict=False) for one in record["losses"]
-    ]
+    offsets = [*accumulate((len(record["kills"]) for record in records), initial=0)]
+    for name in ("losses", "gaps"):
+        body[name] = [
+            one | {"kill": one["kill"] + n} for n, record in zip(offsets, records, strict=False) for one in record[name]
+        ]
     body["phases"] = [phase for phase in PHASES if any(phase in record["phases"] for record in records)]
     body["streams"] = records[0]["streams"]
     body["broken"] = "; ".join(record["broken"] for record in records if record["broken"])
@@ -149,7 +150,9 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--seed", type=int, default=1, help="of the first cluster; the others have the next ones")
     parser.add_argument("--phases", default="", help="separated by commas; empty: " + ", ".join(PHASES))
     parser.add_argument("--minutes", type=float, default=math.inf, help="kill nothing later than that")
-    parser.add_argument("--most-down", type=int, default=1, help="workers that may be starting at the next kill")
+    parser.add_argument(
+        "--most-down", type=int, default=1, help="workers that may be away at the next kill: with 1 two are then"
+    )
     parser.add_argument("--model", default="smollm2", help="the default model, or a folder of it")
     parser.add_argument("--up-args", default="", help="further flags of `diptych up`, as one string")
     parser.add_argument("--commit", default="", help="of the code, where it lies in no repository")

@@ -358,6 +358,8 @@ class Kill:
     at_unix: float = 0.0
     noticed_s: float | None = None
     """Until the router found the stream of a decode worker broken, by its log."""
+    away: Sequence[str] = ()
+    """Other workers that were not usable then."""
     ended: bool = False
     """The process is gone."""
     back_s: float | None = None
@@ -536,14 +538,22 @@ class Run:
     def moved(self) -> list[Flight]:
         return [answer for answer in self.answers if answer.lost]
 
+    def _kill_of(self, lost: Mapping[str, Any]) -> Kill | None:
+        before = [kill for kill in self.kills if kill.victim == lost["decode"] and kill.at <= lost["again_at"]]
+        return before[-1] if before else None
+
     def record(self) -> dict[str, Any]:
-        losses = []
-        for answer in self.moved:
-            for one in answer.lost:
-                before = [kill for kill in self.kills if kill.victim == one["decode"] and kill.at <= one["again_at"]]
-                if before:
-                    losses.append({"kill": before[-1].number, "kind": answer.kind, "had": one["had"],
-                                   "replace_s": round(one["again_at"] - before[-1].at, 4)})  # fmt: skip
+        losses = [
+            {
+                "kill": kill.number,
+                "kind": answer.kind,
+                "had": one["had"],
+                "replace_s": round(one["again_at"] - kill.at, 4),
+            }
+            for answer in self.moved
+            for one in answer.lost
+            if (kill := self._kill_of(one)) is not None
+        ]
         gaps = []
         for answer in self.moved:
             (first, *others) = answer.lost
@@ -552,9 +562,10 @@ class Run:
             why = answer.why
             local = why["first_token_s"] - why["reserved_s"]
             recompute_s = local if why["local_prefill"] else why["prefill_compute_s"]
-            gaps.append({"gap_s": round(why["longest_gap_s"], 3), "recompute_s": round(max(0.0, recompute_s), 3),
-                         "queue_s": round(why["prefill_queue_s"], 3), "reserved_s": round(why["reserved_s"], 3),
-                         "kind": answer.kind})  # fmt: skip
+            kill = self._kill_of(first)
+            gaps.append({"kill": -1 if kill is None else kill.number, "kind": answer.kind}
+                | {"gap_s": round(why["longest_gap_s"], 3), "recompute_s": round(max(0.0, recompute_s), 3)}
+                | {"queue_s": round(why["prefill_queue_s"], 3), "reserved_s": round(why["reserved_s"], 3)})  # fmt: skip
         return summed(
             {
                 "seeds": [self.seed],
@@ -576,6 +587,7 @@ class Run:
                         "phase": kill.phase,
                         "victim": kill.victim,
                         "seen": kill.seen,
+                        "away": kill.away,
                         "missed": hit(kill),
                         "noticed_s": kill.noticed_s,
                         "back_s": kill.back_s,
@@ -789,6 +801,7 @@ class _Streams:
             phase, (victim, *found) = await aim.at(so_far or dict.fromkeys(done.phases, 0))
             held = [(flight, flight.progress.total()) for flight in self._flights]
             kill = Kill(len(done.kills), phase, victim, *found, held=held, at=time.monotonic(), at_unix=time.time())
+            kill.away = sorted(set(WORKERS) - watch.usable)
             child = watch.cluster.kill(victim)
             done.kills.append(kill)
             self._say(
