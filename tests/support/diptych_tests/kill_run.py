@@ -565,7 +565,8 @@ class Run:
             kill = self._kill_of(first)
             gaps.append({"kill": -1 if kill is None else kill.number, "kind": answer.kind}
                 | {"gap_s": round(why["longest_gap_s"], 3), "recompute_s": round(max(0.0, recompute_s), 3)}
-                | {"queue_s": round(why["prefill_queue_s"], 3), "reserved_s": round(why["reserved_s"], 3)})  # fmt: skip
+                | {"queue_s": round(why["prefill_queue_s"], 3), "reserved_s": round(why["reserved_s"], 3)}
+                | {"pulls": [(one["holder"], round(one["duration_s"], 3), one["note"]) for one in why["pulls"]]})  # fmt: skip
         return summed(
             {
                 "seeds": [self.seed],
