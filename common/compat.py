@@ -42,6 +42,15 @@ class Compat:
     kv_parts: tuple[KvFormat, ...] = ()
     kv_encryption: str = ""
 
+    @property
+    def same_bits(self) -> bool:
+        """KV of a token has the same bits whatever else its step computes, in prefill and decode alike."""
+        return self.batch_invariant or self.backend in _INDEPENDENT_ROWS
+
+
+_INDEPENDENT_ROWS = frozenset({"native", "fake"})
+"""Back ends whose rows do not depend on each other, whatever the settings."""
+
 
 CONVERTIBLE = frozenset({"block_size", "kv_dtype", "kv_layout", "compute_dtype", "block_identity_golden"})
 """Facts that may differ where decode converts KV (`allow_kv_conversion`). The golden identity follows from the dtypes."""

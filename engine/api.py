@@ -99,9 +99,9 @@ class EngineClient:
         """Used for requests that are sent from now on. Raises: as audit."""
         await self._query(lambda core: core.scheduler.live.set_detokenizer(factory), deadline_s)
 
-    async def reset_cache(self, *, deadline_s: float = _QUERY_DEADLINE_S) -> None:
-        """Empty the prefix cache; CacheCleared follows as an event. Raises: as audit."""
-        await self._query(lambda core: core.scheduler.kv.clear(), deadline_s)
+    async def reset_cache(self, *, files: bool = False, deadline_s: float = _QUERY_DEADLINE_S) -> None:
+        """Empty the prefix cache; CacheCleared follows as an event. Args: files: give the disk tier up. Raises: as audit."""
+        await self._query(lambda core: core.scheduler.kv.clear(files=files), deadline_s)
 
     async def open_disk(self, *, deadline_s: float = _QUERY_DEADLINE_S) -> None:
         """See EngineCore.open_disk; events follow. Raises: as audit."""

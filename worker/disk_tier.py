@@ -41,7 +41,7 @@ def open_disk(
     if not num_disk_blocks(config, compat):
         return None
     # The key of fixed tokens has weights, numerics and the cluster's key in it, the layout hash the rest.
-    mine = identity_of(golden_key(identity), layout_hash(compat))
+    mine = identity_of(golden_key(identity), layout_hash(compat), "" if compat.same_bits else config.role)
     root = Path(config.disk_kv_dir).expanduser().absolute()
     store = DiskBlockStore(BlockFolder(root, worker_id, mine, compat.kv.block_bytes), clock)
     log.info(

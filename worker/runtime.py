@@ -520,6 +520,8 @@ class WorkerRuntime:
             if ROLES[name].publishes:
                 # A prefill worker says what its KV was computed from, and of KV that came from a peer it does not know that.
                 await self.engine.reset_cache()
+            if self._disk is not None and not self.compat.same_bits:
+                await self.engine.reset_cache(files=True)  # they are of the other role's steps
             try:
                 await role.open()
             except ConfigError as error:

@@ -148,6 +148,15 @@ class DiskTier:
             self._forget(block)
             self._removed.append(block)
 
+    def give_up(self) -> None:
+        """No block stays, and none comes any more."""
+        self.is_open = False
+        self._offered.clear()
+        self._writing = dict.fromkeys(self._writing)
+        for block in list(self._held.values()):
+            self._forget(block)
+            self._removed.append(block)
+
     def take_removed(self) -> list[DiskBlock]:
         """Whose files are to be removed, since the last call."""
         removed, self._removed = self._removed, []

@@ -334,8 +334,11 @@ class KvCacheManager:
                 keys = request.keys(request.num_published)[: request.num_published]
                 pool.discard([block for key in keys if (block := pool.cached_block(key)) is not None])
 
-    def clear(self) -> None:
-        """Empty the prefix caches and begin a new epoch; owned blocks stay with their owners."""
+    def clear(self, *, files: bool = False) -> None:
+        """Empty the prefix caches and begin a new epoch; owned blocks stay with their owners. Args: files: give
+        the disk tier up."""
+        if files:
+            self.disk.give_up()
         for pool in self.pools:
             pool.clear()
 

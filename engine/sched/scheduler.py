@@ -543,7 +543,7 @@ class Scheduler:
 
     def _note_tiers(self, request: Request) -> None:
         """What was read for it may have been evicted again before it was admitted."""
-        totals, left = self.outbox.totals.from_tiers, request.num_computed
+        totals, left = self.outbox.totals.from_tiers, request.num_cached_tokens
         for name, num_tokens in request.tier_tokens.items():
             request.tier_tokens[name] = num_tokens = min(num_tokens, left)
             left -= num_tokens

@@ -10,9 +10,6 @@ from diptych.worker.reads.range_reads import ReadContext
 from diptych.worker.reads.slab_unpacker import SlabUnpacker
 from diptych.worker.runtime import WorkerRuntime
 
-_SAME_BITS = frozenset({"native", "fake"})
-"""Back ends whose rows do not depend on each other, whatever the settings."""
-
 
 class Reading:
     """Peers, the unpacker, measured links, and pulls."""
@@ -37,7 +34,7 @@ class Reading:
             clock=runtime.clock,
             kv=runtime.compat.kv,
             kv_parts=runtime.compat.kv_parts,
-            same_bits=runtime.compat.batch_invariant or runtime.compat.backend in _SAME_BITS,
+            same_bits=runtime.compat.same_bits,
             read_base_s=config.read_base_s,
             silence_s=config.leg_silence_s,
             renew_every_s=config.slab_lease_s / 6,

@@ -21,7 +21,7 @@ from diptych.engine.sched import restores
 from diptych.engine.stats import TierStats
 from diptych.router.placement.block_table import as_keys
 from diptych.router.placement.index import BlockIndex, IndexMode
-from diptych.worker.disk_tier import num_disk_blocks
+from diptych.worker.disk_tier import num_disk_blocks, open_disk
 from diptych.worker.process import make_transfer
 from diptych.worker.runtime import WorkerRuntime
 from diptych_tests import waiting
@@ -138,6 +138,23 @@ async def test_another_model_finds_nothing(pd: ModuleType, tmp_path: Path) -> No
         assert disk(worker).used_bytes == 0
     finally:
         await worker.close()
+
+
+@pytest.mark.parametrize(("backend", "shared"), [("fake", True), ("triton", False)])
+def test_another_role_finds_nothing_where_its_bits_may_differ(
+    pd: ModuleType, tmp_path: Path, backend: str, shared: bool
+) -> None:
+    """As on a GPU without --batch-invariant."""
+    model, names = pd.fake_model(), []
+    compat = replace(model.compat, backend=backend)
+    for role in ("decode", "prefill"):
+        store = open_disk(
+            pd.worker_config(role, "w", disk_kv_dir=str(tmp_path)), compat, model.identity, "w", MonotonicClock()
+        )
+        assert store is not None
+        store.close(1.0)
+        names.append([path.name for path in (tmp_path / "w").iterdir() if path.is_dir()])
+    assert (names[0] == names[1]) is shared
 
 
 async def test_two_workers_of_one_name_never_share_a_folder(pd: ModuleType, tmp_path: Path) -> None:

@@ -122,7 +122,7 @@ async def test_a_full_queue_drops_and_leaves_a_hole_that_the_lease_betrays(store
     assert got != list(range(1, 12))
     await registration.beat()
     (record,) = await store.list_workers()
-    assert record.event_sequences == (11, 0)
+    assert record.event_sequences[:2] == (11, 0)
 
 
 async def test_cleared_replaces_what_still_waits(store, clock):
@@ -142,11 +142,11 @@ async def test_the_lease_says_where_each_tier_stands(store, clock):
     registration.offer(KvEvent("a", 3, 2, "evicted", (bytes(16),), "host"))
     await registration.beat()
     (record,) = await store.list_workers()
-    assert (record.event_epoch, *record.event_sequences) == (3, 1, 2)
+    assert (record.event_epoch, *record.event_sequences[:2]) == (3, 1, 2)
     registration.offer(KvEvent("a", 4, 0, "cleared"))
     await registration.beat()
     (record,) = await store.list_workers()
-    assert (record.event_epoch, *record.event_sequences) == (4, 0, 0)
+    assert (record.event_epoch, *record.event_sequences[:2]) == (4, 0, 0)
 
 
 async def test_events_stay_queued_while_the_store_is_away(store, clock):

@@ -269,6 +269,18 @@ def test_a_new_epoch_begins_with_all_files(kit):
     assert (stored.sequence, set(stored.keys)) == (1, files.kept.keys())
 
 
+def test_given_up_nothing_stays_and_nothing_comes(kit):
+    files = MemoryFiles(filled(kit).kept)
+    engine = engine_on(kit, files)
+    engine.core.take_events()
+    engine.core.scheduler.kv.clear(files=True)
+    events = settle(kit, engine, files)
+    assert not [event for event in events if isinstance(event, TierStored)]
+    events = once(kit, engine, files, kit.make_request("a", PROMPT, 8))
+    assert computed(engine) == len(PROMPT)
+    assert (files.kept, tier(engine).used_bytes) == ({}, 0)
+
+
 def test_nothing_is_taken_before_it_is_opened(kit):
     files = MemoryFiles(filled(kit).kept)
     runner = FakeRunner(32, kit.BLOCK)

@@ -178,18 +178,19 @@ def test_the_last_token_is_always_computed(blocks, n, expected):
     assert usable_hit_tokens(blocks, 16, n) == expected
 
 
-def test_a_hit_in_a_host_tier_is_charged_the_copy_back():
-    measured = msgspec.structs.replace(worker("p0").record, tiers=(TierState("host", bytes_per_s=2e9),))
-    far = WorkerView(measured, 192, (("host", 192),), reported_at=NOW)
+@pytest.mark.parametrize("tier", ["host", "disk"])
+def test_a_hit_in_a_lower_tier_is_charged_the_copy_back(tier):
+    measured = msgspec.structs.replace(worker("p0").record, tiers=(TierState(tier, bytes_per_s=2e9),))
+    far = WorkerView(measured, 192, ((tier, 192),), reported_at=NOW)
     placement = choose([far, worker("p1", hit=176)], [worker("d0")])
     by_id = {terms.prefill.worker_id: terms for terms in placement.candidates}
     assert by_id["p0"].prefill_ms == pytest.approx(80.0 + 192 * 50_000 / 2e9 * 1000)
     assert pair(placement) == ("p0", "d0")
-    slow = msgspec.structs.replace(worker("p0").record, tiers=(TierState("host", bytes_per_s=1e7),))
-    slow = WorkerView(slow, 192, (("host", 192),), reported_at=NOW)
+    slow = msgspec.structs.replace(worker("p0").record, tiers=(TierState(tier, bytes_per_s=1e7),))
+    slow = WorkerView(slow, 192, ((tier, 192),), reported_at=NOW)
     assert pair(choose([slow, worker("p1", hit=176)], [worker("d0")])) == ("p1", "d0")
     # A tier without a measured rate saves nothing, and other workers' rates say nothing of it.
-    silent = WorkerView(worker("p0").record, 192, (("host", 192),), reported_at=NOW)
+    silent = WorkerView(worker("p0").record, 192, ((tier, 192),), reported_at=NOW)
     placement = choose([silent, WorkerView(measured, 0, reported_at=NOW)], [worker("d0")])
     first, second = (terms.prefill_ms for terms in placement.candidates if terms.prefill is not None)
     assert first == pytest.approx(second)
