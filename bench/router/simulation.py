@@ -13,7 +13,6 @@ from __future__ import annotations
 import heapq
 import math
 import random
-from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
@@ -24,6 +23,7 @@ from diptych.common.equal_shares import EqualShares
 from diptych.common.request import Prompt
 from diptych.common.store.interface import KvEvent
 from diptych.common.store.worker_record import WorkerLoad, WorkerRecord
+from diptych.engine.sched.eviction import OldestUseLastBlockFirst
 from diptych.router.fairness.admission import Admission, AdmissionDecision, Verdict
 from diptych.router.fairness.capacity_gate import CapacityGate
 from diptych.router.fairness.fair_queue import Entry
@@ -103,7 +103,8 @@ class _Worker:
     worker_id: str
     role: str
     capacity: int
-    cache: OrderedDict[bytes, None] = field(default_factory=OrderedDict)
+    cache: OldestUseLastBlockFirst = field(default_factory=OldestUseLastBlockFirst)
+    uses: int = 0
     queue: dict[str, _Job] = field(default_factory=dict)
     shares: EqualShares = field(default_factory=EqualShares)
     busy: bool = False
@@ -117,13 +118,16 @@ class _Worker:
         return len(keys)
 
     def store(self, keys: Sequence[bytes]) -> list[KvEvent]:
-        """Hold these blocks; the ends of chains are evicted first."""
+        """Hold these blocks; the engine's disk tier evicts by the same rule."""
         fresh = tuple(key for key in keys if key not in self.cache)
-        for key in reversed(keys):
-            self.cache[key] = None
-            self.cache.move_to_end(key)
-        gone = tuple(self.cache.popitem(last=False)[0] for _ in range(max(0, len(self.cache) - self.capacity)))
-        return [self._event(kind, changed) for kind, changed in (("stored", fresh), ("evicted", gone)) if changed]
+        self.uses += 1
+        self.cache.used(keys, self.uses)
+        gone = []
+        while len(self.cache) > self.capacity and (key := self.cache.pop()) is not None:
+            gone.append(key)
+        return [
+            self._event(kind, changed) for kind, changed in (("stored", fresh), ("evicted", tuple(gone))) if changed
+        ]
 
     def _event(self, kind: str, keys: tuple[bytes, ...]) -> KvEvent:
         self.sequence += 1
