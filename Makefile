@@ -38,7 +38,7 @@ PIP := $(BIN)/python -m pip --quiet
 STEP := .ci/with_progress.sh
 PROTO_SOURCES := $(wildcard proto/diptych/rpc/v1/*.proto)
 
-.PHONY: help check sdk-reference test test-full test-hostile up down proto model golden chaos chaos-kill sim fuzz audit sdk-wheel bench bench-router bench-beside bench-overload bench-router-processes bench-peers bench-engine bench-kv bench-vllm test-gpu bench-gpu bench-gpu-batch-invariant bench-gpu-pair bench-gpu-http wheels wheels-gpu secrets images charts test-clients test-containers clean
+.PHONY: help check sdk-reference test test-full test-hostile up down proto model golden chaos chaos-kill redis-away soak sim fuzz audit sdk-wheel bench bench-router bench-beside bench-overload bench-router-processes bench-peers bench-engine bench-kv bench-vllm test-gpu bench-gpu bench-gpu-batch-invariant bench-gpu-pair bench-gpu-http wheels wheels-gpu secrets images charts test-clients test-containers clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 27
@@ -93,6 +93,13 @@ chaos: $(VENV)/.dev model ## faults on real processes, and between network names
 SEEDS ?= 100000
 chaos-kill: $(VENV)/.dev model ## kill -9 of KILLS workers in every phase of a request under sixteen streams: every answer as without it
 	@$(BIN)/python -P tests/chaos/kill_workers.py --kills $(KILLS) --clusters $(CLUSTERS) --seed $(SEED) --phases "$(PHASES)" --out $(OUT) $(ARGS)
+
+TIMES ?= 10
+redis-away: $(VENV)/.dev ## Redis killed for ten seconds under load, TIMES times: failures, labels, and when the router's index is right again
+	@PYTHONPATH=tests/support $(BIN)/python -P -m diptych_tests.redis_away --times $(TIMES) --out bench-out/redis-away.json $(ARGS)
+
+soak: $(VENV)/.dev model ## half an hour of mixed load with a kill each minute: memory, descriptors and laws of every process
+	@PYTHONPATH=tests/support $(BIN)/python -P -m diptych_tests.soak_run --out bench-out/soak.json $(ARGS)
 
 sim: $(VENV)/.dev ## random schedules of the hand-off, SEEDS of them; prints every seed that breaks a law
 	@$(BIN)/python -P tests/sim/explore.py --seeds $(SEEDS) $(ARGS)

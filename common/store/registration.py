@@ -3,14 +3,16 @@
     start() -> [ heartbeat: put_worker, every heartbeat_s ]  until close() or fenced
                [ events: offer() -> bounded queue -> append_events in batches ]
 
-The store may be unavailable at any time. Both loops retry without limit, and after a FLUSHALL the next heartbeat writes
-the row again. Events that do not fit into the queue are dropped, which leaves a gap in the sequence; readers then fetch
-a snapshot from the worker. So the engine never blocks here.
+The store may be unavailable at any time. Both loops retry without limit: after a FLUSHALL the next heartbeat writes the
+row again, and a heartbeat that was written wakes events that could not be. Events that do not fit into the queue are
+dropped, which leaves a gap in the sequence; readers then fetch a snapshot from the worker. So the engine never blocks
+here.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import deque
 from collections.abc import Callable
 
@@ -26,6 +28,8 @@ _MAX_QUEUED_KEYS = 65_536
 _MAX_QUEUED_EVENTS = 4_096
 _BATCH = 64
 _CLOSE_TIMEOUT_S = 1.0
+_MAX_RETRY_S = 0.25
+"""Between two attempts to write a heartbeat: an empty store is filled within that time of its return."""
 
 log = structlog.get_logger(__name__)
 
@@ -63,6 +67,7 @@ class WorkerRegistration:
         self._sequences = dict.fromkeys(TIER_NAMES, 0)
         self._wake = asyncio.Event()
         self._beat_now = asyncio.Event()
+        self._beaten = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
         self._last_ok: float | None = None
         self._connected: bool | None = None
@@ -140,6 +145,7 @@ class WorkerRegistration:
         self._identity = (record.worker_id, record.incarnation)
         if await self._store.put_worker(record, ttl_s=self._ttl_s):
             self._last_ok = self._clock.now()
+            self._beaten.set()
             return True
         self.fenced = True
         self._queue.clear()
@@ -186,13 +192,9 @@ class WorkerRegistration:
                 pause_s = self._heartbeat_s
             except StoreError as err:
                 self._note(False, str(err))
-                pause_s = min(backoff_s, self._heartbeat_s)
+                pause_s = min(backoff_s, self._heartbeat_s, _MAX_RETRY_S)
                 backoff_s *= 2
-            try:
-                async with asyncio.timeout(pause_s):
-                    await self._beat_now.wait()
-            except TimeoutError:
-                pass
+            await _set_within(self._beat_now, pause_s)
             self._beat_now.clear()
 
     async def _event_writer(self) -> None:
@@ -200,7 +202,15 @@ class WorkerRegistration:
             await self._wake.wait()
             self._wake.clear()
             while self._queue and not self.fenced:
+                self._beaten.clear()
                 try:
                     await self.flush_events()
                 except StoreError:
-                    await asyncio.sleep(self._heartbeat_s)
+                    await _set_within(self._beaten, self._heartbeat_s)
+
+
+async def _set_within(event: asyncio.Event, seconds: float) -> None:
+    """Return once the event is set, or after so many seconds."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            await event.wait()

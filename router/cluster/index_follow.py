@@ -14,7 +14,7 @@ from diptych.common.store.worker_record import WorkerRecord
 from diptych.router.cluster.event_watch import EventWatch
 from diptych.router.cluster.members import Member, Members
 from diptych.router.cluster.worker_link import WorkerLink
-from diptych.router.placement.index import BlockIndex
+from diptych.router.placement.index import BlockIndex, IndexMode
 
 log = structlog.get_logger(__name__)
 
@@ -47,6 +47,8 @@ class IndexFollower:
         self._dead_s = dead_s
         self._cursors: dict[str, str] = {}
         self._snapshots: dict[str, asyncio.Task[None]] = {}
+        self._back_at: float | None = None
+        """When the store came back; None: the index has been right since."""
 
     def begin(self, worker_id: str) -> None:
         """A new incarnation: its stream is read from the start."""
@@ -79,9 +81,23 @@ class IndexFollower:
 
     def after_outage(self) -> None:
         """The store is back: events may be lost. A snapshot from each worker says sooner than its lease what it has."""
+        self._back_at = self._clock.now()
         for member in self._members.all():
             self._index.mark_stale(member.record.worker_id)
             self._event_watch.resynced(member.record.worker_id)
+
+    def _note_if_right(self) -> None:
+        """After an outage: say when every worker has a lease again and the index has all that the leases mention."""
+        if self._back_at is not None and all(
+            member.missing_since is None
+            and self._index.mode(member.record.worker_id) is IndexMode.EXACT
+            and not self._index.is_behind(
+                member.record.worker_id, member.record.event_epoch, *member.record.event_sequences
+            )
+            for member in self._members.all()
+        ):
+            log.info("index is right again", after_s=round(self._clock.now() - self._back_at, 3))
+            self._back_at = None
 
     def find_untracked(self, known: Mapping[str, str]) -> dict[str, str]:
         """Workers whose cache events do not arrive, and the reason. `known`: those reported before."""
@@ -117,8 +133,11 @@ class IndexFollower:
                 if worker_id in self._cursors and events:
                     self._index.apply_all(worker_id, [event for _, event in events if event is not None])
                     self._cursors[worker_id] = events[-1][0]
+            self._note_if_right()
 
     def fetch_snapshots(self) -> None:
+        """Ask the workers of which the index is not exact; called after every poll."""
+        self._note_if_right()
         for worker_id in self._index.needs_snapshot():
             member = self._members.get(worker_id)
             if member is None or worker_id in self._snapshots or member.link.silent_s > self._dead_s:
@@ -136,6 +155,7 @@ class IndexFollower:
                 epoch=dump.epoch,
                 tiers=dump.tiers,
             )
+            self._note_if_right()
         except DiptychError as err:
             log.warning("no snapshot of a worker's cache", worker=worker_id, error=err.message)
         finally:

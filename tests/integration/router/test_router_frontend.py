@@ -201,11 +201,23 @@ async def test_store_away_serving_goes_on(fleet):
     assert finished.explanation.index_mode == "STALE"
     keys = tuple(block_keys(replace(fleet.header, salt=tenant_salt(fleet.secret, "")), [1] * 64))
     decode.dump = (0, 7, keys)  # its events of these were lost, and it has no lease yet
-    fleet.store.available = True
-    fleet.store.flush()
-    await fleet.until(lambda: not fleet.frontend._cluster.degraded)
-    await fleet.until(lambda: fleet.frontend._cluster._index.hit_blocks("d0", keys) == 4)
-    assert (await fleet.ask())[-1]  # a moment without any lease changes nothing
+    index, members = fleet.frontend._cluster._index, fleet.frontend._cluster._members
+    with capture_logs() as lines:
+        right = lambda: any(line["event"] == "index is right again" for line in lines)  # noqa: E731
+        fleet.store.available = True
+        fleet.store.flush()
+        await fleet.until(lambda: not fleet.frontend._cluster.degraded)
+        await fleet.until(lambda: index.hit_blocks("d0", keys) == 4)
+        assert (await fleet.ask())[-1]  # a moment without any lease changes nothing
+        for name, worker in zip(("p0", "d0"), fleet.workers, strict=True):
+            tiers = (TierState("device", 8),) if name == "d0" else ()
+            record = fleet.record(worker, "prefill" if name == "p0" else "decode", tiers=tiers)
+            await fleet.store.put_worker(record, ttl_s=1000)
+        await fleet.until(lambda: all(one.missing_since is None for one in members.all()))
+        assert not right()  # the lease mentions an event that is not here yet
+        await fleet.store.append_events("d0", [KvEvent("i1", 0, 8, "evicted", keys[3:4])])
+        await fleet.until(right)
+        assert index.hit_blocks("d0", keys) == 3
 
 
 async def test_explain_and_what_if_from_the_command_line(fleet):

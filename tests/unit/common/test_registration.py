@@ -82,6 +82,20 @@ async def test_a_store_that_is_away_is_tried_again(store, clock):
     await registration.close()
 
 
+async def test_a_heartbeat_that_is_written_wakes_the_events_that_could_not_be(store, clock):
+    registration = make(store, clock)
+    await registration.start()
+    await settle()
+    store.available = False
+    registration.offer(event(1))
+    await settle()
+    store.available = True
+    registration.beat_now()
+    await settle()
+    assert await sequences(store) == [1]
+    await registration.close()
+
+
 async def test_a_zombie_stops_writing(store, clock):
     fenced = []
     old = make(store, clock, on_fenced=lambda: fenced.append(True))
