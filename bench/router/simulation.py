@@ -4,8 +4,8 @@ admission and the tenants' turns are the router's code.
     trace --gate--> refused | placer.place --> queue --compute--> first token --KV--> decode --answer--> caches, events --> index
 
 A worker computes prompts at a fixed rate, in steps and in the engine's order (common/equal_shares.py); a decode worker
-only its local ones, and its step grows with its sequences. Both keep an LRU prefix cache and publish its events; leases
-are read every `lease_s`.
+only its local ones, and its step grows with its sequences. Where its pool is bounded, a request waits there for blocks before
+its prompt is computed anywhere. Both keep an LRU prefix cache and publish its events; leases are read every `lease_s`.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import heapq
 import math
 import random
+from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
@@ -38,11 +39,17 @@ from diptych.router.placement.types import Placement, PlacementRequest
 from diptych.router.requests.submission import COLOCATED_MARGIN
 
 
+_NO_BOUND = 10**6
+"""Blocks, more than any run holds."""
+
+
 @dataclass(frozen=True, slots=True)
 class SimConfig:
     num_prefill: int = 4
     num_decode: int = 4
     cache_blocks: int = 8192
+    decode_blocks: tuple[int, ...] = ()
+    """Of each decode worker's pool, for prompts and answers that run; empty: no request waits for blocks."""
     prefill_tokens_per_s: float = 8000.0
     prefill_fixed_s: float = 0.005
     step_tokens: int = 2048
@@ -96,6 +103,8 @@ class _Job:
     """Tokens to compute; -1: not started."""
     expected: int = 0
     """Tokens to compute, as of its arrival at the worker."""
+    blocks: int = 0
+    """That decode holds for it."""
 
 
 @dataclass(slots=True)
@@ -110,6 +119,10 @@ class _Worker:
     busy: bool = False
     running: int = 0
     sequence: int = 0
+    pool: int = 0
+    """Blocks for what runs on decode; 0: no bound."""
+    used: int = 0
+    blocked: deque[_Job] = field(default_factory=deque)
 
     def hit_blocks(self, keys: Sequence[bytes]) -> int:
         for length, key in enumerate(keys):
@@ -189,6 +202,8 @@ class Simulation:
         self._workers = {
             name: _Worker(name, "prefill" if name[0] == "p" else "decode", config.cache_blocks) for name in names
         }
+        for i, blocks in enumerate(config.decode_blocks):
+            self._workers[f"d{i}"].pool = blocks
         for name in names:
             self._index.register(name, "i", 0, 0)
         self._bases = {name: self._record(worker) for name, worker in self._workers.items()}
@@ -224,7 +239,7 @@ class Simulation:
             compat={"model_revision": "m"},
             request_fields=(FIELD,) if config.kv_pulls else (),
             kv_bytes_per_token=config.kv_bytes_per_token,
-            num_blocks=config.cache_blocks,
+            num_blocks=worker.pool or _NO_BOUND,
             block_size=BLOCK_SIZE,
             max_model_len=131_072,
             max_num_seqs=256,
@@ -237,7 +252,8 @@ class Simulation:
         for name, worker in self._workers.items():
             load = WorkerLoad(
                 num_running=worker.running,
-                num_waiting=len(worker.queue),
+                num_waiting=len(worker.queue) + len(worker.blocked),
+                kv_usage=worker.used / worker.pool if worker.pool else 0.0,
                 waiting_prompt_tokens=sum(
                     job.request.num_tokens - job.outcome.predicted_cached if job.left < 0 else job.left
                     for job in worker.queue.values()
@@ -372,14 +388,31 @@ class Simulation:
         self._placer.begin(job.attempt, prompt, request.num_answer)
         uncached = request.num_tokens - chosen.computed_from
         self._reservations.reserve(
-            job.attempt, Reservation(computes, chosen.decode.worker_id, uncached, request.tenant)
+            job.attempt,
+            Reservation(
+                computes,
+                chosen.decode.worker_id,
+                uncached,
+                request.tenant,
+                request.num_tokens - chosen.decode.hit_tokens,
+            ),
         )
-        worker = self._workers[computes]
-        if chosen.pull is None:
-            self._queue(worker, job)
-        else:
-            holder = self._workers[placement.snapshot.record(chosen.pull.holder).worker_id]
-            self._pull(worker, holder, job, chosen.pull)
+        decode = self._workers[chosen.decode.worker_id]
+        job.blocks = -(-(self._uncached(decode, request) + request.num_answer) // BLOCK_SIZE) if decode.pool else 0
+        decode.blocked.append(job)
+        self._admit(decode)
+
+    def _admit(self, decode: _Worker) -> None:
+        """What has blocks on decode is computed."""
+        while decode.blocked and decode.used + decode.blocked[0].blocks <= decode.pool:
+            job = decode.blocked.popleft()
+            decode.used += job.blocks
+            chosen, snapshot = job.placement.chosen, job.placement.snapshot
+            worker = self._workers[(chosen.prefill or chosen.decode).worker_id]
+            if chosen.pull is None:
+                self._queue(worker, job)
+            else:
+                self._pull(worker, self._workers[snapshot.record(chosen.pull.holder).worker_id], job, chosen.pull)
 
     def _pull(self, worker: _Worker, holder: _Worker, job: _Job, pull: PlannedPull) -> None:
         """Take what the holder still has, then queue."""
@@ -477,6 +510,8 @@ class Simulation:
 
     def _finished(self, worker: _Worker, job: _Job) -> None:
         worker.running -= 1
+        worker.used -= job.blocks
+        self._admit(worker)
         self._left -= 1
         job.outcome.finished_s = self.now - job.arrived
         if job.judgement is not None:

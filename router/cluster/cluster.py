@@ -489,7 +489,8 @@ class Cluster:
         record = placement.decode.record
         computes = placement.chosen.prefill or placement.decode
         num_tokens = max(0, num_prompt_tokens - placement.chosen.computed_from)
-        reservation = Reservation(computes.worker_id, record.worker_id, num_tokens, tenant)
+        kv_tokens = max(0, num_prompt_tokens - placement.decode.hit_tokens)
+        reservation = Reservation(computes.worker_id, record.worker_id, num_tokens, tenant, kv_tokens)
         self.reservations.reserve(attempt, reservation, doubtful=doubtful)
         now = self._clock.now()
         for worker_id in {computes.worker_id, record.worker_id}:

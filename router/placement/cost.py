@@ -5,8 +5,9 @@
 
 Before a prompt the worker finishes its step and computes at most as many tokens of every other waiting prompt, and of
 each other tenant as of this one (common/equal_shares.py), so the queue of a short prompt is short. A hit on P saves
-compute, a hit on D saves bytes; a hit in a host tier is charged the copy back. Local prefill on D is a candidate only
-when few tokens are uncached there, or when no prefill worker is usable: an idle cluster still disaggregates.
+compute, a hit on D saves bytes; a hit in a host tier is charged the copy back. Where D lacks blocks for the prompt, its
+load has the time until sequences end. Local prefill on D is a candidate only when few tokens are uncached there, or when no
+prefill worker is usable: an idle cluster still disaggregates.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ from diptych.router.placement.worker_arrays import Bools, ClusterSnapshot, Float
 LOCAL_BIAS_MS = 1.0
 COLOCATED_SLACK_MS = 1000.0
 TIE_FRACTION, TIE_MS = 0.02, 0.5
+TOKENS_LEFT = 128
+"""That a running sequence is taken to have left: the router knows their limits only."""
 MAX_SPARES = 8
 """Most prefill workers of a placement; decode tries them in turn."""
 
@@ -46,6 +49,7 @@ class Costs:
         local: [D], the same; None: local prefill is never a candidate.
         queue, compute: [P + D].
         sequences, decode_load: [D].
+        kv_wait: [D], of the decode load, the wait for KV blocks; None: nowhere.
         pulls: what each worker would take from another one's cache; `compute` has it; None: nothing.
         colocated: the decode worker that became a candidate by the colocated margin.
     """
@@ -59,6 +63,7 @@ class Costs:
     sequences: Floats
     decode_load: Floats
     pulls: Pulls | None = None
+    kv_wait: Floats | None = None
     colocated: bool = False
     least_remote: float = field(init=False)
 
@@ -188,6 +193,8 @@ def choose_placement(
         notes = ("no usable prefill worker: local prefill",)
     elif p is None and alone is None:
         notes = (_why_local(costs, d),)
+    if costs.kv_wait is not None and costs.kv_wait[d]:
+        notes = (*notes, f"decode lacks KV blocks for the prompt: expected to wait {costs.kv_wait[d]:.0f} ms for them")
     return Placement(
         costs.terms((p, d)), costs.snapshot, tuple(order), costs.best, notes, policy.name, alone is not None
     )
@@ -259,6 +266,9 @@ def candidate_costs(request: PlacementRequest, snapshot: ClusterSnapshot, now: f
     row: Floats = np.maximum(fleet.sequences, loads.pending_requests[first_decode:])
     sequences = row
     decode_load = fleet.step_ms * sequences
+    kv_wait = _kv_wait_ms(request, snapshot, sequences)
+    if kv_wait is not None:
+        decode_load += kv_wait
     row = decode_load
     if loads.lower_tokens is not None:
         copy_back: Floats = np.add.reduce(loads.lower_tokens * fleet.copy_token_ms)
@@ -283,7 +293,28 @@ def candidate_costs(request: PlacementRequest, snapshot: ClusterSnapshot, now: f
         remote[:, list(snapshot.barred)] = np.inf
         if local is not None:
             local[list(snapshot.barred)] = np.inf
-    return Costs(request, snapshot, remote, local, queue, compute, sequences, decode_load, pulls)
+    return Costs(request, snapshot, remote, local, queue, compute, sequences, decode_load, pulls, kv_wait)
+
+
+def _kv_wait_ms(request: PlacementRequest, snapshot: ClusterSnapshot, sequences: Floats) -> Floats | None:
+    """[D]: how long the request is expected to wait until decode has blocks for its prompt; None: nowhere.
+
+    Blocks get free when sequences end. In use is what was reported, or what this router's requests need, whichever is
+    more. Of n sequences one ends every step_ms * TOKENS_LEFT / n, and frees its part.
+    """
+    fleet, loads, needed = snapshot.fleet, snapshot.loads, request.num_prompt_tokens
+    placed = loads.kv_tokens
+    if needed <= fleet.least_free and (placed is None or needed + int(placed.max(initial=0)) <= fleet.least_pool):
+        return None
+    used = fleet.used_tokens if placed is None else np.maximum(fleet.used_tokens, placed)
+    lacking: Floats = used + needed - fleet.pool_tokens
+    if loads.hit_tokens is not None:
+        lacking -= loads.hit_tokens[fleet.num_prefill :]
+    if not request.needs_kv or not (lacking > 0).any():
+        return None
+    parts = np.maximum(1.0 / np.maximum(sequences, 1.0), lacking / np.maximum(used, 1.0))
+    wait: Floats = np.where(lacking > 0, fleet.step_ms * TOKENS_LEFT * parts, 0.0)
+    return wait
 
 
 def _local_costs(

@@ -244,7 +244,8 @@ class Placer:
         tokens, requests = self._reservations.at(self._reserved)
         hit, lower = self._hits(prompt)
         later = None if prompt is None or tenant is None else self._later(prompt, hit, tenant)
-        return ClusterSnapshot(self._fleet, RequestLoads(hit, lower, tokens, requests, later), barred)
+        held = self._reservations.kv_at(self._reserved[self._fleet.num_prefill :])
+        return ClusterSnapshot(self._fleet, RequestLoads(hit, lower, tokens, requests, later, held), barred)
 
     def _later(self, prompt: PromptBlocks, hit: Ints | None, tenant: str) -> Floats | None:
         """See RequestLoads.later_tokens."""

@@ -22,12 +22,14 @@ _MAX_IDLE_COLUMNS = 1024
 
 @dataclass(slots=True)
 class Reservation:
-    """Prompt tokens on the worker that computes them (until the first token), one sequence on decode (until the end)."""
+    """Prompt tokens on the worker that computes them (until the first token), one sequence on decode (until the end).
+    `kv_tokens`: of the prompt, those whose KV decode did not hold."""
 
     prefill_id: str
     decode_id: str
     num_tokens: int
     tenant: str = ""
+    kv_tokens: int = 0
 
 
 class Reservations:
@@ -39,7 +41,7 @@ class Reservations:
         self._computed: set[str] = set()
         self._doubtful: set[str] = set()
         self._columns: dict[str, int] = {}
-        self._mine = np.zeros((3, 64), np.int64)  # tokens, requests, doubtful tokens by column
+        self._mine = np.zeros((4, 64), np.int64)  # tokens, requests, doubtful tokens, KV tokens by column
         self._others = np.zeros((2, 64), np.int64)
         self._sum_up()
         self.on_less: Callable[[], None] = lambda: None
@@ -53,6 +55,7 @@ class Reservations:
         self._add(reservation.prefill_id, reservation.num_tokens, 1)
         if reservation.decode_id != reservation.prefill_id:
             self._add(reservation.decode_id, 0, 1)
+        self._add_kv(reservation.decode_id, reservation.kv_tokens)
         self.backlog.add(attempt, reservation.prefill_id, reservation.num_tokens, reservation.tenant, doubtful=doubtful)
         if doubtful:
             self._doubtful.add(attempt)
@@ -91,6 +94,7 @@ class Reservations:
         reservation = self._open.pop(attempt, None)
         if reservation is not None:
             self._add(reservation.decode_id, 0, -1)
+            self._add_kv(reservation.decode_id, -reservation.kv_tokens)
         return reservation
 
     def _sum_up(self) -> None:
@@ -110,6 +114,10 @@ class Reservations:
                 numbers[column] += tokens
             if requests:
                 numbers[self.width + column] += requests
+
+    def _add_kv(self, worker_id: str, tokens: int) -> None:
+        if tokens:
+            self._numbers[0][3 * self.width + self._column(worker_id)] += tokens
 
     def _column(self, worker_id: str) -> int:
         column = self._columns.get(worker_id)
@@ -163,6 +171,10 @@ class Reservations:
         """(pending tokens, pending requests) of all routers."""
         tokens, requests = self._all.take(columns, axis=1)
         return tokens, requests
+
+    def kv_at(self, columns: Ints) -> Ints:
+        """Tokens of KV that this router's requests need or hold there."""
+        return self._mine[3].take(columns)
 
     def _compact(self, keep: set[str]) -> None:
         """Drop workers that left long ago."""

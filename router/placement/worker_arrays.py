@@ -41,6 +41,8 @@ class WorkerArrays:
         prompt_step_ms: a step that computes prompts.
         requests: reported as running or waiting, at least 1 where prompt tokens are reported.
         sequences, step_ms, block_size: [D]; reported as running or waiting; one decode step.
+        pool_tokens, used_tokens: [D], tokens of KV that the pool holds; of these, in use or reserved as reported.
+        least_pool, least_free: the smallest pool; the least that is free anywhere.
         fits: [P, D], whether KV may be transferred.
         all_fit, alone: whether that holds for all pairs; [D], whether it holds for no prefill worker.
         move_ms: [P, D], to transfer one token's KV, of the layers that keep every token.
@@ -61,6 +63,10 @@ class WorkerArrays:
     sequences: Floats
     step_ms: Floats
     block_size: Ints
+    pool_tokens: Floats
+    used_tokens: Floats
+    least_pool: float
+    least_free: float
     fits: Bools
     all_fit: bool
     alone: Bools
@@ -106,6 +112,8 @@ class WorkerArrays:
         sequences = requests[len(prefill) :].copy()
         np.maximum(requests, waiting > 0, out=requests)
         on_decode = [record for record, _ in decode]
+        pool_tokens = np.array([r.num_blocks * r.block_size for r in on_decode], np.float64)
+        used_tokens = pool_tokens * np.array([r.load.kv_usage for r in on_decode], np.float64)
         return WorkerArrays(
             num_prefill=len(prefill),
             records=records,
@@ -118,6 +126,10 @@ class WorkerArrays:
             sequences=sequences,
             step_ms=1000.0 * _measured([r.load.decode_step_s for r in on_decode], DEFAULT_DECODE_STEP_S),
             block_size=np.array([r.block_size for r in on_decode], np.int64),
+            pool_tokens=pool_tokens,
+            used_tokens=used_tokens,
+            least_pool=float(pool_tokens.min(initial=np.inf)),
+            least_free=float((pool_tokens - used_tokens).min(initial=np.inf)),
             fits=fits,
             all_fit=bool(fits.all()),
             alone=alone,
@@ -193,6 +205,7 @@ class RequestLoads:
     Args:
         later_tokens: of the pending tokens, how many are computed after this request, because of its tenant's share;
             None: no other tenant's are pending.
+        kv_tokens: [D], tokens of KV of this router's requests, see Reservation; None: not known.
     """
 
     hit_tokens: Ints | None
@@ -201,6 +214,7 @@ class RequestLoads:
     pending_tokens: Ints
     pending_requests: Ints
     later_tokens: Floats | None = None
+    kv_tokens: Ints | None = None
 
 
 @dataclass(slots=True, eq=False)

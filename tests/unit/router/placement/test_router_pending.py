@@ -13,6 +13,7 @@ from diptych.router.placement.pending import PendingShare
 from diptych.router.placement.placer import Candidate, Placer, PromptBlocks
 from diptych.router.placement.reservations import Reservation, Reservations
 from diptych.router.placement.types import PlacementRequest
+from diptych_tests.records import worker_record
 
 
 @pytest.fixture
@@ -130,6 +131,36 @@ async def test_three_routers_do_not_stampede_the_worker_that_holds_the_prefix(cl
     alone, together = await burst(clock, shared=False), await burst(clock, shared=True)
     assert max(together) < 1.35 * sum(together) / 4
     assert together[0] < alone[0]
+
+
+def test_a_burst_does_not_go_where_its_kv_has_no_room(clock):
+    """Leases have not said anything yet: what this router placed counts, until it ends."""
+    records = [worker_record("p0", block_size=BLOCK_SIZE, incarnation="i")]
+    records += [
+        worker_record(name, block_size=BLOCK_SIZE, incarnation="i", num_blocks=num_blocks)
+        for name, num_blocks in (("d0", 100), ("d1", 1000))
+    ]
+    index, reservations = BlockIndex(), Reservations()
+    for record in records:
+        index.register(record.worker_id, "i", 0, 0)
+    placer = Placer(index, reservations, random.Random(0))
+    at = [Candidate(record, 0.0, HEADER) for record in records]
+    placer.set_workers(at[:1], at[1:], {}, {})
+    prompt, placed = PromptBlocks(Prompt(range(640))), []
+
+    def place():
+        chosen = placer.place(PlacementRequest(640, 0), prompt, 0.0).chosen.decode.worker_id
+        placed.append(chosen)
+        reservations.reserve(str(len(placed)), Reservation("p0", chosen, 640, kv_tokens=640))
+
+    for _ in range(12):
+        place()
+    assert placed.count("d0") == 2  # 40 blocks each
+    for number, name in enumerate(placed, 1):
+        if name == "d0":
+            reservations.release(str(number))
+    place()
+    assert placed[-1] == "d0"
 
 
 async def test_what_is_doubtful_counts_where_workers_are_compared_and_nowhere_else(clock):

@@ -6,7 +6,7 @@ import pytest
 
 from diptych.common.kv_format import windowed_format
 from diptych.common.tiers import TierState
-from diptych.router.placement.cost import COLOCATED_SLACK_MS, choose_placement
+from diptych.router.placement.cost import COLOCATED_SLACK_MS, TOKENS_LEFT, choose_placement
 from diptych.router.placement.policies import policy_by_name
 from diptych.router.placement.types import Placement, PlacementRequest, Rejected, WorkerView, usable_hit_tokens
 from diptych.router.placement.worker_arrays import HANDOFF_MS, ClusterSnapshot
@@ -81,6 +81,38 @@ def pair(placement):
             [worker("p0")], [worker("d0", requests=6), worker("d1")], 200, 64, ("p0", "d1"), id="decode pending"
         ),
         pytest.param(
+            [worker("p0")],
+            [worker("d0", num_running=1, kv_usage=0.95), worker("d1", num_running=6, kv_usage=0.8)],
+            200,
+            64,
+            ("p0", "d1"),
+            id="few sequences, and no KV blocks for the prompt",
+        ),
+        pytest.param(
+            [worker("p0")],
+            [worker("d0", num_running=1, kv_usage=0.87), worker("d1", num_running=6, kv_usage=0.8)],
+            200,
+            64,
+            ("p0", "d0"),
+            id="just enough KV blocks",
+        ),
+        pytest.param(
+            [worker("p0")],
+            [worker("d0", hit=144, num_running=1, kv_usage=0.95), worker("d1", num_running=6, kv_usage=0.8)],
+            200,
+            0,
+            ("p0", "d0"),
+            id="what decode has cached needs no KV blocks",
+        ),
+        pytest.param(
+            [worker("p0")],
+            [worker("d0", num_running=1, kv_usage=0.95), worker("d1", num_running=8, kv_usage=0.95)],
+            200,
+            64,
+            ("p0", "d1"),
+            id="no KV blocks anywhere: where a sequence ends sooner",
+        ),
+        pytest.param(
             [worker("p0", prefill_tokens_per_s=50.0), worker("p1", prefill_tokens_per_s=400.0)],
             [worker("d0")],
             200,
@@ -106,6 +138,18 @@ def test_choice(prefill, decode, n, local, expected):
 
 def test_busy_decode_does_not_stall_its_sequences():
     assert pair(choose([worker("p0")], [worker("d0", num_running=8)], n=60)) == ("p0", "d0")
+
+
+def test_a_wait_for_kv_blocks_is_part_of_the_decode_load_and_said():
+    full = worker("d0", num_running=1, kv_usage=0.95)
+    placement = choose([worker("p0")], [full])
+    assert placement.chosen.decode_load_ms == pytest.approx(30.0 + 30.0 * TOKENS_LEFT)
+    assert any("lacks KV blocks" in note for note in placement.notes)
+    # the prompt has as many tokens as are in use: it waits until all of them are free
+    assert choose([worker("p0")], [full], n=1600).chosen.decode_load_ms == pytest.approx(30.0 + 30.0 * TOKENS_LEFT)
+    one_token = choose([worker("p0")], [full], needs_kv=False)
+    assert one_token.chosen.decode_load_ms == pytest.approx(30.0)
+    assert not one_token.notes
 
 
 def test_incompatible_pairs_are_never_placed():

@@ -1,9 +1,11 @@
 import pytest
 
+from diptych.bench.router.overload import Load, requests
 from diptych.bench.router.quality import COPIES, PULLS, TREE, run, summary
 from diptych.bench.router.simulation import SimConfig
 from diptych.bench.router.trace import BLOCK_SIZE, TraceConfig, make_trace, merged
 from diptych.loadtest.svg import bars
+from diptych.router.placement import cost
 from diptych.router.placement.policies import POLICIES
 
 
@@ -38,6 +40,17 @@ def test_pulls_save_compute_and_time_to_first_token(trace):
     assert with_pulls["ttft_p50_s"] < 0.95 * without["ttft_p50_s"]
     assert with_pulls["ttft_p95_s"] <= without["ttft_p95_s"]
     assert with_pulls["hit_prediction_error"] < 0.01
+
+
+def test_requests_do_not_wait_for_kv_blocks_beside_a_worker_that_has_some(monkeypatch):
+    """A small pool beside a large one: sequences alone would be spread evenly."""
+    trace = requests(Load("long", prompt=(200, 6000), answer=(200, 800)), [(15.0, 6.0)], seed=1)
+    config = SimConfig(num_decode=2, decode_blocks=(1500, 15_000), prefill_tokens_per_s=16_000.0)
+    ours = summary(run("cost", trace, config))
+    monkeypatch.setattr(cost, "TOKENS_LEFT", 0)
+    without = summary(run("cost", trace, config))
+    assert ours["ttft_p95_s"] < 0.4 * without["ttft_p95_s"]
+    assert ours["ttft_p50_s"] <= without["ttft_p50_s"]
 
 
 def test_turns_keep_a_tenant_with_ten_times_the_chats_from_the_others():
