@@ -38,7 +38,6 @@ from diptych.router.placement.reservations import Reservation, Reservations
 from diptych.router.placement.types import Placement, PlacementRequest
 from diptych.router.requests.submission import COLOCATED_MARGIN
 
-
 _NO_BOUND = 10**6
 """Blocks, more than any run holds."""
 

@@ -1,0 +1,293 @@
+"""Mixed load for many minutes with a kill each minute: memory, descriptors and conservation laws of every process; `make soak`.
+
+    python -P -m diptych_tests.soak_run --minutes 30 --out FILE
+
+A cluster as shipped (`diptych up`, default flags but for its size and the tenants' keys): chats, long prompts, grammars, named
+tools, n = 3 and log probabilities through the openai client, the SDK beside it, clients that leave in the middle, and a tenant
+beyond its quota. Every minute a random worker is killed; the supervisor starts it again. Every second each worker is asked for
+its audit, every five seconds each process for its memory (USS) and descriptors.
+
+What must hold: no law is violated; no request of a tenant within its quota fails or ends early; the quota refuses with 429 and
+Retry-After; from the end of the warm-up on, the memory of every incarnation that lives for three minutes grows by less than
+1 MiB a minute (least squares) and its descriptors stay; after the load everything is free. The record says all of it, whether
+it holds or not; the exit status is 1 if not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import itertools
+import os
+import random
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import grpc
+import openai
+import psutil
+
+from diptych.bench import result
+from diptych.client import AsyncClient, DiptychError
+from diptych.loadtest.svg import Series, chart
+from diptych.router.api.auth_keys import add_key
+from diptych.rpc.v1 import worker_pb2, worker_pb2_grpc
+from diptych_tests import clusters, kill_run
+
+WORKERS = ("prefill-0", "decode-0", "decode-1")
+KINDS = ("plain", "grammar", "tool", "several", "logprobs", "long")
+KILL_EVERY_S, AUDIT_EVERY_S, SAMPLE_EVERY_S = 60.0, 1.0, 5.0
+LEAST_LIFE_S = 180.0
+"""A slope of a shorter life says nothing."""
+MOST_SLOPE = 1.0
+QUOTA = 600
+"""Tokens a minute of the tenant that asks for more."""
+
+
+@dataclass
+class Soak:
+    """What was seen. samples: (seconds, MiB, descriptors) by process and incarnation."""
+
+    samples: dict[str, list[tuple[float, float, int]]] = field(default_factory=lambda: defaultdict(list))
+    outcomes: Counter[str] = field(default_factory=Counter)
+    errors: list[str] = field(default_factory=list)
+    audits: Counter[str] = field(default_factory=Counter)
+    violations: list[str] = field(default_factory=list)
+    kills: list[tuple[float, str]] = field(default_factory=list)
+    left_over: str = ""
+
+    def lives(self, warm_s: float) -> list[dict[str, Any]]:
+        """Of every incarnation that lived long enough after the warm-up, and after its own."""
+        found = []
+        for name, samples in sorted(self.samples.items()):
+            since = max(warm_s, samples[0][0] + min(warm_s, 60.0))
+            kept = [one for one in samples if one[0] >= since]
+            if len(kept) < 3 or kept[-1][0] - kept[0][0] < LEAST_LIFE_S:
+                continue
+            minutes = [at / 60.0 for at, _, _ in kept]
+            slope = statistics.linear_regression(minutes, [mib for _, mib, _ in kept]).slope
+            descriptors = [count for _, _, count in kept]
+            half = len(descriptors) // 2
+            found.append(
+                {
+                    "process": name, "minutes": round(minutes[-1] - minutes[0], 2), "mib_per_minute": round(slope, 3),
+                    "mib_first": round(kept[0][1], 1), "mib_last": round(kept[-1][1], 1),
+                    "mib_max": round(max(mib for _, mib, _ in kept), 1),
+                    "descriptors_median_first_half": statistics.median(descriptors[:half]),
+                    "descriptors_median_second_half": statistics.median(descriptors[half:]),
+                    "descriptors_max": max(descriptors),
+                }
+            )  # fmt: skip
+        return found
+
+
+async def http_stream(
+    soak: Soak, url: str, key: str, kind: str, numbers: itertools.count[int], ends: asyncio.Event
+) -> None:
+    bodies = kill_run.asks()[kind]
+    async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0, timeout=600.0) as client:
+        while not ends.is_set():
+            number = next(numbers)
+            body = bodies[number % len(bodies)]
+            flight = kill_run.Flight(f"soak-{number}", kind, number, time.monotonic())
+            await kill_run.ask(client, "smollm2", flight, body)
+            choices = range(body.get("n", 1))
+            whole = not flight.error and flight.usage and all(flight.seen.get(i, {}).get("end") for i in choices)
+            soak.outcomes[f"{kind}: {'whole' if whole else 'failed'}"] += 1
+            if not whole:
+                soak.errors.append(f"{kind}: {flight.error or 'it ended early'}")
+
+
+async def leaving_stream(soak: Soak, url: str, key: str, rng: random.Random, ends: asyncio.Event) -> None:
+    """Clients that leave after some tokens, or before any."""
+    async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0, timeout=600.0) as client:
+        while not ends.is_set():
+            prompt, after = f"Tale {rng.random()}. Once upon a time", rng.randrange(0, 30)
+            try:
+                async with asyncio.timeout(rng.uniform(0.05, 20.0)):
+                    stream = await client.completions.create(
+                        model="smollm2", prompt=prompt, max_tokens=200, stream=True
+                    )
+                    async with stream:
+                        for _ in range(after):
+                            await anext(aiter(stream))
+            except (TimeoutError, StopAsyncIteration):
+                pass
+            except openai.OpenAIError as error:
+                soak.errors.append(f"leaves: {error!r}")
+            soak.outcomes["leaves"] += 1
+
+
+async def sdk_stream(soak: Soak, address: str, key: str, rng: random.Random, ends: asyncio.Event) -> None:
+    async with AsyncClient(address, api_key=key, timeout_s=600.0) as client:
+        while not ends.is_set():
+            tokens = rng.randrange(8, 80)
+            try:
+                answer = await client.generate(
+                    prompt=f"Story {rng.random()}. Once upon a time", max_tokens=tokens, ignore_eos=True, seed=1
+                )
+                whole = answer.usage.completion_tokens == len(answer.token_ids) == tokens
+                soak.outcomes[f"sdk: {'whole' if whole else 'failed'}"] += 1
+                if not whole:
+                    soak.errors.append(f"sdk: {answer.usage}")
+            except DiptychError as error:
+                soak.outcomes["sdk: failed"] += 1
+                soak.errors.append(f"sdk: {error!r}")
+
+
+async def over_budget_stream(soak: Soak, url: str, key: str, ends: asyncio.Event) -> None:
+    """Asks for far more than its quota; it waits a second after a refusal, or Retry-After if that is less."""
+    async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0, timeout=600.0) as client:
+        while not ends.is_set():
+            try:
+                await client.completions.create(model="smollm2", prompt="Once upon a time", max_tokens=60)
+                soak.outcomes["over budget: served"] += 1
+            except openai.RateLimitError as error:
+                after = error.response.headers.get("retry-after")
+                soak.outcomes["over budget: refused"] += 1
+                if after is None:
+                    soak.errors.append("over budget: no Retry-After")
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(ends.wait(), min(1.0, float(after or 1.0)))
+            except openai.OpenAIError as error:
+                soak.errors.append(f"over budget: {error!r}")
+
+
+async def audited(soak: Soak, cluster: clusters.Cluster, ends: asyncio.Event) -> None:
+    """A worker that is starting or was just killed does not answer: that is counted."""
+
+    def audit(name: str) -> worker_pb2.AuditResponse | None:
+        with contextlib.suppress(grpc.RpcError, StopIteration), cluster.worker_channel(name) as channel:
+            return worker_pb2_grpc.WorkerStub(channel).Audit(worker_pb2.AuditRequest(full=True), timeout=10.0)
+        return None
+
+    while not ends.is_set():
+        answers = await asyncio.gather(*(asyncio.to_thread(audit, name) for name in WORKERS))
+        for name, answer in zip(WORKERS, answers, strict=True):
+            soak.audits["no answer" if answer is None else "answered"] += 1
+            if answer is not None and answer.violations:
+                soak.violations.append(f"{name}: {list(answer.violations)}")
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(ends.wait(), AUDIT_EVERY_S)
+
+
+async def sampled(soak: Soak, cluster: clusters.Cluster, began: float, ends: asyncio.Event) -> None:
+    while not ends.is_set():
+        pids = {"up": cluster.process.pid} | {child.name: child.pid for child in cluster.state.children}
+        for name, pid in pids.items():
+            with contextlib.suppress(psutil.Error):
+                process = psutil.Process(pid)
+                uss = (await asyncio.to_thread(process.memory_full_info)).uss
+                soak.samples[f"{name} {pid}"].append((time.monotonic() - began, uss / 2**20, process.num_fds()))
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(ends.wait(), SAMPLE_EVERY_S)
+
+
+async def run(cluster: clusters.Cluster, keys: dict[str, str], *, minutes: float, seed: int) -> Soak:
+    soak, rng, ends, began = Soak(), random.Random(seed), asyncio.Event(), time.monotonic()
+    numbers = itertools.count()
+    url, address = cluster.http_url, cluster.grpc_address
+    tasks = [
+        *(asyncio.create_task(http_stream(soak, url, keys["acme"], kind, numbers, ends)) for kind in KINDS),
+        asyncio.create_task(leaving_stream(soak, url, keys["acme"], random.Random(seed + 1), ends)),
+        asyncio.create_task(sdk_stream(soak, address, keys["other"], random.Random(seed + 2), ends)),
+        asyncio.create_task(over_budget_stream(soak, url, keys["greedy"], ends)),
+        asyncio.create_task(audited(soak, cluster, ends)),
+        asyncio.create_task(sampled(soak, cluster, began, ends)),
+    ]
+    while (left_s := began + 60.0 * minutes - time.monotonic()) > 0:
+        done, _ = await asyncio.wait(tasks, timeout=min(KILL_EVERY_S, left_s), return_when=asyncio.FIRST_COMPLETED)
+        if done:
+            break  # one failed
+        if left_s > KILL_EVERY_S:
+            victim = rng.choice(WORKERS)
+            cluster.kill(victim)
+            soak.kills.append((round(time.monotonic() - began, 1), victim))
+            print(f"{soak.kills[-1]} {dict(soak.outcomes)} {len(soak.errors)} errors", flush=True)
+    ends.set()
+    await asyncio.gather(*tasks)
+    try:
+        await asyncio.to_thread(cluster.wait_idle)
+    except (AssertionError, grpc.RpcError, TimeoutError) as error:
+        soak.left_over = repr(error)
+    return soak
+
+
+def drawing(soak: Soak) -> str:
+    series = [
+        Series(name, [(at / 60.0, mib) for at, mib, _ in samples]) for name, samples in sorted(soak.samples.items())
+    ]
+    return chart("Memory of each process (USS)", series, x="minutes", y="MiB")
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="soak_run", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--minutes", type=float, default=30.0)
+    parser.add_argument("--warm-up-s", type=float, default=180.0, help="nothing before counts for a slope")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--out", type=Path, required=True)
+    chosen = parser.parse_args(arguments)
+    environment = result.surroundings()
+    clusters.OF_USERS = frozenset(os.environ)
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder)
+        file = root / "keys.json"
+        keys = {
+            name: add_key(file, name, now=0.0, **({"tokens_per_minute": QUOTA} if name == "greedy" else {}))[0]
+            for name in ("acme", "other", "greedy")
+        }
+        model = kill_run.model_folder(root / "model", chosen.model)
+        flags = [
+            "--model",
+            str(model),
+            "--served-model-name",
+            "smollm2",
+            "--decode-workers",
+            "2",
+            "--keys-file",
+            str(file),
+        ]
+        with clusters.running_cluster(root, *flags) as cluster:
+            soak = asyncio.run(run(cluster, keys, minutes=chosen.minutes, seed=chosen.seed))
+    lives = soak.lives(chosen.warm_up_s)
+    grown = [one for one in lives if one["mib_per_minute"] >= MOST_SLOPE]
+    more = [
+        one for one in lives if one["descriptors_median_second_half"] > 1.2 * one["descriptors_median_first_half"] + 8
+    ]
+    body = {
+        "environment": environment,
+        "command": ["soak_run", *arguments],
+        "minutes": chosen.minutes,
+        "holds": not (grown or more or soak.violations or soak.errors or soak.left_over),
+        "outcomes": dict(sorted(soak.outcomes.items())),
+        "errors": soak.errors[:50],
+        "num_errors": len(soak.errors),
+        "audits": dict(soak.audits),
+        "violations": soak.violations,
+        "left_over": soak.left_over,
+        "kills": soak.kills,
+        "lives": lives,
+        "memory_grew": [one["process"] for one in grown],
+        "descriptors_grew": [one["process"] for one in more],
+    }
+    result.write(chosen.out, body)
+    chosen.out.with_suffix(".svg").write_text(drawing(soak), encoding="utf-8")
+    print(
+        {name: body[name] for name in ("holds", "outcomes", "num_errors", "audits", "memory_grew", "descriptors_grew")}
+    )
+    return 0 if body["holds"] else 1
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    sys.exit(main(sys.argv[1:]))
