@@ -38,7 +38,7 @@ PIP := $(BIN)/python -m pip --quiet
 STEP := .ci/with_progress.sh
 PROTO_SOURCES := $(wildcard proto/diptych/rpc/v1/*.proto)
 
-.PHONY: help check sdk-reference test test-full test-hostile up down proto model golden chaos chaos-kill redis-away soak sim fuzz audit sdk-wheel bench bench-router bench-beside bench-overload bench-router-processes bench-peers bench-engine bench-kv bench-vllm test-gpu bench-gpu bench-gpu-batch-invariant bench-gpu-pair bench-gpu-http wheels wheels-gpu secrets images charts test-clients test-containers clean
+.PHONY: help check sdk-reference test test-full test-hostile up down proto model golden chaos chaos-kill redis-away soak sim fuzz audit sdk-wheel bench bench-router bench-beside bench-overload bench-overload-http bench-router-processes bench-peers bench-engine bench-kv bench-vllm test-gpu bench-gpu bench-gpu-batch-invariant bench-gpu-pair bench-gpu-http wheels wheels-gpu secrets images charts test-clients test-containers clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 27
@@ -213,6 +213,9 @@ bench-router: $(VENV)/.dev ## the router's decisions: speed and memory, and how 
 
 bench-overload: $(VENV)/.dev ## admission under five times the load, in virtual time
 	@$(BIN)/python -P -m diptych.bench.router.overload $(ARGS)
+
+bench-overload-http: $(VENV)/.dev ## the same over HTTP with real processes, and a model whose step takes a fixed time: six minutes
+	@PYTHONPATH=tests/support $(BIN)/python -P -m diptych_tests.overload_run --out bench-out/overload-http.json $(ARGS)
 
 bench-beside: $(VENV)/.dev model ## a short request's time to first token beside long prompts of other tenants and its own
 	@$(BIN)/python -P -m diptych.bench.router.beside_long_prompts $(ARGS)

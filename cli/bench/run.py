@@ -145,12 +145,15 @@ def finish(report: Report, config: BenchConfig) -> int:
             print(line)
     for note in report.notes:
         print(f"NOTE: {note}")
-    for path in write_reports(report, config.out, config.label):
-        print(path)
-    if config.save_items and report.runs:
-        path = config.out / f"{_stem(report, config.label)}-items.jsonl"
-        write_jsonl(path, report.runs[0].config.items())
-        print(path)
+    try:
+        for path in write_reports(report, config.out, config.label):
+            print(path)
+        if config.save_items and report.runs:
+            path = config.out / f"{_stem(report, config.label)}-items.jsonl"
+            write_jsonl(path, report.runs[0].config.items())
+            print(path)
+    except OSError as error:  # the figures are printed
+        raise ConfigError("out", str(config.out), f"the reports cannot be written there: {error.strerror}") from None
     return 0 if any(run.summary.completed for run in report.runs) else 1
 
 

@@ -283,6 +283,8 @@ def _check_start(supervisor: Supervisor, signals: _Signals) -> None:
 
 
 def _supervise(plan: ClusterPlan, supervisor: Supervisor, signals: _Signals, stages: Stages) -> None:
+    """Restart what dies, until a signal. A full disk ends nothing: the state is written as soon as there is room."""
+    changed, why = False, ""
     while not signals.received:
         notices = supervisor.poll(time.monotonic())
         for notice in notices:
@@ -291,8 +293,15 @@ def _supervise(plan: ClusterPlan, supervisor: Supervisor, signals: _Signals, sta
                 stages.done(f"{notice.child} died ({reason}); starts again in {notice.delay_s:.2f} s")
             else:
                 stages.done(f"{notice.child} started again as pid {notice.pid}")
-        if notices:
-            _write_state(plan, supervisor, ready=True)
+        changed = changed or bool(notices)
+        if changed:
+            try:
+                _write_state(plan, supervisor, ready=True)
+                changed, why = False, ""
+            except OSError as error:
+                if str(error) != why:
+                    why = str(error)
+                    stages.done(f"the cluster's state cannot be written, and is tried again: {why}")
         time.sleep(0.05)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from typing import Any
@@ -12,6 +13,8 @@ class Stages:
         self._began = time.monotonic()
         self._status: Any = None
         self._console: Any = None
+        self._lost = 0
+        """Lines that a full disk did not take, since the last one that it took."""
         if sys.stderr.isatty():
             from rich.console import Console
 
@@ -41,5 +44,10 @@ class Stages:
         line = f"[{time.monotonic() - self._began:6.1f} s] {text}"
         if self._console is not None:
             self._console.print(line, markup=False)
-        else:
-            print(line, file=sys.stderr, flush=True)
+            return
+        lost = f"({self._lost} lines could not be written)\n" if self._lost else ""
+        try:  # past the buffer of sys.stderr, which would keep the line and fail again at exit
+            os.write(sys.stderr.fileno(), f"{lost}{line}\n".encode("utf-8", "backslashreplace"))
+            self._lost = 0
+        except OSError:
+            self._lost += 1

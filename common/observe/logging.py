@@ -120,7 +120,7 @@ def setup_logging(**process: Any) -> None:
 
 
 def _dropped(num_lines: int) -> logging.LogRecord:
-    words = "log lines were dropped: whoever reads them is too slow"
+    words = "log lines were dropped: whoever reads them is too slow, or the disk is full"
     return logging.LogRecord(__name__, logging.WARNING, "", 0, f"{num_lines} {words}", (), None)
 
 

@@ -1,4 +1,5 @@
-"""A full disk under the logs, and a router without file descriptors: serving goes on, or is refused in words, and comes back."""
+"""A full disk under what is written, and a router without file descriptors: serving goes on, or is refused in words, and comes
+back."""
 
 from __future__ import annotations
 
@@ -7,13 +8,20 @@ import contextlib
 import importlib.util
 import shutil
 import socket
+import subprocess
+from collections.abc import Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 
 import httpx
 import psutil
 import pytest
 
-from diptych_tests import waiting
+from diptych.cli.bench.run import finish
+from diptych.common.errors import ConfigError
+from diptych.loadtest.config import BenchConfig
+from diptych.loadtest.result import begin_report
+from diptych_tests import clusters, waiting
 from diptych_tests.fake_model_cluster import FakeModelCluster, ask, body_of, check, expected, fake_model_cluster
 
 pytestmark = [
@@ -39,6 +47,85 @@ async def test_the_disk_of_the_logs_is_full(tmp_path: Path) -> None:
         for name in ("decode-0", "prefill-0"):  # they drain, and end as asked
             cluster.processes[name].terminate()
             assert await asyncio.to_thread(cluster.processes[name].wait, 300) == 143
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 4 MiB."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=4m,mode=700", "diptych-test", str(disk)]
+    if shutil.which("mount") is None or subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("a tmpfs cannot be mounted here: needs root")
+    try:
+        yield disk
+    finally:
+        subprocess.run(["umount", "--lazy", str(disk)], check=True)
+
+
+def fill(disk: Path) -> Path:
+    """Take all that is free. Returns the file to remove."""
+    filler = disk / "filler"
+    with contextlib.suppress(OSError), filler.open("wb", buffering=0) as file:
+        while file.write(bytes(4096)):
+            pass
+    return filler
+
+
+@pytest.mark.slow
+async def test_the_disk_of_the_logs_is_full_for_a_while(tmp_path: Path, small_disk: Path) -> None:
+    """Access log and logs of every process: what is lost meanwhile is counted in the first lines that fit again."""
+    log = small_disk / "all.log"
+    async with fake_model_cluster(tmp_path, log=log) as cluster, cluster.client() as client:
+        check(await client.generate(**ask(0)), ask(0))
+        await waiting.until(lambda: '"outcome": "served"' in log.read_text(), "the access log is written")
+        filler = fill(small_disk)
+        await waiting.until(lambda: fill(small_disk) and shutil.disk_usage(small_disk).free == 0, "the disk is full")
+        full = log.stat().st_size
+        for number in range(1, 40):  # more lines than what was left of the last page takes
+            check(await client.generate(**ask(number)), ask(number))
+        assert log.stat().st_size < full + 4096
+        filler.unlink()
+
+        async def said() -> bool:
+            check(await client.generate(**ask(0)), ask(0))
+            return "log lines were dropped" in log.read_text(errors="replace")[full:]
+
+        await waiting.until(said, "what was lost is said", every_s=0.1)
+        await cluster.idle_again()
+
+
+@pytest.mark.slow
+async def test_the_disk_of_the_run_folder_is_full(small_disk: Path) -> None:
+    """`diptych up` can write neither its own lines nor its state: it starts a killed worker again all the same, and writes the
+    state when there is room."""
+    body = {"prompt": "Once upon a time", "max_tokens": 4, "ignore_eos": True}
+    with clusters.running_cluster(small_disk) as cluster:
+        filler = fill(small_disk)
+        killed = cluster.kill("decode-0")
+        async with httpx.AsyncClient(base_url=cluster.http_url, timeout=300.0) as http:
+
+            async def again() -> bool:
+                workers = (await http.get("/status.json")).json()["cluster"]["workers"]
+                one = next((one for one in workers if one["id"] == "decode-0"), None)
+                return one is not None and one["pid"] != killed.pid and not one["why_not"]
+
+            await waiting.until(again, "the worker serves again", deadline_s=300.0, every_s=0.2)
+            assert (await http.post("/v1/completions", json=body)).status_code == 200
+            assert cluster.child("decode-0").pid == killed.pid, "the disk was not full"
+            filler.unlink()
+            await waiting.until(
+                lambda: cluster.child("decode-0").pid != killed.pid, "the state is written", every_s=0.1
+            )
+            assert (await http.post("/v1/completions", json=body)).status_code == 200
+        assert cluster.process.poll() is None
+
+
+def test_reports_that_a_full_disk_does_not_take_are_an_error_in_words(small_disk: Path) -> None:
+    fill(small_disk)
+    report = begin_report("serve", "a run", datetime.now(UTC))
+    with pytest.raises(ConfigError, match="the reports cannot be written there: No space left on device"):
+        finish(report, BenchConfig(out=small_disk))
 
 
 @pytest.mark.slow

@@ -1,16 +1,17 @@
-"""Mixed load for many minutes with a kill each minute: memory, descriptors and conservation laws of every process; `make soak`.
+"""Mixed load for half an hour with a kill each minute: memory, descriptors and conservation laws of every process; `make soak`.
 
     python -P -m diptych_tests.soak_run --minutes 30 --out FILE
 
-A cluster as shipped (`diptych up`, default flags but for its size and the tenants' keys): chats, long prompts, grammars, named
-tools, n = 3 and log probabilities through the openai client, the SDK beside it, clients that leave in the middle, and a tenant
-beyond its quota. Every minute a random worker is killed; the supervisor starts it again. Every second each worker is asked for
-its audit, every five seconds each process for its memory (USS) and descriptors.
+A cluster as shipped (`diptych up`, default flags but for its size, small pools, and the tenants' keys): chats, long prompts,
+grammars, named tools, n = 3 and log probabilities through the openai client, the SDK beside it, clients that leave in the
+middle, and a tenant beyond its quota. Every minute a worker is killed; the supervisor starts it again. Each worker has its turn of a third of the
+time, so that the others live long enough for a slope. Every second each worker is asked for its audit, every five seconds each
+process for its memory (USS) and descriptors.
 
-What must hold: no law is violated; no request of a tenant within its quota fails or ends early; the quota refuses with 429 and
-Retry-After; from the end of the warm-up on, the memory of every incarnation that lives for three minutes grows by less than
-1 MiB a minute (least squares) and its descriptors stay; after the load everything is free. The record says all of it, whether
-it holds or not; the exit status is 1 if not.
+What must hold: no law is violated; no request of a tenant within its quota fails, ends early, or has another answer than the
+first of its kind; the quota refuses with 429 and Retry-After; from the end of the warm-up on, the memory of every incarnation
+that lives for three minutes more grows by less than 1 MiB a minute (least squares) and its descriptors stay; after the load
+everything is free. The record says all of it, whether it holds or not; the exit status is 1 if not.
 """
 
 from __future__ import annotations
@@ -43,13 +44,15 @@ from diptych.router.api.auth_keys import add_key
 from diptych.rpc.v1 import worker_pb2, worker_pb2_grpc
 from diptych_tests import clusters, kill_run
 
-WORKERS = ("prefill-0", "decode-0", "decode-1")
+WORKERS = ("decode-0", "decode-1", "prefill-0")
 KINDS = ("plain", "grammar", "tool", "several", "logprobs", "long")
 KILL_EVERY_S, AUDIT_EVERY_S, SAMPLE_EVERY_S = 60.0, 1.0, 5.0
 LEAST_LIFE_S = 180.0
-"""A slope of a shorter life says nothing."""
+"""A slope of a shorter time says nothing."""
 MOST_SLOPE = 1.0
-QUOTA = 600
+BLOCKS = 320
+"""Of a worker's pool: few, so that every page of it has been touched when the warm-up ends."""
+QUOTA = 200
 """Tokens a minute of the tenant that asks for more."""
 
 
@@ -60,17 +63,18 @@ class Soak:
     samples: dict[str, list[tuple[float, float, int]]] = field(default_factory=lambda: defaultdict(list))
     outcomes: Counter[str] = field(default_factory=Counter)
     errors: list[str] = field(default_factory=list)
+    first: dict[tuple[str, int], Any] = field(default_factory=dict)
+    """By kind and number of a request: its first answer."""
     audits: Counter[str] = field(default_factory=Counter)
     violations: list[str] = field(default_factory=list)
     kills: list[tuple[float, str]] = field(default_factory=list)
     left_over: str = ""
 
     def lives(self, warm_s: float) -> list[dict[str, Any]]:
-        """Of every incarnation that lived long enough after the warm-up, and after its own."""
+        """Of every incarnation that lived long enough after a warm-up of its own."""
         found = []
         for name, samples in sorted(self.samples.items()):
-            since = max(warm_s, samples[0][0] + min(warm_s, 60.0))
-            kept = [one for one in samples if one[0] >= since]
+            kept = [one for one in samples if one[0] >= samples[0][0] + warm_s]
             if len(kept) < 3 or kept[-1][0] - kept[0][0] < LEAST_LIFE_S:
                 continue
             minutes = [at / 60.0 for at, _, _ in kept]
@@ -90,21 +94,32 @@ class Soak:
         return found
 
 
+async def within(ends: asyncio.Event, seconds: float) -> None:
+    """Return after so many seconds, or when the run ends."""
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(ends.wait(), seconds)
+
+
 async def http_stream(
     soak: Soak, url: str, key: str, kind: str, numbers: itertools.count[int], ends: asyncio.Event
 ) -> None:
     bodies = kill_run.asks()[kind]
     async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0, timeout=600.0) as client:
-        while not ends.is_set():
-            number = next(numbers)
-            body = bodies[number % len(bodies)]
-            flight = kill_run.Flight(f"soak-{number}", kind, number, time.monotonic())
+        for turn in itertools.count():
+            if ends.is_set():
+                return
+            which, number = turn % len(bodies), next(numbers)
+            body = bodies[which]
+            flight = kill_run.Flight(f"soak-{number}", kind, which, time.monotonic())
             await kill_run.ask(client, "smollm2", flight, body)
-            choices = range(body.get("n", 1))
-            whole = not flight.error and flight.usage and all(flight.seen.get(i, {}).get("end") for i in choices)
-            soak.outcomes[f"{kind}: {'whole' if whole else 'failed'}"] += 1
-            if not whole:
-                soak.errors.append(f"{kind}: {flight.error or 'it ended early'}")
+            wrong = flight.error
+            if not (flight.usage and all(flight.seen.get(i, {}).get("end") for i in range(body.get("n", 1)))):
+                wrong = wrong or "it ended early"
+            elif flight.outcome != soak.first.setdefault((kind, which), flight.outcome):
+                wrong = f"another answer: {flight.outcome} for {soak.first[kind, which]}"
+            soak.outcomes[f"{kind}: {'failed' if wrong else 'whole'}"] += 1
+            if wrong:
+                soak.errors.append(f"{kind}: {wrong}")
 
 
 async def leaving_stream(soak: Soak, url: str, key: str, rng: random.Random, ends: asyncio.Event) -> None:
@@ -119,7 +134,7 @@ async def leaving_stream(soak: Soak, url: str, key: str, rng: random.Random, end
                     )
                     async with stream:
                         for _ in range(after):
-                            await anext(aiter(stream))
+                            await anext(stream)
             except (TimeoutError, StopAsyncIteration):
                 pass
             except openai.OpenAIError as error:
@@ -156,8 +171,7 @@ async def over_budget_stream(soak: Soak, url: str, key: str, ends: asyncio.Event
                 soak.outcomes["over budget: refused"] += 1
                 if after is None:
                     soak.errors.append("over budget: no Retry-After")
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(ends.wait(), min(1.0, float(after or 1.0)))
+                await within(ends, min(1.0, float(after or 1.0)))
             except openai.OpenAIError as error:
                 soak.errors.append(f"over budget: {error!r}")
 
@@ -176,8 +190,7 @@ async def audited(soak: Soak, cluster: clusters.Cluster, ends: asyncio.Event) ->
             soak.audits["no answer" if answer is None else "answered"] += 1
             if answer is not None and answer.violations:
                 soak.violations.append(f"{name}: {list(answer.violations)}")
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(ends.wait(), AUDIT_EVERY_S)
+        await within(ends, AUDIT_EVERY_S)
 
 
 async def sampled(soak: Soak, cluster: clusters.Cluster, began: float, ends: asyncio.Event) -> None:
@@ -188,18 +201,17 @@ async def sampled(soak: Soak, cluster: clusters.Cluster, began: float, ends: asy
                 process = psutil.Process(pid)
                 uss = (await asyncio.to_thread(process.memory_full_info)).uss
                 soak.samples[f"{name} {pid}"].append((time.monotonic() - began, uss / 2**20, process.num_fds()))
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(ends.wait(), SAMPLE_EVERY_S)
+        await within(ends, SAMPLE_EVERY_S)
 
 
 async def run(cluster: clusters.Cluster, keys: dict[str, str], *, minutes: float, seed: int) -> Soak:
-    soak, rng, ends, began = Soak(), random.Random(seed), asyncio.Event(), time.monotonic()
+    soak, ends, began = Soak(), asyncio.Event(), time.monotonic()
     numbers = itertools.count()
     url, address = cluster.http_url, cluster.grpc_address
     tasks = [
         *(asyncio.create_task(http_stream(soak, url, keys["acme"], kind, numbers, ends)) for kind in KINDS),
-        asyncio.create_task(leaving_stream(soak, url, keys["acme"], random.Random(seed + 1), ends)),
-        asyncio.create_task(sdk_stream(soak, address, keys["other"], random.Random(seed + 2), ends)),
+        asyncio.create_task(leaving_stream(soak, url, keys["acme"], random.Random(seed), ends)),
+        asyncio.create_task(sdk_stream(soak, address, keys["other"], random.Random(seed + 1), ends)),
         asyncio.create_task(over_budget_stream(soak, url, keys["greedy"], ends)),
         asyncio.create_task(audited(soak, cluster, ends)),
         asyncio.create_task(sampled(soak, cluster, began, ends)),
@@ -209,10 +221,12 @@ async def run(cluster: clusters.Cluster, keys: dict[str, str], *, minutes: float
         if done:
             break  # one failed
         if left_s > KILL_EVERY_S:
-            victim = rng.choice(WORKERS)
-            cluster.kill(victim)
-            soak.kills.append((round(time.monotonic() - began, 1), victim))
-            print(f"{soak.kills[-1]} {dict(soak.outcomes)} {len(soak.errors)} errors", flush=True)
+            at = time.monotonic() - began
+            victim = WORKERS[int(at / (20.0 * minutes)) % len(WORKERS)]
+            with contextlib.suppress(StopIteration):  # it is still starting
+                cluster.kill(victim)
+                soak.kills.append((round(at, 1), victim))
+            print(f"{at:.0f} s, {len(soak.kills)} kills, {dict(soak.outcomes)}, {len(soak.errors)} errors", flush=True)
     ends.set()
     await asyncio.gather(*tasks)
     try:
@@ -224,17 +238,22 @@ async def run(cluster: clusters.Cluster, keys: dict[str, str], *, minutes: float
 
 def drawing(soak: Soak) -> str:
     series = [
-        Series(name, [(at / 60.0, mib) for at, mib, _ in samples]) for name, samples in sorted(soak.samples.items())
+        Series(name, [(at / 60.0, mib) for at, mib, _ in samples])
+        for name, samples in sorted(soak.samples.items())
+        if samples[-1][0] - samples[0][0] > LEAST_LIFE_S
     ]
-    return chart("Memory of each process (USS)", series, x="minutes", y="MiB")
+    return chart("Memory of each process that lived for three minutes (USS)", series, x="minutes", y="MiB")
 
 
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="soak_run", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--minutes", type=float, default=30.0)
-    parser.add_argument("--warm-up-s", type=float, default=180.0, help="nothing before counts for a slope")
+    parser.add_argument(
+        "--warm-up-s", type=float, default=180.0, help="of a process: nothing before counts for its slope"
+    )
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--up-args", default="", help="further flags of `diptych up`, as one string")
     parser.add_argument("--out", type=Path, required=True)
     chosen = parser.parse_args(arguments)
     environment = result.surroundings()
@@ -243,29 +262,26 @@ def main(arguments: Sequence[str]) -> int:
         root = Path(folder)
         file = root / "keys.json"
         keys = {
-            name: add_key(file, name, now=0.0, **({"tokens_per_minute": QUOTA} if name == "greedy" else {}))[0]
+            name: add_key(file, name, now=0.0, tokens_per_minute=QUOTA if name == "greedy" else 0)[0]
             for name in ("acme", "other", "greedy")
         }
-        model = kill_run.model_folder(root / "model", chosen.model)
-        flags = [
-            "--model",
-            str(model),
-            "--served-model-name",
-            "smollm2",
-            "--decode-workers",
-            "2",
-            "--keys-file",
-            str(file),
-        ]
-        with clusters.running_cluster(root, *flags) as cluster:
+        model = str(kill_run.model_folder(root / "model", chosen.model))
+        flags = ["--model", model, "--served-model-name", "smollm2", "--decode-workers", "2", "--keys-file", str(file)]
+        flags += ["--num-blocks", str(BLOCKS)]
+        with clusters.running_cluster(
+            root, *flags, *chosen.up_args.split(), extra_env={"DIPTYCH_API_KEY": keys["acme"]}
+        ) as cluster:
             soak = asyncio.run(run(cluster, keys, minutes=chosen.minutes, seed=chosen.seed))
     lives = soak.lives(chosen.warm_up_s)
-    grown = [one for one in lives if one["mib_per_minute"] >= MOST_SLOPE]
+    grown = [one["process"] for one in lives if one["mib_per_minute"] >= MOST_SLOPE]
     more = [
-        one for one in lives if one["descriptors_median_second_half"] > 1.2 * one["descriptors_median_first_half"] + 8
+        one["process"]
+        for one in lives
+        if one["descriptors_median_second_half"] > 1.2 * one["descriptors_median_first_half"] + 8
     ]
     body = {
         "environment": environment,
+        "load_1m_at_end": round(os.getloadavg()[0], 1),
         "command": ["soak_run", *arguments],
         "minutes": chosen.minutes,
         "holds": not (grown or more or soak.violations or soak.errors or soak.left_over),
@@ -277,8 +293,8 @@ def main(arguments: Sequence[str]) -> int:
         "left_over": soak.left_over,
         "kills": soak.kills,
         "lives": lives,
-        "memory_grew": [one["process"] for one in grown],
-        "descriptors_grew": [one["process"] for one in more],
+        "memory_grew": grown,
+        "descriptors_grew": more,
     }
     result.write(chosen.out, body)
     chosen.out.with_suffix(".svg").write_text(drawing(soak), encoding="utf-8")

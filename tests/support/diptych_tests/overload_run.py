@@ -1,0 +1,244 @@
+"""Five times the capacity over HTTP, from clients that retry, against shipped processes; `make bench-overload-http`.
+
+    python -P -m diptych_tests.overload_run --out FILE
+
+The cluster is that of fake_model_cluster: real processes, gRPC, UCX and Redis, with a model whose step takes a fixed time in
+place of computing, so that the capacity is not that of a busy machine. The router has its default flags and a target
+(--max-ttft-s), which no default can know. First steady loads around the capacity, for the peak; then half the capacity, five
+times it, and half again. A client whose request is refused waits Retry-After, and up to half as long again, and asks up to four
+times; when the surge ends its clients are gone. A request is good if its first token came within the target, as its client
+saw it. The second run has admission off.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import math
+import os
+import random
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from diptych.bench import result
+from diptych_tests.fake_model_cluster import FakeModelCluster, ask, body_of, fake_model_cluster
+
+PREFILLS, DECODES = 2, 2
+PREFILL_STEP_S, DECODE_STEP_S = 0.08, 0.03
+STEP_TOKENS = 64
+PROMPT, ANSWER = (100, 400), (8, 24)
+"""Least and most tokens."""
+TARGET_S = 2.0
+TIMES = 5.0
+ATTEMPTS = 4
+RECOVERY_S = 10.0
+CAPACITY = PREFILLS * STEP_TOKENS / PREFILL_STEP_S / (sum(PROMPT) / 2)
+"""Requests a second that the prefill workers compute at most."""
+
+
+@dataclass
+class Attempt:
+    """One request of a client: when it was sent (seconds of the run), its status, and seconds to the first token and to the end;
+    retry_after_s: of a refusal."""
+
+    at: float
+    num_prompt: int
+    status: int = 0
+    ttft_s: float = math.inf
+    took_s: float = math.inf
+    retry_after_s: float = 0.0
+    error: str = ""
+
+    @property
+    def good(self) -> bool:
+        return self.status == 200 and not self.error and self.ttft_s <= TARGET_S
+
+
+async def send(http: aiohttp.ClientSession, began: float, number: int, rng: random.Random) -> Attempt:
+    num_prompt, max_tokens = rng.randint(*PROMPT), rng.randint(*ANSWER)
+    body = body_of(ask(number, num_prompt=num_prompt, max_tokens=max_tokens), stream=True)
+    attempt = Attempt(time.monotonic() - began, num_prompt)
+    sent, tokens, end = time.monotonic(), 0, ""
+    try:
+        async with http.post("/v1/completions", json=body) as response:
+            attempt.status = response.status
+            if response.status != 200:
+                attempt.retry_after_s = float(response.headers.get("retry-after", 0.0))
+            else:
+                async for line in response.content:
+                    if not line.startswith(b"data: {"):
+                        continue
+                    chunk = json.loads(line[6:])
+                    if "error" in chunk:
+                        attempt.error = str(chunk["error"])
+                        break
+                    for choice in chunk["choices"]:
+                        if choice.get("token_ids") and not tokens:
+                            attempt.ttft_s = time.monotonic() - sent
+                        tokens += len(choice.get("token_ids") or ())
+                        end = choice.get("finish_reason") or end
+                if not attempt.error and (tokens, end) != (max_tokens, "length"):
+                    attempt.error = f"{tokens} of {max_tokens} tokens, {end!r}"
+    except (aiohttp.ClientError, TimeoutError) as error:
+        attempt.error = repr(error)
+    attempt.took_s = time.monotonic() - sent
+    return attempt
+
+
+async def run(
+    http: aiohttp.ClientSession, phases: Sequence[tuple[float, float]], seed: int, numbers: range
+) -> list[Attempt]:
+    """`phases`: (seconds, requests per second); clients of the second one leave at its end."""
+    rng, sent = random.Random(seed), list[Attempt]()
+    began = time.monotonic()
+    ends = sum(seconds for seconds, _ in phases[:2]) if len(phases) > 1 else math.inf
+
+    async def client(number: int, at: float) -> None:
+        own = random.Random(number)
+        await asyncio.sleep(max(0.0, began + at - time.monotonic()))
+        for _ in range(ATTEMPTS):
+            attempt = await send(http, began, number, own)
+            sent.append(attempt)
+            if attempt.status in (200, 0):
+                return
+            wait_s = attempt.retry_after_s * (1.0 + 0.5 * own.random())
+            if at < ends <= time.monotonic() - began + wait_s:
+                return
+            await asyncio.sleep(wait_s)
+
+    arrivals, start = list[float](), 0.0
+    for seconds, rate in phases:
+        at = start
+        while (at := at + rng.expovariate(rate)) < start + seconds:
+            arrivals.append(at)
+        start += seconds
+    await asyncio.gather(*(client(number, at) for number, at in zip(numbers, arrivals, strict=False)))
+    return sent
+
+
+def goodput(sent: Sequence[Attempt], since: float, until: float) -> tuple[float, float]:
+    """Good answers, and prompt tokens of theirs, per second, by when they were sent."""
+    good = [one.num_prompt for one in sent if one.good and since <= one.at < until]
+    return len(good) / (until - since), sum(good) / (until - since)
+
+
+def figures(
+    sent: Sequence[Attempt], phases: Sequence[tuple[float, float]], peak: tuple[float, float]
+) -> dict[str, Any]:
+    before, surge, after = (seconds for seconds, _ in phases)
+    ends = before + surge
+    got = goodput(sent, before + 5.0, ends)
+    accepted = [one for one in sent if one.status == 200 and before + 5.0 <= one.at < ends]
+    late = [one.at - ends for one in sent if one.at >= ends and not one.good]
+    last = [one for one in sent if one.at >= ends + RECOVERY_S]
+    times = sorted(one.ttft_s for one in accepted)
+    at = lambda share: round(times[min(len(times) - 1, math.ceil(share * len(times)) - 1)], 3) if times else None  # noqa: E731
+    return {
+        "attempts": len(sent),
+        "statuses": dict(Counter(str(one.status) for one in sent)),
+        "errors": [one.error for one in sent if one.error][:20],
+        "num_errors": sum(bool(one.error) for one in sent),
+        "goodput_per_s": round(got[0], 2),
+        "goodput_of_peak": round(got[0] / peak[0], 3),
+        "tokens_of_peak": round(got[1] / peak[1], 3),
+        "accepted": len(accepted),
+        "accepted_in_time": round(sum(one.good for one in accepted) / max(1, len(accepted)), 4),
+        "accepted_ttft_s": {"p50": at(0.5), "p99": at(0.99), "max": at(1.0)},
+        "refused": sum(one.status not in (0, 200) for one in sent),
+        "without_retry_after": sum(one.status not in (0, 200) and not one.retry_after_s for one in sent),
+        "last_late_s_after_the_surge": round(max(late), 2) if late else 0.0,
+        "in_time_10_s_after": round(sum(one.good for one in last) / max(1, len(last)), 4),
+        "seconds_after": after,
+    }
+
+
+async def serve(cluster: FakeModelCluster, *, seconds: float, surge_s: float, peaks: bool, seed: int) -> dict[str, Any]:
+    """The peak (if asked for), and the overload, at one cluster."""
+    numbers = iter(range(0, 10**9, 10**6))
+    found: dict[str, Any] = {}
+    limits = aiohttp.TCPConnector(limit=0)
+    async with aiohttp.ClientSession(
+        cluster.http_url, connector=limits, timeout=aiohttp.ClientTimeout(total=300.0)
+    ) as http:
+
+        async def some(phases: Sequence[tuple[float, float]], seed: int) -> list[Attempt]:
+            first = next(numbers)
+            return await run(http, phases, seed, range(first, first + 10**6))
+
+        await some([(15.0, 0.6 * CAPACITY)], seed)  # rates are measured, and speeds learned
+        if peaks:
+            found["steady"] = {}
+            for part in (0.75, 0.9, 1.05):
+                sent = await some([(seconds, part * CAPACITY)], seed)
+                each, tokens = goodput(sent, 5.0, seconds)
+                found["steady"][part] = {"good_per_s": round(each, 3), "tokens_per_s": round(tokens, 1)}
+                print(part, found["steady"][part], flush=True)
+        phases = [(15.0, 0.5 * CAPACITY), (surge_s, TIMES * CAPACITY), (30.0, 0.5 * CAPACITY)]
+        found["phases"], found["sent"] = phases, await some(phases, seed + 1)
+    return found
+
+
+async def measured(root: Path, *, seconds: float, surge_s: float, seed: int) -> dict[str, Any]:
+    body: dict[str, Any] = {}
+    peak = (0.0, 0.0)
+    for mode in ("on", "off"):
+        folder = root / mode
+        folder.mkdir()
+        workers = {f"prefill_{i}": {"fake": {"step_s": PREFILL_STEP_S}} for i in range(PREFILLS)}
+        workers |= {f"decode_{i}": {"fake": {"step_s": DECODE_STEP_S}} for i in range(DECODES)}
+        router = {"max_ttft_s": TARGET_S, "local_prefill_max_tokens": 64} | (
+            {} if mode == "on" else {"admission": mode}
+        )
+        async with fake_model_cluster(folder, prefill=PREFILLS, decode=DECODES, router=router, **workers) as cluster:
+            found = await serve(cluster, seconds=seconds, surge_s=surge_s, peaks=mode == "on", seed=seed)
+            await cluster.idle_again()
+        if mode == "on":
+            steady = found["steady"].values()
+            peak = (max(one["good_per_s"] for one in steady), max(one["tokens_per_s"] for one in steady))
+            body |= {"steady": found["steady"], "phases": found["phases"]}
+        body[f"admission {mode}"] = figures(found["sent"], found["phases"], peak)
+        print(mode, body[f"admission {mode}"], flush=True)
+    return body
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="overload_run", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--seconds", type=float, default=45.0, help="of each steady load")
+    parser.add_argument("--surge-s", type=float, default=60.0)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--out", type=Path, required=True)
+    chosen = parser.parse_args(arguments)
+    environment = result.surroundings()
+    with tempfile.TemporaryDirectory() as root:
+        body = asyncio.run(measured(Path(root), seconds=chosen.seconds, surge_s=chosen.surge_s, seed=chosen.seed))
+    setting = {
+        "prefill_workers": PREFILLS, "decode_workers": DECODES, "prefill_step_s": PREFILL_STEP_S, "decode_step_s": DECODE_STEP_S,
+        "step_tokens": STEP_TOKENS, "prompt_tokens": PROMPT, "answer_tokens": ANSWER, "target_s": TARGET_S, "times": TIMES,
+        "attempts": ATTEMPTS, "capacity_per_s": round(CAPACITY, 3),
+    }  # fmt: skip
+    result.write(
+        chosen.out,
+        {
+            "environment": environment,
+            "load_1m_at_end": round(os.getloadavg()[0], 1),
+            "command": ["overload_run", *arguments],
+            "setting": setting,
+            **body,
+        },
+    )
+    on = body["admission on"]
+    holds = on["goodput_of_peak"] >= 0.9 and on["in_time_10_s_after"] == 1.0 and not on["num_errors"]
+    return 0 if holds else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
