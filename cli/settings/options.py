@@ -15,6 +15,7 @@ from typing import Annotated, Any
 import typer
 
 from diptych.cli.settings import merge as settings
+from diptych.cli.stderr import write_line
 from diptych.common.errors import ConfigError
 
 CONFIG_FILE = typer.Option(
@@ -76,7 +77,7 @@ def add_settings_command(
             print(f"error: {error}", file=sys.stderr)
             raise typer.Exit(2) from None
         if verbose and not more.get("detach"):  # the background process prints them
-            print(_settings_text(name, config), file=sys.stderr)
+            write_line(_settings_text(name, config))
         raise typer.Exit(run(config, **more))
 
     texts = field_help(cls)

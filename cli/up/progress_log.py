@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from typing import Any
+
+from diptych.cli.stderr import write_line
 
 
 class Stages:
@@ -46,8 +47,4 @@ class Stages:
             self._console.print(line, markup=False)
             return
         lost = f"({self._lost} lines could not be written)\n" if self._lost else ""
-        try:  # past the buffer of sys.stderr, which would keep the line and fail again at exit
-            os.write(sys.stderr.fileno(), f"{lost}{line}\n".encode("utf-8", "backslashreplace"))
-            self._lost = 0
-        except OSError:
-            self._lost += 1
+        self._lost = 0 if write_line(lost + line) else self._lost + 1

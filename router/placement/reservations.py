@@ -174,7 +174,8 @@ class Reservations:
 
     def kv_at(self, columns: Ints) -> Ints:
         """Tokens of KV that this router's requests need or hold there."""
-        return self._mine[3].take(columns)
+        tokens: Ints = self._mine[3].take(columns)
+        return tokens
 
     def _compact(self, keep: set[str]) -> None:
         """Drop workers that left long ago."""

@@ -23,7 +23,7 @@ pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("ucxx") is None, reason="UCXX is not installed"),
 ]
 ROUNDS, REQUESTS = 4, 200
-LONG = 120
+LONG = 340
 """Tokens of an answer that no client waits for: 200 prompts with them are many times what the pools hold, so most queue."""
 MOST_MIB = 12.0
 """By which a process may be larger after four rounds than after the first one: what allocators keep."""

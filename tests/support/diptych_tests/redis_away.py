@@ -74,6 +74,7 @@ async def outage(
             asked, began = ask(next(numbers)), time.time()
             answer = await client.generate(**asked)
             check(answer, asked)  # whole, and the undisturbed one
+            assert answer.explanation is not None
             done.append((began, time.time(), asked, answer.explanation.index_mode))
 
     streams = [asyncio.create_task(stream()) for _ in range(STREAMS)]
@@ -162,7 +163,7 @@ def main(arguments: Sequence[str]) -> int:
         for name in ("noticed_s", "leases_s", "view_s", "right_s")
         if (values := [getattr(one, name) for one in outages])
     }
-    body = {
+    body: dict[str, Any] = {
         "environment": environment,
         "command": ["redis_away", *arguments],
         "away_s": AWAY_S,

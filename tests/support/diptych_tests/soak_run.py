@@ -4,9 +4,9 @@
 
 A cluster as shipped (`diptych up`, default flags but for its size, small pools, and the tenants' keys): chats, long prompts,
 grammars, named tools, n = 3 and log probabilities through the openai client, the SDK beside it, clients that leave in the
-middle, and a tenant beyond its quota. Every minute a worker is killed; the supervisor starts it again. Each worker has its turn of a third of the
-time, so that the others live long enough for a slope. Every second each worker is asked for its audit, every five seconds each
-process for its memory (USS) and descriptors.
+middle, and a tenant beyond its quota. Every minute a worker is killed; the supervisor starts it again. Each worker has its
+turn of a third of the time, so that the others live long enough for a slope. Every second each worker is asked for its audit,
+every five seconds each process for its memory (USS) and descriptors.
 
 What must hold: no law is violated; no request of a tenant within its quota fails, ends early, or has another answer than the
 first of its kind; the quota refuses with 429 and Retry-After; from the end of the warm-up on, the memory of every incarnation
