@@ -104,7 +104,7 @@ async def run(
 
     async def client(number: int, at: float) -> None:
         own = random.Random(number)
-        await asyncio.sleep(max(0.0, began + at - time.monotonic()))
+        await asyncio.sleep(max(0.0, began + at - time.monotonic()))  # sleep: its time of arrival
         for _ in range(ATTEMPTS):
             attempt = await send(http, began, number, own)
             sent.append(attempt)
@@ -113,7 +113,7 @@ async def run(
             wait_s = attempt.retry_after_s * (1.0 + 0.5 * own.random())
             if at < ends <= time.monotonic() - began + wait_s:
                 return
-            await asyncio.sleep(wait_s)
+            await asyncio.sleep(wait_s)  # sleep: as Retry-After says
 
     arrivals, start = list[float](), 0.0
     for seconds, rate in phases:

@@ -111,7 +111,10 @@ async def http_stream(
             which, number = turn % len(bodies), next(numbers)
             body = bodies[which]
             flight = kill_run.Flight(f"soak-{number}", kind, which, time.monotonic())
-            await kill_run.ask(client, "smollm2", flight, body)
+            try:
+                await kill_run.ask(client, "smollm2", flight, body)
+            except ValueError as error:  # what the client library cannot read
+                flight.error = repr(error)
             wrong = flight.error
             if not (flight.usage and all(flight.seen.get(i, {}).get("end") for i in range(body.get("n", 1)))):
                 wrong = wrong or "it ended early"
@@ -228,7 +231,9 @@ async def run(cluster: clusters.Cluster, keys: dict[str, str], *, minutes: float
                 soak.kills.append((round(at, 1), victim))
             print(f"{at:.0f} s, {len(soak.kills)} kills, {dict(soak.outcomes)}, {len(soak.errors)} errors", flush=True)
     ends.set()
-    await asyncio.gather(*tasks)
+    for ended in await asyncio.gather(*tasks, return_exceptions=True):
+        if ended is not None:
+            soak.errors.append(f"the run itself: {ended!r}")
     try:
         await asyncio.to_thread(cluster.wait_idle)
     except (AssertionError, grpc.RpcError, TimeoutError) as error:
