@@ -117,6 +117,8 @@ class RemotePrefill:
         self._window = asyncio.Semaphore(context.reads_in_flight)
         self._silence = LivenessTimer(context.silence_s)
         self._called = 0.0
+        self._offers: asyncio.Queue[ReceivedSlab] = asyncio.Queue()
+        """Slabs that came unasked."""
         self._given = 0
         """Tokens times layers of the KV handed to the engine for unpacking."""
         self.complete = False
@@ -148,9 +150,13 @@ class RemotePrefill:
             self._context, self._ref, self._request.attempt, self._source, self._announced,
             some_layers=self._request.layer_groups, most_s=self._request.remaining_s,
         )  # fmt: skip
+        self._expect(peer)
         try:
             async with asyncio.TaskGroup() as group:
-                beside = [group.create_task(self._watch()), group.create_task(reads.renew(peer))]
+                beside = [
+                    group.create_task(coroutine)
+                    for coroutine in (self._watch(), reads.renew(peer), self._take_offers(group))
+                ]
                 try:
                     await self._follow(peer, group)
                 finally:
@@ -164,6 +170,10 @@ class RemotePrefill:
             if not self.complete:
                 raise error from None
             log.info("prefill call ended badly after its KV was complete", attempt=self._attempt, error=str(error))
+        finally:
+            self._context.reader.unexpect(self._request.attempt)
+            while not self._offers.empty():
+                self._context.reader.finish(self._offers.get_nowait())
         if not self.complete:
             raise WorkerLostError(
                 f"prefill worker {self._ref.worker_id} ended the call before all KV had arrived"
@@ -188,6 +198,31 @@ class RemotePrefill:
             asked = self._request.decode_cached_tokens = first_token_to_ask(self._first, source.block_size)
             self._announced, self._arrived = KvCoverage((source,), asked, end), KvCoverage((source,), asked, end)
             self.facts.converted = f"KV of {self._ref.worker_id} was converted from {source} to {target}"
+
+    def _expect(self, peer: Peer) -> None:
+        """Slabs may come as they are published, where that spares a round trip and they are unpacked as they are."""
+        if self._request.want_kv and self._converter is None and len(self._source) == 1:
+            self._context.reader.expect(
+                peer.feed(0),
+                self._request.attempt,
+                self._offers.put_nowait,
+                read_s=min(self._context.read_base_s, self._request.remaining_s),
+            )
+
+    async def _take_offers(self, group: asyncio.TaskGroup) -> None:
+        """What comes before it is announced. Until prefill has vouched for it, it is KV like that of an early range: nothing
+        is decoded on it."""
+        while True:
+            slab = await self._offers.get()
+            began = self._context.clock.now()
+            try:
+                self._reads.take_offered(slab.handle)
+            except DiptychError:
+                self._context.reader.finish(slab)
+                raise
+            self._span.announced()
+            # The slab is the unpacker's before anything can be cancelled.
+            group.create_task(self._unpacked(slab, self._unpack(slab), began))
 
     async def _watch(self) -> None:
         await self._silence.expired()
@@ -268,20 +303,34 @@ class RemotePrefill:
         async with self._window:
             began = self._context.clock.now()
             slab = await self._reads.read(peer, handle)
-            # Counted before unpacking: after the last range the request runs, and may end, before this task continues.
-            self.facts.path = slab.path
-            self.facts.kv_bytes += handle.size_bytes
-            self.facts.kv_ranges += 1
-            if self._converter is not None:
-                unpacked = await self._unpack_converted(self._converter, slab)
-                self._done_with(handle, slab, unpacked)
+            if self._converter is None:
+                await self._unpacked(slab, self._unpack(slab), began)
                 return
-            # Announced ranges do not overlap, so the sum tells when everything announced was handed over.
-            self._given += handle.num_tokens * handle.num_layers
-            last = self._vouched and self._announced.complete and self._given == self._announced.size
-            unpacked = await self._context.unpacker.unpack(self._attempt, slab, last=last)
-            self._reads.unpacked(slab, began)
+            self._count(slab)
+            unpacked = await self._unpack_converted(self._converter, slab)
         self._done_with(handle, slab, unpacked)
+
+    def _count(self, slab: ReceivedSlab) -> None:
+        """Before unpacking: after the last range the request runs, and may end, before the task that waits continues."""
+        self.facts.path = slab.path
+        self.facts.kv_bytes += slab.handle.size_bytes
+        self.facts.kv_ranges += 1
+
+    def _unpack(self, slab: ReceivedSlab) -> asyncio.Future[bool]:
+        self._count(slab)
+        # Announced ranges do not overlap, so the sum tells when everything announced was handed over.
+        self._given += slab.handle.num_tokens * slab.handle.num_layers
+        return self._context.unpacker.unpack(self._attempt, slab, last=self._vouched and self._all_given)
+
+    @property
+    def _all_given(self) -> bool:
+        """Everything was announced and handed to the engine."""
+        return self._announced.complete and self._given == self._announced.size
+
+    async def _unpacked(self, slab: ReceivedSlab, answer: asyncio.Future[bool], began: float) -> None:
+        unpacked = await answer
+        self._reads.unpacked(slab, began)
+        self._done_with(slab.handle, slab, unpacked)
 
     async def _unpack_converted(self, converter: RangeConverter, slab: ReceivedSlab) -> bool:
         """The slab is free as soon as its bytes were converted. Runs on the event loop: a few milliseconds a slab, only

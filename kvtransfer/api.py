@@ -124,6 +124,19 @@ class SlabReader(Protocol):
         """
         ...
 
+    def expect(self, peer: PeerRef, attempt: str, take: Callable[[ReceivedSlab], None], *, read_s: float) -> None:
+        """Until `unexpect`, slabs of the attempt may come as they are published: each is given to `take` on the event loop,
+        or answers the `read` of its handle that was called meanwhile. A transport that cannot do this leaves them to `read`.
+
+        Args:
+            read_s: the deadline of each, as of a read.
+        """
+        ...
+
+    def unexpect(self, attempt: str) -> None:
+        """Idempotent. Nothing is given to `take` any more; what comes is given back."""
+        ...
+
     def finish(self, slab: ReceivedSlab) -> None:
         """Unpacked or no longer wanted: frees the local slab and acknowledges to prefill."""
         ...

@@ -33,7 +33,7 @@ from diptych.kvtransfer.publisher import PublishSide
 from diptych.kvtransfer.publisher_ledger import PublisherLedger
 from diptych.kvtransfer.reader import ReadSide
 from diptych.kvtransfer.reader_ledger import ReaderLedger
-from diptych.kvtransfer.transport import PeerLost, ReceiveDone, Transport, peer_key
+from diptych.kvtransfer.transport import OfferArrived, PeerLost, ReceiveDone, Transport, peer_key
 
 log = logging.getLogger(__name__)
 TICK_S = 0.1
@@ -99,6 +99,8 @@ class TransferCore:
         returned; one thread owns a slab at a time."""
         self._read_ids = itertools.count(secrets.randbits(40))
         self._waiting: dict[int, tuple[asyncio.Future[ReceivedSlab], SlabHandle]] = {}
+        self._expecting: dict[str, Callable[[ReceivedSlab], None]] = {}
+        """By attempt: who takes slabs that come unasked."""
         self._lent: dict[int, tuple[ReceivedSlab, int]] = {}
         self._violations: list[str] = []
         self._inbox: deque[Callable[[float], None]] = deque()
@@ -222,6 +224,15 @@ class TransferCore:
         finally:
             self._waiting.pop(read_id, None)
 
+    def expect(self, peer: PeerRef, attempt: str, take: Callable[[ReceivedSlab], None], *, read_s: float) -> None:
+        side = self._read_side()
+        self._expecting[attempt] = take
+        self._post(lambda now: side.expect(peer, attempt, read_s, now))
+
+    def unexpect(self, attempt: str) -> None:
+        if self._expecting.pop(attempt, None) is not None:
+            self._post(partial(self._read_side().unexpect, attempt))
+
     def finish(self, slab: ReceivedSlab) -> None:
         lent = self._lent.get(slab.local_slab)
         if lent is None or lent[0] is not slab:
@@ -297,12 +308,23 @@ class TransferCore:
     def _silent(self, peer: str) -> None:
         self._on_silent(peer)
 
-    def _report_delivered(self, read_id: int, slab: int, path: str) -> None:
-        self._on_loop(self._delivered, read_id, slab, path)
+    def _report_delivered(self, read_id: int, slab: int, path: str, offered: SlabHandle | None) -> None:
+        self._on_loop(self._delivered, read_id, slab, path, offered)
 
-    def _delivered(self, read_id: int, slab: int, path: str) -> None:
-        future, handle = self._waiting.get(read_id, (None, None))
-        if future is None or handle is None or future.done():
+    def _waiting_for(
+        self, read_id: int, offered: SlabHandle | None
+    ) -> tuple[asyncio.Future[ReceivedSlab] | None, SlabHandle | None]:
+        """Who waits for the read, or for the slab that was offered."""
+        if offered is None:
+            return self._waiting.get(read_id, (None, None))
+        return next((one for one in self._waiting.values() if one[1] == offered), (None, None))
+
+    def _delivered(self, read_id: int, slab: int, path: str, offered: SlabHandle | None) -> None:
+        future, handle = self._waiting_for(read_id, offered)
+        take = None
+        if future is None and offered is not None:
+            handle, take = offered, self._expecting.get(offered.attempt)
+        if handle is None or (take is None if future is None else future.done()):
             self._post(partial(self._reader.finish, read_id))
             return
         if path and path != self.path and (handle.worker_id, path) not in self._odd_paths:
@@ -311,13 +333,16 @@ class TransferCore:
         payload = self._ring.received(slab, handle, verify=self._verify)
         received = ReceivedSlab(handle, slab, payload, path or self.path)
         self._lent[slab] = (received, read_id)
-        future.set_result(received)
+        if future is not None:
+            future.set_result(received)
+        elif take is not None:
+            take(received)
 
-    def _report_failed(self, read_id: int, error: DiptychError) -> None:
-        self._on_loop(self._failed, read_id, error)
+    def _report_failed(self, read_id: int, error: DiptychError, offered: SlabHandle | None) -> None:
+        self._on_loop(self._failed, read_id, error, offered)
 
-    def _failed(self, read_id: int, error: DiptychError) -> None:
-        future, _ = self._waiting.get(read_id, (None, None))
+    def _failed(self, read_id: int, error: DiptychError, offered: SlabHandle | None) -> None:
+        future, _ = self._waiting_for(read_id, offered)
         if future is not None and not future.done():
             future.set_exception(error)
 
@@ -329,9 +354,9 @@ class TransferCore:
         worked = self._drain(self._clock())
         now = self._clock()
         for event in events:
-            if not isinstance(event, ReceiveDone):
+            if not isinstance(event, ReceiveDone | OfferArrived):
                 self._guarded(self._publisher.on_transport, event, now)
-            if isinstance(event, ReceiveDone | PeerLost):
+            if isinstance(event, ReceiveDone | PeerLost | OfferArrived):
                 self._guarded(self._reader.on_transport, event, now)
         if now >= self.next_due():
             self._next_tick = now + TICK_S

@@ -15,6 +15,8 @@ from diptych.kvtransfer.layout import Ring, refusal_message
 from diptych.kvtransfer.ledger import DropPeer
 
 log = logging.getLogger(__name__)
+_OFFER = -1
+"""Read number of a slab that is sent before it was asked for."""
 
 
 class PublishSide:
@@ -32,6 +34,7 @@ class PublishSide:
     ) -> None:
         self._ledger = ledger
         self._transport = transport
+        self._offering = transport if isinstance(transport, wire.Offering) else None
         self._ring = ring
         self._key = key
         self._on_grant = on_grant
@@ -49,6 +52,9 @@ class PublishSide:
 
     def publish(self, peer: str, handle: SlabHandle, now: float) -> None:
         self._feed(pub.Published(peer, handle), now)
+        if self._offering is not None and (conn := self._offering.subscriber(peer, handle.attempt)):
+            # To the ledger it is a read like any other, which came at once.
+            self._feed(pub.ReadAsked(conn, _OFFER, handle, authentic=True), now)
 
     def return_grant(self, slab: int, generation: int, now: float) -> None:
         self._feed(pub.GrantReturned(slab, generation), now)
@@ -116,10 +122,17 @@ class PublishSide:
                 case pub.Grant(slab, generation):
                     self._on_grant(SlabGrant(slab, generation, self._ring.payload(slab)))
                 case pub.Send(conn, read_id, slab, generation, size):
-                    op = self._transport.answer(conn, read_id, self._ring.message(slab, size))
+                    message = self._ring.message(slab, size)
+                    if read_id == _OFFER:
+                        assert self._offering is not None
+                        assert isinstance(event, pub.ReadAsked)
+                        op = self._offering.offer(conn, handles.encode(event.handle), message)
+                    else:
+                        op = self._transport.answer(conn, read_id, message)
                     self._sending[op] = (slab, generation, size)
                 case pub.Refuse(conn, read_id, reason):
-                    self._refuse(conn, read_id, reason)
+                    if read_id != _OFFER:  # else the reader asks, and is told then
+                        self._refuse(conn, read_id, reason)
                 case pub.Settled(attempt, slab):
                     self._on_settled(attempt, slab)
                 case pub.PeerSilent(peer):

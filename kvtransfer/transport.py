@@ -6,6 +6,11 @@
 
 Every read is answered by exactly one message into `dest`: the slab, or a refusal. PeerLost is reported after all requests of
 the lost endpoint have completed, and not before: it is the proof of death.
+
+A transport that offers slabs (`Offering`) answers reads that nobody has sent yet:
+
+    decode: subscribe(peer, attempt) ..... OfferArrived(peer, body) -> accept(peer, read_id, body, dest) -> ReceiveDone(read_id)
+    prefill:                  subscriber(peer, attempt) -> offer()  ............... notify() of decode -> SendDone(op)
 """
 
 from __future__ import annotations
@@ -14,7 +19,7 @@ import os
 import select
 import time
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 
@@ -63,7 +68,15 @@ class PeerLost:
     why: str
 
 
-TransportEvent = RequestArrived | NoteArrived | SendDone | ReceiveDone | PeerLost
+@dataclass(frozen=True, slots=True)
+class OfferArrived:
+    """A slab that may be accepted. Whether it is or not, a note about its handle must follow: it is in flight."""
+
+    peer: str
+    body: bytes
+
+
+TransportEvent = RequestArrived | NoteArrived | SendDone | ReceiveDone | PeerLost | OfferArrived
 
 
 class Wakeup:
@@ -159,4 +172,30 @@ class Transport(Protocol):
 
     def close(self) -> None:
         """Close everything. Idempotent."""
+        ...
+
+
+@runtime_checkable
+class Offering(Protocol):
+    """What a transport has in addition that sends slabs as they are published: for memory that a reader maps, a grant
+    is all that must travel, and it costs nothing when it comes early."""
+
+    def subscribe(self, peer: str, attempt: str) -> None:
+        """Have this connected peer offer every slab of the attempt that it publishes from now on."""
+        ...
+
+    def unsubscribe(self, peer: str, attempt: str) -> None:
+        """Offers that are on their way still arrive."""
+        ...
+
+    def accept(self, peer: str, read_id: int, body: bytes, dest: np.ndarray) -> None:
+        """As `read`, of a slab that was offered: ReceiveDone follows without a message. Raises: TransferError."""
+        ...
+
+    def subscriber(self, peer: str, attempt: str) -> str:
+        """The connection on which this life of a worker has subscribed to the attempt; empty: it has not."""
+        ...
+
+    def offer(self, conn: str, body: bytes, message: np.ndarray) -> int:
+        """As `answer`, before the read was sent: the read, should it still come, is not reported. Returns: op."""
         ...

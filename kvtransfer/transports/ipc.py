@@ -8,6 +8,13 @@
     ReceiveDone: the payload is an address; the step thread's kernel reads the link straight into the request's blocks
     NOTE(slab handle) ------------------------------>  SendDone, NoteArrived
 
+A reader that expects slabs of an attempt gets them as they are published, without a READ. Workers of earlier versions ignore
+both messages:
+
+    SUBSCRIBE(attempt) ----------------------------->
+                 <---------------- OFFER(slab, header, trailer, slab handle)      OfferArrived, or GO to a READ that crossed it
+    UNSUBSCRIBE(attempt) --------------------------->
+
 Prefill's slab is IN_FLIGHT until decode's note: for so long a kernel may be reading it. Decode closes a connection only when
 none of its kernels reads that peer any more, so the end of a connection is prefill's proof of death; a process that died reads
 nothing. On decode's side nothing lands outside a kernel that decode itself launched and waits for.
@@ -43,6 +50,7 @@ from diptych.kvtransfer.self_test import SelfTest, run_ipc_self_test
 from diptych.kvtransfer.transport import (
     MAX_MESSAGE_BYTES,
     NoteArrived,
+    OfferArrived,
     PeerLost,
     ReceiveDone,
     RequestArrived,
@@ -57,7 +65,7 @@ log = logging.getLogger(__name__)
 _TOKEN_BYTES = 16
 _HEAD = struct.Struct("<BQ")
 """kind, read_id"""
-_HELLO, _WELCOME, _READ, _NOTE, _GO, _NO = range(6)
+_HELLO, _WELCOME, _READ, _NOTE, _GO, _NO, _SUBSCRIBE, _UNSUBSCRIBE, _OFFER = range(9)
 _RING = struct.Struct("<QQ")
 """slabs, bytes of a slab"""
 _SLAB = struct.Struct("<Q")
@@ -65,18 +73,24 @@ _SLOW_BYTES_PER_S = 10e9
 """A link between two GPUs that is slower than this is no link between two GPUs."""
 _MAX_CONNECTIONS = 256
 _MAX_UNSENT = 1024
+_MAX_SUBSCRIPTIONS = 4096
+"""Of one connection; what comes behind them is read as before."""
+_GRANT_BYTES = _SLAB.size + HEADER_BYTES + TRAILER_BYTES
 _CREDENTIALS = struct.Struct("3i")
 
 
 @dataclass(slots=True, eq=False)
 class _Link:
-    """One connection. `granted`: (slab, generation) that a kernel of decode may be reading, with prefill's op or 0."""
+    """One connection. `granted`: (slab, generation) that a kernel of decode may be reading, with prefill's op or 0.
+    `offered`: those that decode has not asked for; on its side with the grant, until it is accepted or declined."""
 
     name: str
     sock: socket.socket
     outgoing: bool
     unsent: deque[bytes] = field(default_factory=deque)
     granted: dict[tuple[int, int], int] = field(default_factory=dict)
+    offered: dict[tuple[int, int], bytes] = field(default_factory=dict)
+    subscribed: set[str] = field(default_factory=set)
     ring: bytes = b""
     address: int = 0
     slab_bytes: int = 0
@@ -179,6 +193,27 @@ class IpcTransport:
                 with contextlib.suppress(ValueError):
                     noted = handles.decode(body)
                     link.granted.pop((noted.slab, noted.generation), None)
+                    link.offered.pop((noted.slab, noted.generation), None)
+
+    def subscribe(self, peer: str, attempt: str) -> None:
+        if peer in self._out:
+            self._say(self._out[peer], _SUBSCRIBE, 0, attempt.encode())
+
+    def unsubscribe(self, peer: str, attempt: str) -> None:
+        if peer in self._out:
+            self._say(self._out[peer], _UNSUBSCRIBE, 0, attempt.encode())
+
+    def accept(self, peer: str, read_id: int, body: bytes, dest: np.ndarray) -> None:
+        link = self._out.get(peer)
+        if link is None:
+            raise TransferError(f"peer lost: {peer}")
+        wanted = handles.decode(body)
+        slab = (wanted.slab, wanted.generation)
+        grant = link.offered.pop(slab, None)
+        if grant is None:
+            raise TransferError(f"slab {wanted.slab} of {peer} is not offered any more")
+        self._reads[read_id] = _Read(link, dest, slab)
+        self._on_answer(link, read_id, grant, granted=True)
 
     # ---- prefill's side ----
 
@@ -191,10 +226,27 @@ class IpcTransport:
             self._say(link, _NO, read_id, message)
             self._events.append(SendDone(op, True))
         else:
-            index = self._ring.index_of(message)
-            link.granted[index, frame_generation(message.data)] = op
-            frame = message[:HEADER_BYTES].tobytes() + message[-TRAILER_BYTES:].tobytes()
-            self._say(link, _GO, read_id, _SLAB.pack(index) + frame)
+            self._say(link, _GO, read_id, self._grant(link, self._ring, message, op))
+        return op
+
+    def _grant(self, link: _Link, ring: GpuRing, message: np.ndarray, op: int) -> bytes:
+        index = ring.index_of(message)
+        link.granted[index, frame_generation(message.data)] = op
+        return _SLAB.pack(index) + message[:HEADER_BYTES].tobytes() + message[-TRAILER_BYTES:].tobytes()
+
+    def subscriber(self, peer: str, attempt: str) -> str:
+        names = (link.name for link in self._in if attempt in link.subscribed)
+        return next((name for name in names if name.rpartition("#")[0] == peer), "")
+
+    def offer(self, conn: str, body: bytes, message: np.ndarray) -> int:
+        op = next(self._ops)
+        link = next((link for link in self._in if link.name == conn), None)
+        if link is None or self._ring is None:
+            self._events.append(SendDone(op, False))
+            return op
+        grant = self._grant(link, self._ring, message, op)
+        link.offered[self._ring.index_of(message), frame_generation(message.data)] = b""
+        self._say(link, _OFFER, 0, grant + body)
         return op
 
     # ---- both ----
@@ -303,11 +355,39 @@ class IpcTransport:
                 self._on_welcome(link, body)
             elif kind in (_GO, _NO):
                 self._on_answer(link, read_id, body, granted=kind == _GO)
+            elif kind == _OFFER:
+                self._on_offer(link, body)
         elif len(body) <= MAX_MESSAGE_BYTES and read_id < 1 << 48:
             if kind == _READ:
-                self._events.append(RequestArrived(link.name, read_id, body))
+                self._on_read(link, read_id, body)
             elif kind == _NOTE:
                 self._on_note(link, body)
+            elif kind == _SUBSCRIBE and len(link.subscribed) < _MAX_SUBSCRIPTIONS:
+                link.subscribed.add(body.decode(errors="replace"))
+            elif kind == _UNSUBSCRIBE:
+                link.subscribed.discard(body.decode(errors="replace"))
+
+    def _on_read(self, link: _Link, read_id: int, body: bytes) -> None:
+        with contextlib.suppress(ValueError):
+            wanted = handles.decode(body)
+            if link.offered.pop((wanted.slab, wanted.generation), None) is not None:
+                return  # it crossed the offer, which decode takes for its answer
+        self._events.append(RequestArrived(link.name, read_id, body))
+
+    def _on_offer(self, link: _Link, body: bytes) -> None:
+        grant, named = body[:_GRANT_BYTES], body[_GRANT_BYTES:]
+        try:
+            wanted = handles.decode(named)
+        except ValueError:
+            self._lose(link, "it sent a malformed offer")  # whatever it offers stays in flight until this ends
+            return
+        slab = (wanted.slab, wanted.generation)
+        crossed = next((i for i, read in self._reads.items() if read.link is link and read.slab == slab), None)
+        if crossed is not None:
+            self._on_answer(link, crossed, grant, granted=True)
+            return
+        link.offered[slab] = grant
+        self._events.append(OfferArrived(link.name, named))
 
     def _on_hello(self, link: _Link, body: bytes) -> None:
         token, _, rest = body.partition(b"\n")
@@ -349,7 +429,7 @@ class IpcTransport:
             read.dest[:size] = np.frombuffer(body, np.uint8)[:size]
             self._events.append(ReceiveDone(read_id))
             return
-        if len(body) != _SLAB.size + HEADER_BYTES + TRAILER_BYTES or self._ring is None:
+        if len(body) != _GRANT_BYTES or self._ring is None:
             self._events.append(ReceiveDone(read_id, f"{link.name} sent a malformed answer"))
             return
         (index,) = _SLAB.unpack_from(body)
@@ -365,6 +445,7 @@ class IpcTransport:
     def _on_note(self, link: _Link, body: bytes) -> None:
         with contextlib.suppress(ValueError):
             noted = handles.decode(body)
+            link.offered.pop((noted.slab, noted.generation), None)
             op = link.granted.pop((noted.slab, noted.generation), 0)
             if op:
                 self._events.append(SendDone(op, True))

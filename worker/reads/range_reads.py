@@ -85,44 +85,55 @@ class RangeReads:
         self.announced = expected
         self._held: dict[tuple[int, int, int], SlabHandle] = {}
         """Announced, not yet unpacked: by rank, since each may have slabs of its own, by slab and generation."""
+        self._offered: set[SlabHandle] = set()
+        """Whose slabs came unasked."""
 
     def take(self, computed: prefill_pb2.Computed) -> list[SlabHandle]:
-        """The handles of an announced range, checked against the request. Raises: TransferError."""
+        """The handles of an announced range, checked against the request; without those that came unasked. Raises:
+        TransferError."""
         handles = [wire.handle_from_proto(message) for message in computed.handles]
         position = computed.first_token
         for handle in handles:
-            if (handle.worker_id, handle.incarnation) != (self._ref.worker_id, self._ref.incarnation):
-                raise TransferError(
-                    f"a handle names {handle.worker_id}/{handle.incarnation}, another worker than the requested one"
-                )
-            if handle.attempt != self._attempt:
-                raise TransferError(f"a handle names attempt {handle.attempt}, not {self._attempt}")
+            if handle not in self._offered:
+                self._check(handle)
             if handle.first_token != position:
                 raise TransferError(f"a handle begins at token {handle.first_token}, expected {position}")
-            if handle.part >= len(self._source):
-                raise TransferError(f"a handle names rank {handle.part} of {len(self._source)}")
-            source = self._source[handle.part]
-            if handle.group >= len(source.groups):
-                raise TransferError(f"a handle names KV group {handle.group} of {len(source.groups)}")
-            kv_group = source.groups[handle.group]
-            all_layers = kv_group.num_layers
-            if handle.num_layers != all_layers and not self._some_layers:
-                raise TransferError(f"a handle covers layers {handle.first_layer}+{handle.num_layers}, not all of them")
-            layer_bytes = kv_group.layer_bytes_per_token(source.shard)
-            if handle.size_bytes != handle.num_tokens * layer_bytes * handle.num_layers:
-                raise TransferError(
-                    f"a handle of {handle.num_tokens} tokens and {handle.num_layers} of {all_layers} layers claims "
-                    f"{handle.size_bytes} bytes"
-                )
-            self.announced.add(
-                handle.group, handle.first_token, handle.num_tokens, handle.first_layer, handle.num_layers, handle.part
-            )
             position += handle.num_tokens
         if position != computed.first_token + computed.num_tokens:
             raise TransferError("the handles do not cover the announced range")
-        for handle in handles:
-            self._held[handle.part, handle.slab, handle.generation] = handle
-        return handles
+        return [handle for handle in handles if handle not in self._offered]
+
+    def take_offered(self, handle: SlabHandle) -> None:
+        """Its slab came before it was announced. Raises: TransferError."""
+        self._check(handle)
+        self._offered.add(handle)
+
+    def _check(self, handle: SlabHandle) -> None:
+        if (handle.worker_id, handle.incarnation) != (self._ref.worker_id, self._ref.incarnation):
+            raise TransferError(
+                f"a handle names {handle.worker_id}/{handle.incarnation}, another worker than the requested one"
+            )
+        if handle.attempt != self._attempt:
+            raise TransferError(f"a handle names attempt {handle.attempt}, not {self._attempt}")
+        if handle.part >= len(self._source):
+            raise TransferError(f"a handle names rank {handle.part} of {len(self._source)}")
+        source = self._source[handle.part]
+        if handle.group >= len(source.groups):
+            raise TransferError(f"a handle names KV group {handle.group} of {len(source.groups)}")
+        kv_group = source.groups[handle.group]
+        all_layers = kv_group.num_layers
+        if handle.num_layers != all_layers and not self._some_layers:
+            raise TransferError(f"a handle covers layers {handle.first_layer}+{handle.num_layers}, not all of them")
+        layer_bytes = kv_group.layer_bytes_per_token(source.shard)
+        if handle.size_bytes != handle.num_tokens * layer_bytes * handle.num_layers:
+            raise TransferError(
+                f"a handle of {handle.num_tokens} tokens and {handle.num_layers} of {all_layers} layers claims "
+                f"{handle.size_bytes} bytes"
+            )
+        self.announced.add(
+            handle.group, handle.first_token, handle.num_tokens, handle.first_layer, handle.num_layers, handle.part
+        )
+        self._held[handle.part, handle.slab, handle.generation] = handle
 
     async def renew(self, peer: Peer) -> None:
         """A slab must not be reclaimed while it waits because the link is slow or the ring is full. Renew while this

@@ -39,7 +39,7 @@ class SlabUnpacker:
         )
         return await answer
 
-    async def unpack(self, attempt: str, slab: ReceivedSlab, *, last: bool = False) -> bool:
+    def unpack(self, attempt: str, slab: ReceivedSlab, *, last: bool = False) -> asyncio.Future[bool]:
         """Unpack a slab into the attempt's blocks. False: the engine no longer needed it. The wait may be cancelled.
 
         Args:
@@ -63,7 +63,7 @@ class SlabUnpacker:
                 part=handle.part,
             )
         )
-        return await answer
+        return answer
 
     def _job(self, slab: ReceivedSlab | None) -> tuple[int, asyncio.Future[bool]]:
         job = next(self._jobs)
