@@ -29,6 +29,7 @@ from diptych.decode.submission import Submission
 from diptych.engine.grammar.program import Program
 from diptych.engine.messages import (
     Admitted,
+    AllGiven,
     Cancel,
     Candidate,
     ChoiceFinished,
@@ -387,7 +388,8 @@ class Attempt:
         return RemotePrefill(
             self._context,
             RemotePrefillCallbacks(
-                self._on_first_token, self._on_first_candidates, self._on_kv_complete, self._on_prompt_logprobs
+                self._on_first_token, self._on_first_candidates, self._on_kv_complete, self._on_prompt_logprobs,
+                self._on_all_given,
             ),
             attempt=sub.attempt,
             ref=ref,
@@ -416,6 +418,10 @@ class Attempt:
         fresh = types_pb2.PromptLogprobs(first_token=self._prompt_logprobs_until, logprobs=entries.logprobs[known:])
         self._prompt_logprobs_until += len(fresh.logprobs)
         self._outbox.prompt_logprobs(self._sub.attempt, fresh)
+
+    def _on_all_given(self) -> None:
+        if self._lifecycle.state is State.FETCHING and self._sub.sampling.max_tokens != 1:
+            self._engine.send(AllGiven(self._sub.attempt))
 
     def _on_kv_complete(self) -> None:
         if self._lifecycle.state is not State.FETCHING or self._sub.sampling.max_tokens == 1:

@@ -71,6 +71,8 @@ class RemotePrefillCallbacks:
     """Used by beam search instead."""
     on_complete: Callable[[], None]
     on_prompt_logprobs: Callable[[types_pb2.PromptLogprobs], None]
+    on_all_given: Callable[[], None] = lambda: None
+    """See AllGiven."""
 
 
 class RemotePrefill:
@@ -298,6 +300,8 @@ class RemotePrefill:
             self._choices_due.discard(token.choice)
             self._hooks.on_first_token(token)
         self._maybe_complete()
+        if not self.complete and not self._choices_due and self._all_given:
+            self._hooks.on_all_given()
 
     async def _fetch(self, peer: Peer, handle: SlabHandle) -> None:
         async with self._window:

@@ -16,11 +16,12 @@ from diptych.engine.sched.remote import UnpackJob
 from diptych.engine.sched.scheduler import Scheduler
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Begun:
     command: UnpackRange
     job: UnpackJob
     copy: CopyHandle
+    last: bool
 
 
 class AsyncUnpacks:
@@ -37,22 +38,31 @@ class AsyncUnpacks:
 
     def begin(self, scheduler: Scheduler, command: UnpackRange, job: UnpackJob, copy: CopyHandle) -> None:
         scheduler.remote.copy_begins(job, copy)
-        self._begun.append(_Begun(command, job, copy))
+        self._begun.append(_Begun(command, job, copy, command.last))
+
+    def all_given(self, attempt: str) -> None:
+        """See the command."""
+        self._mark(attempt, last=True)
+
+    def _mark(self, attempt: str, *, last: bool) -> None:
+        for begun in self._begun:
+            if begun.command.attempt == attempt:
+                begun.last = last
 
     def take_done(self, scheduler: Scheduler) -> list[RangeUnpacked]:
         """The answers of those that have ended since."""
         answers: list[RangeUnpacked] = []
         while self._begun and self._begun[0].copy.done():
-            begun = self._begun.pop(0)
-            answers.append(_answer(scheduler, begun))
+            answers.append(self._answer(scheduler, self._begun.pop(0)))
         return answers
 
-
-def _answer(scheduler: Scheduler, begun: _Begun) -> RangeUnpacked:
-    command, job, copy = begun.command, begun.job, begun.copy
-    if not scheduler.remote.copy_ends(job, copy):
-        return RangeUnpacked(command.attempt, command.job, False)
-    error = copy.error()
-    if not error:
-        scheduler.unpacked(job, last=command.last)
-    return RangeUnpacked(command.attempt, command.job, not error, error)
+    def _answer(self, scheduler: Scheduler, begun: _Begun) -> RangeUnpacked:
+        command, job, copy = begun.command, begun.job, begun.copy
+        if not scheduler.remote.copy_ends(job, copy):
+            return RangeUnpacked(command.attempt, command.job, False)
+        error = copy.error()
+        if error:
+            self._mark(command.attempt, last=False)  # who vouched for them does not vouch for what replaces this one
+        else:
+            scheduler.unpacked(job, last=begun.last)
+        return RangeUnpacked(command.attempt, command.job, not error, error)

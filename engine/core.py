@@ -22,6 +22,7 @@ from diptych.engine.disk_traffic import DiskTraffic
 from diptych.engine.executor import Executor, ExecutorLost
 from diptych.engine.in_flight_step import InFlightStep, PlanTimer
 from diptych.engine.messages import (
+    AllGiven,
     BlockCopy,
     BlocksRead,
     BlocksWritten,
@@ -220,6 +221,8 @@ class EngineCore:
                 scheduler.first_token(command)
             case FirstCandidates():
                 scheduler.first_candidates(command)
+            case AllGiven(attempt):
+                self._unpacks.all_given(attempt)
             case KvComplete(attempt):
                 scheduler.kv_complete(attempt)
             case FetchAgain(attempt):

@@ -229,6 +229,14 @@ class FirstCandidates(AttemptEvent):
 
 
 @dataclass(frozen=True, slots=True)
+class AllGiven:
+    """Every range of a REMOTE request was handed over by UnpackRange, and prefill has vouched for them: those that are still
+    being copied count as `last`. KvComplete follows, too."""
+
+    attempt: str
+
+
+@dataclass(frozen=True, slots=True)
 class KvComplete:
     """Every range of a REMOTE request was unpacked: it may join the running batch (once its first token is known, if
     none was forced)."""
@@ -260,6 +268,7 @@ Command = (
     | UnpackRange
     | FirstToken
     | FirstCandidates
+    | AllGiven
     | KvComplete
     | RunLocally
     | FetchAgain

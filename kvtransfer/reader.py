@@ -180,9 +180,10 @@ class ReadSide:
         if expected is None or expected.peer != key or self._cannot(self._peers[key], handle) is not None:
             self._transport.notify(key, body)  # nobody waits for it, so nothing will be read
             return
-        asked = next((w for w in self._wanted.values() if w.handle == handle and w.slab < 0), None)
+        asked = next((wanted for wanted in self._wanted.values() if wanted.handle == handle), None)
         if asked is not None:
-            asked.offered = True  # it waits for a slab of ours
+            # Either it waits for a slab of ours, or the transport has taken the offer for its answer.
+            asked.offered = True
             return
         read_id = next(self._own_ids)
         self._wanted[read_id] = _Wanted(self._peers[key], key, handle, offered=True, own=True)

@@ -181,7 +181,10 @@ class IpcTransport:
         except ValueError:
             slab = (-1, -1)  # prefill will refuse it
         self._reads[read_id] = _Read(link, dest, slab)
-        self._say(link, _READ, read_id, body)
+        if (grant := link.offered.pop(slab, None)) is not None:
+            self._on_answer(link, read_id, grant, granted=True)  # it has come before anybody looked at the offer
+        else:
+            self._say(link, _READ, read_id, body)
 
     def path_to(self, peer: str) -> str:
         return self.path if peer in self._out else ""

@@ -46,7 +46,7 @@ class DevicePair:
         grant = await asyncio.wait_for(self.grants.get(), 60)
         ctypes.memmove(grant.payload.address, data.ctypes.data, data.nbytes)
         packed = RangePacked(attempt, grant.slab, grant.generation, 0, 1, data.nbytes, kv_sum(data))
-        return self.publisher.publish("d0", packed)
+        return self.publisher.publish("d0@x", packed)
 
     async def read(self, handle: Any) -> Any:
         return await self.reader.read(self.ref, handle, deadline_s=300.0)

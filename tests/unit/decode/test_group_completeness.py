@@ -5,6 +5,7 @@ checks."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, replace
@@ -183,9 +184,13 @@ def cases() -> Iterator[tuple[str, str, int]]:
 
 
 class Peer:
-    """Announces, and serves what it announced; then ends the call."""
+    """Announces, and serves what it announced; then ends the call. `offers`: what arrives intact comes before that,
+    unasked."""
 
-    def __init__(self, ranges: list[Range], num_feeds: int = 1) -> None:
+    def __init__(self, ranges: list[Range], num_feeds: int = 1, *, offers: bool = False) -> None:
+        self._offers = offers
+        self._take: Callable[[ReceivedSlab], None] | None = None
+        self.finished: list[SlabHandle] = []
         self._handles = [one.handle for one in ranges]
         self.feeds = tuple(PeerRef("p0", "life", KvAddress("inproc", "", port)) for port in range(num_feeds))
         self._slabs = {(self.feeds[one.handle.part % num_feeds], one.handle.slab): one.slab for one in ranges}
@@ -207,6 +212,11 @@ class Peer:
 
     async def _events(self) -> AsyncIterator[prefill_pb2.PrefillEvent]:
         yield prefill_pb2.PrefillEvent(started=prefill_pb2.PrefillStarted())
+        for handle in self._handles if self._offers and self._take is not None else ():
+            with contextlib.suppress(DiptychError):  # then its read tells what is wrong
+                self._take(await self.read(self.feeds[0], handle, deadline_s=1.0))
+            if handle.first_token != self._handles[0].first_token:  # the others while it is announced, or later
+                await asyncio.sleep(0)
         known = prefill_pb2.ComputedFrom(num_tokens=LENGTH, digest=prompt_digest(PROMPT, BLOCK), block_size=BLOCK)
         token = prefill_pb2.FirstToken(choice=0, token_id=5)
         first = prefill_pb2.FirstTokens(tokens=[token], computed_from=known, num_ranges_overlapped=3, compute_s=0.25)
@@ -230,7 +240,15 @@ class Peer:
             raise error
         return ReceivedSlab(handle, 0, memoryview(slab)[HEADER_BYTES : HEADER_BYTES + handle.size_bytes], "test")
 
-    def finish(self, slab: ReceivedSlab) -> None: ...
+    def expect(self, peer: PeerRef, attempt: str, take: Callable[[ReceivedSlab], None], *, read_s: float) -> None:
+        assert (peer, attempt) == (self.feeds[0], "a")
+        self._take = take
+
+    def unexpect(self, attempt: str) -> None:
+        self._take = None
+
+    def finish(self, slab: ReceivedSlab) -> None:
+        self.finished.append(slab.handle)
 
     def renew(self, peer: PeerRef, handle: SlabHandle) -> None:
         self.renewed.add((peer, handle.slab))
@@ -238,9 +256,11 @@ class Peer:
             self.go.set()
 
     # the unpacker
-    async def unpack(self, attempt: str, slab: ReceivedSlab, *, last: bool = False) -> bool:
+    def unpack(self, attempt: str, slab: ReceivedSlab, *, last: bool = False) -> asyncio.Future[bool]:
         self.began = self.began or last
-        return True
+        answer = asyncio.get_running_loop().create_future()
+        answer.set_result(True)
+        return answer
 
 
 class Call:
@@ -288,6 +308,26 @@ async def begins(parts: tuple[KvFormat, ...], ranges: list[Range], peer: Peer | 
 async def test_undisturbed_kv_of_every_group_is_used(kind: str) -> None:
     assert await begins(FORMATS[kind], sent(FORMATS[kind]))
     assert await begins(FORMATS[kind], sent(FORMATS[kind])[::-1]), "in any order"
+    assert await begins(FORMATS[kind], sent(FORMATS[kind]), Peer(sent(FORMATS[kind]), offers=True))
+
+
+async def test_an_offer_that_is_announced_as_another_range_is_noticed() -> None:
+    ranges = sent(FORMATS["full"])
+    peer = Peer(ranges, offers=True)
+    announced = peer._handles
+    peer._handles = [announced[0], *announced]
+    assert not await begins(FORMATS["full"], ranges, peer), "it comes twice"
+    assert len(peer.finished) == len(ranges), "the second goes back, and what came behind it"
+    peer = Peer(ranges, offers=True)
+
+    async def other(inner: AsyncIterator[Any] = peer._events()) -> AsyncIterator[Any]:
+        async for event in inner:
+            if event.HasField("computed"):
+                event.computed.handles[0].slab += 1
+            yield event
+
+    peer._events = other  # type: ignore[method-assign]
+    assert not await begins(FORMATS["full"], ranges, peer)
 
 
 @pytest.mark.parametrize("kind", ["two ranks", "two stages", "stages of two ranks"])
@@ -318,7 +358,8 @@ async def test_every_mutation_of_every_range_is_noticed() -> None:
         mutated = MUTATIONS[name](sent(FORMATS[kind]), at)
         assert mutated is not None
         count += 1
-        if await begins(FORMATS[kind], mutated):
-            missed.append((kind, name, at))
+        for offers in (False, True):
+            if await begins(FORMATS[kind], mutated, Peer(mutated, offers=offers)):
+                missed.append((kind, name, at, offers))
     assert count > 250
     assert not missed

@@ -13,6 +13,7 @@ from diptych.engine.core import EngineCore
 from diptych.engine.executor import LocalExecutor
 from diptych.engine.fake_runner import FakeRunner
 from diptych.engine.messages import (
+    AllGiven,
     Cancel,
     DeviceRange,
     EngineRequest,
@@ -115,6 +116,54 @@ def test_after_the_last_range_the_request_runs_at_once(core):
     core.step()
     assert [event.offset for event in core.take_events() if isinstance(event, TokensOut)] == [1]
     core.handle(KvComplete("a"))  # comes from the event loop, too
+
+
+def tokens_of_a_step(core):
+    core.step()
+    return [event.offset for event in core.take_events() if isinstance(event, TokensOut)]
+
+
+def test_the_request_runs_at_once_after_ranges_that_were_vouched_for_when_all_were_given(core):
+    first, second = Copy(), Copy()
+    unpack(core, first, job=1, count=4)
+    unpack(core, second, job=2, first=4, count=4)
+    core.handle(FirstToken("a", 5))
+    first.ended = True
+    assert tokens_of_a_step(core) == [0], "only prefill's own token: half of the KV is missing"
+    core.handle(AllGiven("a"))
+    assert tokens_of_a_step(core) == []
+    second.ended = True
+    assert tokens_of_a_step(core) == [1]
+    core.handle(KvComplete("a"))  # comes from the event loop, too
+
+
+def test_nothing_runs_on_what_was_not_vouched_for(core):
+    first = Copy()
+    unpack(core, first)
+    core.handle(FirstToken("a", 5))
+    first.ended = True
+    assert tokens_of_a_step(core) == [0]
+    assert tokens_of_a_step(core) == []
+    core.handle(AllGiven("a"))  # nothing is being copied any more: the event loop knows, and says KvComplete
+    assert tokens_of_a_step(core) == []
+    core.handle(KvComplete("a"))
+    assert tokens_of_a_step(core) == [1]
+
+
+def test_a_replacement_of_a_damaged_range_has_to_be_vouched_for_again(core):
+    first, second, again = Copy("checksum 1, not 7"), Copy(), Copy()
+    unpack(core, first, job=1, count=4)
+    unpack(core, second, job=2, first=4, count=4)
+    core.handle(FirstToken("a", 5))
+    core.handle(AllGiven("a"))
+    first.ended = True
+    assert [event.unpacked for event in unpacked(core)] == [False]
+    unpack(core, again, job=3, count=4)  # another worker's, before that one has vouched
+    second.ended = again.ended = True
+    assert [event.unpacked for event in unpacked(core)] == [True, True]
+    assert tokens_of_a_step(core) == []
+    core.handle(KvComplete("a"))
+    assert tokens_of_a_step(core) == [1]
 
 
 def test_a_last_range_completes_nothing_while_another_is_damaged(core):
