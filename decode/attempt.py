@@ -388,7 +388,10 @@ class Attempt:
         return RemotePrefill(
             self._context,
             RemotePrefillCallbacks(
-                self._on_first_token, self._on_first_candidates, self._on_kv_complete, self._on_prompt_logprobs,
+                self._on_first_token,
+                self._on_first_candidates,
+                self._on_kv_complete,
+                self._on_prompt_logprobs,
                 self._on_all_given,
             ),
             attempt=sub.attempt,

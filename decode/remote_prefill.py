@@ -119,8 +119,8 @@ class RemotePrefill:
         self._window = asyncio.Semaphore(context.reads_in_flight)
         self._silence = LivenessTimer(context.silence_s)
         self._called = 0.0
-        self._offers: asyncio.Queue[ReceivedSlab] = asyncio.Queue()
-        """Slabs that came unasked."""
+        self._offers: asyncio.Queue[ReceivedSlab | DiptychError] = asyncio.Queue()
+        """Slabs that came unasked, and why some could not be had."""
         self._given = 0
         """Tokens times layers of the KV handed to the engine for unpacking."""
         self.complete = False
@@ -152,13 +152,12 @@ class RemotePrefill:
             self._context, self._ref, self._request.attempt, self._source, self._announced,
             some_layers=self._request.layer_groups, most_s=self._request.remaining_s,
         )  # fmt: skip
-        self._expect(peer)
+        expects = self._expect(peer)
         try:
             async with asyncio.TaskGroup() as group:
-                beside = [
-                    group.create_task(coroutine)
-                    for coroutine in (self._watch(), reads.renew(peer), self._take_offers(group))
-                ]
+                beside = [group.create_task(self._watch()), group.create_task(reads.renew(peer))]
+                if expects:
+                    beside.append(group.create_task(self._take_offers(group)))
                 try:
                     await self._follow(peer, group)
                 finally:
@@ -173,9 +172,11 @@ class RemotePrefill:
                 raise error from None
             log.info("prefill call ended badly after its KV was complete", attempt=self._attempt, error=str(error))
         finally:
-            self._context.reader.unexpect(self._request.attempt)
+            if expects:
+                self._context.reader.unexpect(self._request.attempt)
             while not self._offers.empty():
-                self._context.reader.finish(self._offers.get_nowait())
+                if isinstance(left := self._offers.get_nowait(), ReceivedSlab):
+                    self._context.reader.finish(left)
         if not self.complete:
             raise WorkerLostError(
                 f"prefill worker {self._ref.worker_id} ended the call before all KV had arrived"
@@ -201,21 +202,20 @@ class RemotePrefill:
             self._announced, self._arrived = KvCoverage((source,), asked, end), KvCoverage((source,), asked, end)
             self.facts.converted = f"KV of {self._ref.worker_id} was converted from {source} to {target}"
 
-    def _expect(self, peer: Peer) -> None:
+    def _expect(self, peer: Peer) -> bool:
         """Slabs may come as they are published, where that spares a round trip and they are unpacked as they are."""
-        if self._request.want_kv and self._converter is None and len(self._source) == 1:
-            self._context.reader.expect(
-                peer.feed(0),
-                self._request.attempt,
-                self._offers.put_nowait,
-                read_s=min(self._context.read_base_s, self._request.remaining_s),
-            )
+        if not self._request.want_kv or self._converter is not None or len(self._source) > 1:
+            return False
+        read_s = min(self._context.read_base_s, self._request.remaining_s)
+        return self._context.reader.expect(peer.feed(0), self._request.attempt, self._offers.put_nowait, read_s=read_s)
 
     async def _take_offers(self, group: asyncio.TaskGroup) -> None:
         """What comes before it is announced. Until prefill has vouched for it, it is KV like that of an early range: nothing
         is decoded on it."""
         while True:
             slab = await self._offers.get()
+            if isinstance(slab, DiptychError):
+                raise slab
             began = self._context.clock.now()
             try:
                 self._reads.take_offered(slab.handle)

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import Protocol
 
+from diptych.common.errors import DiptychError
 from diptych.engine.messages import Payload, RangePacked, SlabGrant
 from diptych.kvtransfer.handle import SlabHandle
 
@@ -82,6 +83,9 @@ class ReceivedSlab:
     path: str = ""
 
 
+TakeOffer = Callable[[ReceivedSlab | DiptychError], None]
+
+
 class SlabPublisher(Protocol):
     """Publishing."""
 
@@ -124,12 +128,14 @@ class SlabReader(Protocol):
         """
         ...
 
-    def expect(self, peer: PeerRef, attempt: str, take: Callable[[ReceivedSlab], None], *, read_s: float) -> None:
-        """Until `unexpect`, slabs of the attempt may come as they are published: each is given to `take` on the event loop,
-        or answers the `read` of its handle that was called meanwhile. A transport that cannot do this leaves them to `read`.
+    def expect(self, peer: PeerRef, attempt: str, take: TakeOffer, *, read_s: float) -> bool:
+        """Until `unexpect`, slabs of the attempt may come as they are published: each, or why it cannot be had, is given to
+        `take` on the event loop, or answers the `read` of its handle that was called meanwhile. Those that do not come are
+        left to `read`.
 
         Args:
             read_s: the deadline of each, as of a read.
+        Returns: whether any may come; else there is nothing to unexpect.
         """
         ...
 

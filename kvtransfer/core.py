@@ -25,7 +25,7 @@ from typing import Any
 
 from diptych.common.errors import DiptychError, InternalError, StaleReferenceError, TransferError
 from diptych.engine.messages import RangePacked, SlabGrant
-from diptych.kvtransfer.api import KvAddress, PeerRef, ReceivedSlab, TransferAudit
+from diptych.kvtransfer.api import KvAddress, PeerRef, ReceivedSlab, TakeOffer, TransferAudit
 from diptych.kvtransfer.config import TransferConfig
 from diptych.kvtransfer.handle import SlabHandle, new_key, sign
 from diptych.kvtransfer.layout import Ring, RingSpec, SlabQuotas, payload_capacity, write_frame
@@ -99,7 +99,7 @@ class TransferCore:
         returned; one thread owns a slab at a time."""
         self._read_ids = itertools.count(secrets.randbits(40))
         self._waiting: dict[int, tuple[asyncio.Future[ReceivedSlab], SlabHandle]] = {}
-        self._expecting: dict[str, Callable[[ReceivedSlab], None]] = {}
+        self._expecting: dict[str, TakeOffer] = {}
         """By attempt: who takes slabs that come unasked."""
         self._lent: dict[int, tuple[ReceivedSlab, int]] = {}
         self._violations: list[str] = []
@@ -224,10 +224,13 @@ class TransferCore:
         finally:
             self._waiting.pop(read_id, None)
 
-    def expect(self, peer: PeerRef, attempt: str, take: Callable[[ReceivedSlab], None], *, read_s: float) -> None:
+    def expect(self, peer: PeerRef, attempt: str, take: TakeOffer, *, read_s: float) -> bool:
         side = self._read_side()
+        if not side.may_be_offered:
+            return False
         self._expecting[attempt] = take
         self._post(lambda now: side.expect(peer, attempt, read_s, now))
+        return True
 
     def unexpect(self, attempt: str) -> None:
         if self._expecting.pop(attempt, None) is not None:
@@ -343,6 +346,8 @@ class TransferCore:
 
     def _failed(self, read_id: int, error: DiptychError, offered: SlabHandle | None) -> None:
         future, _ = self._waiting_for(read_id, offered)
+        if future is None and offered is not None and (take := self._expecting.get(offered.attempt)):
+            take(error)
         if future is not None and not future.done():
             future.set_exception(error)
 

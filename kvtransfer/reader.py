@@ -154,6 +154,11 @@ class ReadSide:
         return self._ledger.next_deadline()
 
     @property
+    def may_be_offered(self) -> bool:
+        """The transport brings slabs unasked, where a peer offers them. From any thread."""
+        return self._offering is not None
+
+    @property
     def awaited(self) -> bool:
         """Reads are open."""
         return bool(self._wanted)

@@ -26,7 +26,7 @@ from diptych.common.observe.metrics import PREFIX, TOKEN_BUCKETS, Metrics
 from diptych.common.observe.series import Counter
 from diptych.engine.messages import EngineStats
 from diptych.engine.stats import AGE_BUCKETS_S, Ages, TierStats
-from diptych.kvtransfer.api import PeerRef, ReceivedSlab, SlabReader, Transfer, TransferAudit
+from diptych.kvtransfer.api import PeerRef, ReceivedSlab, SlabReader, TakeOffer, Transfer, TransferAudit
 from diptych.kvtransfer.handle import SlabHandle
 from diptych.worker.gpu import GpuMonitor, gpu_families
 from diptych.worker.reads.block_pulls import SOURCE_ATTEMPT, PullFacts
@@ -77,7 +77,9 @@ class WorkerMetrics(Metrics):
         if hasattr(self, "read_seconds"):
             return
         self.read_seconds = self.histogram(
-            "kv_transfer_seconds", "Time of one slab read, from its request to the verified KV", TRANSFER_BUCKETS_S
+            "kv_transfer_seconds",
+            "Time of one slab read, from its request to the verified KV; 0 of one that came unasked",
+            TRANSFER_BUCKETS_S,
         )
         self.read_failures = self.counter("kv_transfer_failures", "Reads of slabs that failed, by reason", ["reason"])
 
@@ -243,11 +245,28 @@ class _MeteredReader:
         except DiptychError as error:
             self._metrics.read_failures.labels(error.reason).inc()
             raise
-        self._metrics.read_seconds.observe(self._clock.now() - began)
+        self._count(handle, self._clock.now() - began)
+        return slab
+
+    def _count(self, handle: SlabHandle, duration_s: float) -> None:
+        self._metrics.read_seconds.observe(duration_s)
         # Its other layers are the same tokens; those of a pull are a hit of the cache when they are used.
         if handle.first_layer == 0 and not handle.attempt.startswith(SOURCE_ATTEMPT):
             self._metrics.external_tokens += handle.num_tokens
-        return slab
+
+    def expect(self, peer: PeerRef, attempt: str, take: TakeOffer, *, read_s: float) -> bool:
+        def counted(slab: ReceivedSlab | DiptychError) -> None:
+            if isinstance(slab, DiptychError):
+                self._metrics.read_failures.labels(slab.reason).inc()
+            else:
+                self._count(slab.handle, 0.0)
+            take(slab)
+
+        self._metrics.register_reads()
+        return self._reader.expect(peer, attempt, counted, read_s=read_s)
+
+    def unexpect(self, attempt: str) -> None:
+        self._reader.unexpect(attempt)
 
     def finish(self, slab: ReceivedSlab) -> None:
         self._reader.finish(slab)

@@ -50,7 +50,10 @@ class Pair:
         spec = RingSpec(NUM_SLABS, SLAB)
         self.transport = Counting("p0", "life", host="127.0.0.1", memory=self.memory)
         self.publisher = self._core(
-            self.transport, ("p0", "life"), GpuRing(spec, *self.memory.allocate(spec.total_bytes)), SlabQuotas(NUM_SLABS, 0)
+            self.transport,
+            ("p0", "life"),
+            GpuRing(spec, *self.memory.allocate(spec.total_bytes)),
+            SlabQuotas(NUM_SLABS, 0),
         )
         self.reader = self.new_reader("x", reader_slabs)
         self.ref = PeerRef("p0", "life", self.publisher.address)
@@ -257,6 +260,13 @@ async def test_an_offer_that_waits_too_long_goes_back_and_its_read_tells() -> No
     await pair.turns()
     with pytest.raises(TransferError, match="no free slab"):
         await late
+    assert len(pair.taken) == 1
+    pair.publish(noise(3))
+    await pair.turns()
+    pair.clock.advance(2.5)
+    await pair.turns()
+    assert isinstance(error := pair.taken.pop(), TransferError), "told at once, without a read"
+    assert "no free slab" in error.message
     with pytest.raises(StaleReferenceError):
         await _read_with(pair, handles[1])
     await pair.check()
@@ -278,8 +288,7 @@ async def test_a_publisher_that_goes_leaves_nothing_behind(pair) -> None:
     await pair.turns()
     with pytest.raises(TransferError, match="peer lost"):
         await task
-    for slab in pair.taken:
-        pair.reader.finish(slab)
+    assert all(isinstance(taken, TransferError) for taken in pair.taken)
     pair.reader.unexpect("a")
     await pair.turns()
     audit = pair.reader._audit(full=True)

@@ -76,6 +76,8 @@ class Sizes:
     """Prefill announces that it sends what makes a hit of a prompt."""
     slab_blocks: int = 0
     """Blocks that a slab holds; 0: as many as fit."""
+    offers: bool = False
+    """Slabs come as they are published to who expects them."""
 
     @property
     def facts(self) -> Facts:

@@ -305,15 +305,24 @@ def a_peer_has_no_quota() -> Any:
 
 
 @mutation
+def an_offer_that_nobody_expects_is_kept() -> Any:
+    original = read_side.ReadSide._on_offer
+
+    def on_offer(self: Any, key: str, body: bytes, now: float) -> None:
+        if read_side.handles.decode(body).attempt in self._expected:
+            original(self, key, body, now)
+
+    return mock.patch.object(read_side.ReadSide, "_on_offer", on_offer)
+
+
+@mutation
 def a_slab_is_finished_while_it_is_unpacked() -> Any:
     original = SlabUnpacker.unpack
 
-    async def unpack(self: SlabUnpacker, attempt: str, slab: Any, *, last: bool = False) -> bool:
-        try:
-            return await original(self, attempt, slab, last=last)
-        except BaseException:
-            self._reader.finish(slab)
-            raise
+    def unpack(self: SlabUnpacker, attempt: str, slab: Any, *, last: bool = False) -> Any:
+        answer = original(self, attempt, slab, last=last)
+        answer.add_done_callback(lambda answer: answer.cancelled() and self._reader.finish(slab))
+        return answer
 
     return mock.patch.object(SlabUnpacker, "unpack", unpack)
 

@@ -10,6 +10,7 @@ from typing import Any
 from handoff_sim.channel import SimCall, SimChannel
 from handoff_sim.engine import BLOCK, LAYERS, MAX_LEN, VOCAB, Context, SimEngine
 from handoff_sim.links import Node
+from handoff_sim.offers import OfferingSimTransport
 from handoff_sim.wire import SimTransport
 
 from diptych.decode.attempt_manager import AttemptManager
@@ -47,8 +48,8 @@ class SimTransfer:
         self._ctx, self._node = context, node
         self._scheduled = False
         self._tick: Any = None
-        self.transport = SimTransport(context.wires, node, self._kick)
         sizes = context.sizes
+        self.transport = (OfferingSimTransport if sizes.offers else SimTransport)(context.wires, node, self._kick)
         self.core = TransferCore(
             self.transport,
             TransferConfig(

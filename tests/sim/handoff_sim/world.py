@@ -20,6 +20,7 @@ from handoff_sim.engine import BLOCK, LAYERS, WINDOWS, Context, Sizes
 from handoff_sim.links import Links
 from handoff_sim.loop import Deadlock, VirtualLoop
 from handoff_sim.nodes import DecodeNode, PrefillNode, WorkerNode
+from handoff_sim.offers import has_offers
 from handoff_sim.sources import Sources, has_pulls
 from handoff_sim.trouble import Trouble
 from handoff_sim.way_back import WayBack
@@ -70,6 +71,7 @@ class World:
             grant_quota=rng.randint(1, 3),
             overlap=rng.choice(("on", "on", "off")),
             slab_blocks=2 if has_pulls(seed) else 0,
+            offers=has_offers(seed),
             **_window_groups(seed),
         )
         self.client = Client(self)

@@ -5,7 +5,6 @@ checks."""
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, replace
@@ -24,7 +23,7 @@ from diptych.common.kv_parts import split
 from diptych.common.text.prompt_digest import prompt_digest
 from diptych.decode.refetch_policy import PrefillRates
 from diptych.decode.remote_prefill import RemotePrefill, RemotePrefillCallbacks, RemotePrefillContext
-from diptych.kvtransfer.api import KvAddress, PeerRef, ReceivedSlab
+from diptych.kvtransfer.api import KvAddress, PeerRef, ReceivedSlab, TakeOffer
 from diptych.kvtransfer.handle import SlabHandle, sign
 from diptych.kvtransfer.layout import HEADER_BYTES, check_slab, message_bytes, write_frame
 from diptych.rpc.v1 import prefill_pb2
@@ -189,7 +188,7 @@ class Peer:
 
     def __init__(self, ranges: list[Range], num_feeds: int = 1, *, offers: bool = False) -> None:
         self._offers = offers
-        self._take: Callable[[ReceivedSlab], None] | None = None
+        self._take: TakeOffer | None = None
         self.finished: list[SlabHandle] = []
         self._handles = [one.handle for one in ranges]
         self.feeds = tuple(PeerRef("p0", "life", KvAddress("inproc", "", port)) for port in range(num_feeds))
@@ -213,8 +212,10 @@ class Peer:
     async def _events(self) -> AsyncIterator[prefill_pb2.PrefillEvent]:
         yield prefill_pb2.PrefillEvent(started=prefill_pb2.PrefillStarted())
         for handle in self._handles if self._offers and self._take is not None else ():
-            with contextlib.suppress(DiptychError):  # then its read tells what is wrong
+            try:
                 self._take(await self.read(self.feeds[0], handle, deadline_s=1.0))
+            except DiptychError as error:
+                self._take(error)
             if handle.first_token != self._handles[0].first_token:  # the others while it is announced, or later
                 await asyncio.sleep(0)
         known = prefill_pb2.ComputedFrom(num_tokens=LENGTH, digest=prompt_digest(PROMPT, BLOCK), block_size=BLOCK)
@@ -240,9 +241,10 @@ class Peer:
             raise error
         return ReceivedSlab(handle, 0, memoryview(slab)[HEADER_BYTES : HEADER_BYTES + handle.size_bytes], "test")
 
-    def expect(self, peer: PeerRef, attempt: str, take: Callable[[ReceivedSlab], None], *, read_s: float) -> None:
+    def expect(self, peer: PeerRef, attempt: str, take: TakeOffer, *, read_s: float) -> bool:
         assert (peer, attempt) == (self.feeds[0], "a")
         self._take = take
+        return self._offers
 
     def unexpect(self, attempt: str) -> None:
         self._take = None
@@ -320,8 +322,10 @@ async def test_an_offer_that_is_announced_as_another_range_is_noticed() -> None:
     assert len(peer.finished) == len(ranges), "the second goes back, and what came behind it"
     peer = Peer(ranges, offers=True)
 
-    async def other(inner: AsyncIterator[Any] = peer._events()) -> AsyncIterator[Any]:
-        async for event in inner:
+    events = peer._events()
+
+    async def other() -> AsyncIterator[Any]:
+        async for event in events:
             if event.HasField("computed"):
                 event.computed.handles[0].slab += 1
             yield event

@@ -72,7 +72,8 @@ class Pair:
         self.d = ReadSide(
             make_reader(num_slabs, peer_quota=num_slabs), self.d_wire, self.d_ring,
             layout_hash=LAYOUT, bytes_per_s=1e9, verify_checksum=True,
-            on_delivered=lambda read_id, slab, path: self.delivered.__setitem__(read_id, slab), on_failed=self.failed.__setitem__,
+            on_delivered=lambda read_id, slab, path, _: self.delivered.__setitem__(read_id, slab),
+            on_failed=lambda read_id, error, _: self.failed.__setitem__(read_id, error),
         )  # fmt: skip
         self.p.start(self.clock.now())
 

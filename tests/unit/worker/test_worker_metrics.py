@@ -7,10 +7,10 @@ import asyncio
 import pytest
 from prometheus_client import generate_latest
 
-from diptych.common.errors import TransferError
+from diptych.common.errors import DiptychError, TransferError
 from diptych.engine.messages import EngineStats
 from diptych.engine.stats import AGE_BUCKETS_S, Ages, BlockAgeStats
-from diptych.kvtransfer.api import KvAddress, PeerRef, ReceivedSlab
+from diptych.kvtransfer.api import KvAddress, PeerRef, ReceivedSlab, TakeOffer
 from diptych.kvtransfer.handle import SlabHandle
 from diptych.worker.metrics import WorkerMetrics
 
@@ -45,6 +45,11 @@ class FakeReader:
     async def forget(self, peer: PeerRef) -> None:
         self.forgotten.append(peer)
 
+    def expect(self, peer: PeerRef, attempt: str, take: TakeOffer, *, read_s: float) -> bool:
+        take(ReceivedSlab(HANDLE, 0, memoryview(b"")))
+        take(TransferError("damaged"))
+        return True
+
 
 def value(metrics: WorkerMetrics, name: str, **labels: str) -> float | None:
     return metrics.registry.get_sample_value("diptych_" + name, labels)
@@ -67,6 +72,21 @@ async def test_reads_are_timed_and_failures_counted_by_reason() -> None:
         await reader.read(PEER, HANDLE, deadline_s=1.0)
     assert value(metrics, "kv_transfer_failures_total", reason=TransferError("x").reason) == 1
     assert value(metrics, "kv_transfer_seconds_count") == 1
+
+
+async def test_slabs_that_come_unasked_are_counted_as_reads_that_nobody_waited_for() -> None:
+    clock = FakeClock()
+    metrics = WorkerMetrics("decode", stats=EngineStats, clock=clock)
+    taken: list[ReceivedSlab | DiptychError] = []
+    assert metrics.metered(FakeReader(clock)).expect(PEER, HANDLE.attempt, taken.append, read_s=1.0)
+    slab, error = taken
+    assert isinstance(slab, ReceivedSlab)
+    assert slab.handle == HANDLE
+    assert isinstance(error, TransferError)
+    assert value(metrics, "kv_transfer_failures_total", reason=error.reason) == 1
+    assert value(metrics, "kv_transfer_seconds_count") == 1
+    assert value(metrics, "kv_transfer_seconds_sum") == 0.0
+    assert value(metrics, "prompt_tokens_by_source_total", source="external_kv_transfer") == 32
 
 
 def test_what_the_warm_up_did_is_not_counted() -> None:
