@@ -174,6 +174,7 @@ class RemotePrefill:
         finally:
             if expects:
                 self._context.reader.unexpect(self._request.attempt)
+            reads.close()
             while not self._offers.empty():
                 if isinstance(left := self._offers.get_nowait(), ReceivedSlab):
                     self._context.reader.finish(left)
@@ -207,7 +208,15 @@ class RemotePrefill:
         if not self._request.want_kv or self._converter is not None or len(self._source) > 1:
             return False
         read_s = min(self._context.read_base_s, self._request.remaining_s)
-        return self._context.reader.expect(peer.feed(0), self._request.attempt, self._offers.put_nowait, read_s=read_s)
+        return self._context.reader.expect(peer.feed(0), self._request.attempt, self._on_offer, read_s=read_s)
+
+    def _on_offer(self, slab: ReceivedSlab | DiptychError) -> None:
+        """At once: the announcement may be the next event."""
+        try:
+            if isinstance(slab, DiptychError) or self._reads.take_offered(slab):
+                self._offers.put_nowait(slab)
+        except DiptychError as error:
+            self._offers.put_nowait(error)
 
     async def _take_offers(self, group: asyncio.TaskGroup) -> None:
         """What comes before it is announced. Until prefill has vouched for it, it is KV like that of an early range: nothing
@@ -217,11 +226,6 @@ class RemotePrefill:
             if isinstance(slab, DiptychError):
                 raise slab
             began = self._context.clock.now()
-            try:
-                self._reads.take_offered(slab.handle)
-            except DiptychError:
-                self._context.reader.finish(slab)
-                raise
             self._span.announced()
             # The slab is the unpacker's before anything can be cancelled.
             group.create_task(self._unpacked(slab, self._unpack(slab), began))

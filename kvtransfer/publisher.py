@@ -43,6 +43,8 @@ class PublishSide:
         self._sending: dict[int, tuple[int, int, int]] = {}
         """Send operation -> slab, generation, payload bytes."""
         self._refusing: set[int] = set()
+        self._offers: dict[tuple[int, int], str] = {}
+        """Slab, generation -> the connection that it was offered to, until its send is done."""
         self.bytes_sent = 0
 
     # ---- calls of the event loop ----
@@ -79,6 +81,7 @@ class PublishSide:
             case wire.SendDone(op, ok):
                 self._refusing.discard(op)
                 slab, generation, size = self._sending.pop(op, (-1, 0, 0))
+                self._offers.pop((slab, generation), None)
                 if slab >= 0:
                     self.bytes_sent += size if ok else 0
                     self._feed(pub.SendDone(slab, generation, ok), now)
@@ -114,6 +117,8 @@ class PublishSide:
         except ValueError:
             self._refuse(conn, read_id, Refusal.MALFORMED)
             return
+        if self._offers.get((handle.slab, handle.generation)) == conn:
+            return  # the two crossed: the offer is the answer
         self._feed(pub.ReadAsked(conn, read_id, handle, handles.verify(self._key, handle)), now)
 
     def _feed(self, event: pub.Event, now: float) -> None:
@@ -127,6 +132,7 @@ class PublishSide:
                         assert self._offering is not None
                         assert isinstance(event, pub.ReadAsked)
                         op = self._offering.offer(conn, handles.encode(event.handle), message)
+                        self._offers[slab, generation] = conn
                     else:
                         op = self._transport.answer(conn, read_id, message)
                     self._sending[op] = (slab, generation, size)

@@ -197,5 +197,6 @@ class Offering(Protocol):
         ...
 
     def offer(self, conn: str, body: bytes, message: np.ndarray) -> int:
-        """As `answer`, before the read was sent: the read, should it still come, is not reported. Returns: op."""
+        """As `answer`, before the read arrived, and perhaps after it was sent: the reader takes it for the answer to that.
+        Returns: op."""
         ...

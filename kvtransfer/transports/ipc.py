@@ -82,7 +82,7 @@ _CREDENTIALS = struct.Struct("3i")
 @dataclass(slots=True, eq=False)
 class _Link:
     """One connection. `granted`: (slab, generation) that a kernel of decode may be reading, with prefill's op or 0.
-    `offered`: those that decode has not asked for; on its side with the grant, until it is accepted or declined."""
+    `offered`: on decode's side, the grants that it has neither asked for nor accepted nor declined."""
 
     name: str
     sock: socket.socket
@@ -247,9 +247,7 @@ class IpcTransport:
         if link is None or self._ring is None:
             self._events.append(SendDone(op, False))
             return op
-        grant = self._grant(link, self._ring, message, op)
-        link.offered[self._ring.index_of(message), frame_generation(message.data)] = b""
-        self._say(link, _OFFER, 0, grant + body)
+        self._say(link, _OFFER, 0, self._grant(link, self._ring, message, op) + body)
         return op
 
     # ---- both ----
@@ -362,20 +360,13 @@ class IpcTransport:
                 self._on_offer(link, body)
         elif len(body) <= MAX_MESSAGE_BYTES and read_id < 1 << 48:
             if kind == _READ:
-                self._on_read(link, read_id, body)
+                self._events.append(RequestArrived(link.name, read_id, body))
             elif kind == _NOTE:
                 self._on_note(link, body)
             elif kind == _SUBSCRIBE and len(link.subscribed) < _MAX_SUBSCRIPTIONS:
                 link.subscribed.add(body.decode(errors="replace"))
             elif kind == _UNSUBSCRIBE:
                 link.subscribed.discard(body.decode(errors="replace"))
-
-    def _on_read(self, link: _Link, read_id: int, body: bytes) -> None:
-        with contextlib.suppress(ValueError):
-            wanted = handles.decode(body)
-            if link.offered.pop((wanted.slab, wanted.generation), None) is not None:
-                return  # it crossed the offer, which decode takes for its answer
-        self._events.append(RequestArrived(link.name, read_id, body))
 
     def _on_offer(self, link: _Link, body: bytes) -> None:
         grant, named = body[:_GRANT_BYTES], body[_GRANT_BYTES:]
@@ -448,7 +439,6 @@ class IpcTransport:
     def _on_note(self, link: _Link, body: bytes) -> None:
         with contextlib.suppress(ValueError):
             noted = handles.decode(body)
-            link.offered.pop((noted.slab, noted.generation), None)
             op = link.granted.pop((noted.slab, noted.generation), 0)
             if op:
                 self._events.append(SendDone(op, True))

@@ -86,7 +86,9 @@ class RangeReads:
         self._held: dict[tuple[int, int, int], SlabHandle] = {}
         """Announced, not yet unpacked: by rank, since each may have slabs of its own, by slab and generation."""
         self._offered: set[SlabHandle] = set()
-        """Whose slabs came unasked."""
+        """Whose slabs came before they were announced."""
+        self._early: dict[SlabHandle, ReceivedSlab] = {}
+        """Slabs that came between their announcement and the call of `read`."""
 
     def take(self, computed: prefill_pb2.Computed) -> list[SlabHandle]:
         """The handles of an announced range, checked against the request; without those that came unasked. Raises:
@@ -103,10 +105,25 @@ class RangeReads:
             raise TransferError("the handles do not cover the announced range")
         return [handle for handle in handles if handle not in self._offered]
 
-    def take_offered(self, handle: SlabHandle) -> None:
-        """Its slab came before it was announced. Raises: TransferError."""
-        self._check(handle)
+    def take_offered(self, slab: ReceivedSlab) -> bool:
+        """A slab came unasked. Returns: whether it is to be unpacked now; else it was announced already, and `read` returns
+        it. Raises: TransferError: it is not of this request, and goes back."""
+        handle = slab.handle
+        if self._held.get((handle.part, handle.slab, handle.generation)) == handle and handle not in self._offered:
+            self._early[handle] = slab
+            return False
+        try:
+            self._check(handle)
+        except TransferError:
+            self._context.reader.finish(slab)
+            raise
         self._offered.add(handle)
+        return True
+
+    def close(self) -> None:
+        """What came unasked and was not read goes back."""
+        while self._early:
+            self._context.reader.finish(self._early.popitem()[1])
 
     def _check(self, handle: SlabHandle) -> None:
         if (handle.worker_id, handle.incarnation) != (self._ref.worker_id, self._ref.incarnation):
@@ -145,6 +162,8 @@ class RangeReads:
 
     async def read(self, peer: Peer, handle: SlabHandle) -> ReceivedSlab:
         """Raises: TransferError, see SlabReader.read."""
+        if (early := self._early.pop(handle, None)) is not None:
+            return early
         context = self._context
         limit_s = context.links.read_deadline_s(self._ref.worker_id, handle.size_bytes, base_s=context.read_base_s)
         began, arrived = context.clock.now(), 0

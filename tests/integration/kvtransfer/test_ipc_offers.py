@@ -175,6 +175,7 @@ async def test_a_read_and_an_offer_that_cross_are_one(pair, order) -> None:
     assert np.array_equal(data_at(slab.payload), noise(1))
     pair.reader.finish(slab)
     await pair.check()
+    assert not pair.publisher._publisher._ledger.refused
 
 
 async def test_a_read_that_was_called_off_while_the_offer_crossed_it(pair) -> None:
@@ -324,5 +325,5 @@ async def test_a_connection_has_a_bounded_number_of_subscriptions(pair, monkeypa
     await pair.check()
     [link] = pair.transport._in
     assert not link.subscribed
-    assert not link.offered
     assert not link.granted
+    assert not pair.publisher._publisher._offers

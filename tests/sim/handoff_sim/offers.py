@@ -22,10 +22,8 @@ class OfferingSimTransport(SimTransport):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self._subscribed: set[tuple[_Conn, str]] = set()
-        self._unread: set[bytes] = set()
-        """Prefill: handles of offers whose read may still come."""
         self._op_of: dict[tuple[_Conn, int, int], int] = {}
-        """By slab and generation."""
+        """Prefill: by connection, slab and generation."""
         self._offered: dict[bytes, tuple[_Conn, bytes]] = {}
         """Decode: by handle, what was neither accepted nor declined."""
         self._asked: dict[int, bytes] = {}
@@ -94,17 +92,10 @@ class OfferingSimTransport(SimTransport):
             wires.report(f"{self.node.worker_id}: slab {slab} is offered while it is sent")
         self._sends[op] = _Send(to, message, slab, xxhash.xxh3_64_intdigest(message))
         self._op_of[to, handle.slab, handle.generation] = op
-        self._unread.add(body)
         data = bytes(message)
         if wires.times():
             self._deliver(to, lambda: to.reader._on_offer(to, body, data), back=True)  # type: ignore[attr-defined]
         return op
-
-    def _on_request(self, conn: _Conn, read_id: int, body: bytes) -> None:
-        if body in self._unread:
-            self._unread.discard(body)
-        else:
-            super()._on_request(conn, read_id, body)
 
     def _on_note(self, conn: _Conn, body: bytes) -> None:
         handle, renewal = handles.decode_note(body)
