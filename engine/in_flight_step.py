@@ -9,7 +9,7 @@ from diptych.engine.sched.step import SchedulerOutput
 
 FIRST_MARGIN_S = 0.003
 LEAST_MARGIN_S = 0.0005
-_AFTER_LATE, _AFTER_GOOD = 1.5, 0.995
+_AFTER_LATE, _AFTER_GOOD = 1.3, 0.985
 
 
 @dataclass(frozen=True, slots=True)

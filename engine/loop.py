@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from queue import Empty, SimpleQueue
@@ -23,7 +24,9 @@ from diptych.engine.messages import (
     EngineRequest,
     EngineStats,
     Failed,
+    FirstToken,
     GrantSlabs,
+    PrefillComplete,
     PublishCached,
     PullBlocks,
     RangeUnpacked,
@@ -33,6 +36,9 @@ from diptych.engine.messages import (
 _log = logging.getLogger(__name__)
 _COPY_POLL_S = 0.00005
 """Interval at which copies of KV are polled."""
+_HAND_OVER_S = 0.0002
+"""Before the next prompt is launched on a device, which takes the interpreter for milliseconds: the event loop and the transfer
+thread offer the KV of the last one, and send its token."""
 _IDLE_WAIT_S = 60.0
 """Every wait has a deadline; this one only bounds the effect of a lost wake-up."""
 
@@ -100,6 +106,8 @@ class StepThread:
         self._cancelled = _Cancelled()
         self._alive = True
         self._stopping = False
+        self._hands_over = False
+        """A prompt's hand-off is among the events that were delivered."""
         self._stats = core.stats()
         self._thread = threading.Thread(target=self._run, name="diptych-step", daemon=True)
 
@@ -179,12 +187,15 @@ class StepThread:
                 core.wait_for_step()
                 return
             if core.is_synchronous and not (worked and core.events_may_wait):
-                self._flush()  # first tokens do not wait for the step; on a device they are sent at its launch
+                self._flush()  # what is known does not wait for the step; on a device it is sent at its launch
             self._stats = core.stats(busy_since=self._clock.now())
             worked = core.step(self._cancelled)
             # The threads share the interpreter: handling many tokens on the event loop delays the next step's launch.
+            self._hands_over = False
             if not (worked and core.events_may_wait):
                 self._flush()
+            if self._hands_over and not core.is_synchronous and core.plan_at is None:
+                time.sleep(_HAND_OVER_S)
             self._stats = core.stats()
 
     def _await_copy(self) -> None:
@@ -229,13 +240,16 @@ class StepThread:
             item.reply(item.function(self._core), None)
         else:
             self._core.handle(item)
-            if isinstance(item, Cancel):
+            if isinstance(item, FirstToken):
+                self._flush()  # at once: its KV may be here, and launching its first step takes a millisecond
+            elif isinstance(item, Cancel):
                 self._cancelled.discard(item.attempt)
 
     def _flush(self) -> None:
         events = self._core.take_events()
         if events:
             self._deliver(events)
+            self._hands_over |= any(isinstance(event, PrefillComplete) for event in events)
 
     def _refuse_inbox(self) -> None:
         refused: list[EngineEvent] = []

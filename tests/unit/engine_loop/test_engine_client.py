@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from types import SimpleNamespace
 
 import pytest
 
@@ -9,6 +10,7 @@ from diptych.common.block_identity import IdentityHeader
 from diptych.common.errors import InternalError, InvalidRequestError, RequestCancelledError, WorkerLostError
 from diptych.common.request import Prompt
 from diptych.common.sampling import SamplingParams
+from diptych.engine import loop
 from diptych.engine.api import EngineClient
 from diptych.engine.config import EngineConfig
 from diptych.engine.executor import LocalExecutor
@@ -24,6 +26,7 @@ from diptych.engine.messages import (
     Finished,
     FirstToken,
     GrantSlabs,
+    KvComplete,
     KvMode,
     PrefillComplete,
     RangePacked,
@@ -347,3 +350,50 @@ async def test_events_of_a_large_step_go_out_while_the_next_one_is_on_the_device
             assert isinstance(await bench.end_of(attempt), Finished)
             mine = [event for event in bench.events if getattr(event, "attempt", "") == attempt]
             assert [event.offset for event in mine if isinstance(event, TokensOut)] == [0, 1, 2, 3, 4]
+
+
+class HeldLaunches(FakeDeviceRunner):
+    """A step that is to be launched waits for `go`."""
+
+    def __init__(self) -> None:
+        super().__init__(64, BLOCK)
+        self.go = threading.Event()
+
+    def launch(self, seqs, sources=()):
+        assert self.go.wait(DEADLINE_S)
+        return super().launch(seqs, sources)
+
+
+async def test_on_a_device_a_first_token_does_not_wait_for_the_launch_of_its_first_step():
+    """Where its KV was here before it."""
+    async with Bench(HeldLaunches()) as bench:
+        bench.client.send(make_request(num_prompt=8, max_tokens=2, mode=KvMode.REMOTE))
+        await bench.until(lambda e: isinstance(e, Admitted))
+        payload = memoryview(bytearray(8 * bench.runner.kv_bytes_per_token))
+        bench.client.send(UnpackRange("a", 1, 0, 8, payload))
+        await bench.until(lambda e: isinstance(e, RangeUnpacked))
+        held = threading.Event()
+        query = asyncio.create_task(bench.client._query(lambda core: held.wait(DEADLINE_S), DEADLINE_S))
+        await asyncio.sleep(0)
+        bench.client.send(FirstToken("a", 5))
+        bench.client.send(KvComplete("a"))
+        held.set()  # the step thread finds both
+        await query
+        first = await bench.until(lambda e: isinstance(e, TokensOut))
+        assert first.token_ids == (5,)
+        bench.runner.go.set()
+        assert isinstance(await bench.end_of(), Finished)
+
+
+@pytest.mark.parametrize("runner", [FakeDeviceRunner, FakeRunner])
+async def test_on_a_device_the_event_loop_gets_a_moment_for_a_hand_off(runner, monkeypatch):
+    """Launching the next prompt would take the interpreter from it. Only then: not for tokens."""
+    slept = []
+    monkeypatch.setattr(loop, "time", SimpleNamespace(sleep=slept.append))
+    async with Bench(runner(64, BLOCK)) as bench:
+        bench.client.send(GrantSlabs((SlabGrant(0, 7, memoryview(bytearray(4096))),)))
+        bench.client.send(make_request(mode=KvMode.PREFILL))
+        await bench.end_of()
+        bench.client.send(make_request("b", max_tokens=3))
+        await bench.end_of("b")
+    assert slept == ([loop._HAND_OVER_S] if runner is FakeDeviceRunner else [])
