@@ -43,6 +43,7 @@ BENCHMARKS: dict[str, Benchmark] = {
     "kv-handoff": Benchmark(
         "kvtransfer.handoff", "what of a transfer a client waits for; cancelled prompts", "bench-kv"
     ),
+    "warm-restart": Benchmark("kvtransfer.warm_restart", "the first hit after a restart of every worker, from files"),
     "router-decision": Benchmark("router.decision", "placement decisions a second, and memory", "bench-router"),
     "router-quality": Benchmark("router.quality", "how well policies place, in simulation", "bench-router"),
     "router-overload": Benchmark(

@@ -1,7 +1,7 @@
 """Every worker is killed and starts again: the first hit of a prompt comes from files. Its time to first token beside computing
 the prompt, in one run of one cluster (1P + 1D, `diptych up`).
 
-    python -P -m diptych.bench.kvtransfer.warm_restart [--tokens 1500] [--prompts 6] [--out FILE]
+    python -P -m diptych.bench warm-restart [--tokens 1500] [--prompts 6] [--out FILE]
 
 Each prompt is asked for three times: cold (computed), after the restart (from files, which half of the prompts find in the
 system's memory, and half on the disk only), and once more (from the first tier). The ids must be the same.
@@ -130,6 +130,7 @@ def run(tokens: int, prompts: int) -> dict[str, Any]:
         "from_files": [one["cached_tiers_decode"] or one["cached_tiers_prefill"] for one in why],
         "local_prefill": [one["local_prefill"] for one in why],
         "predicted_ttft_s": [round(one["predicted_ttft_s"], 4) for one in why],
+        "reserved_s": [round(one["reserved_s"], 4) for one in why],
         "restart_of_all_s": round(restart_s, 2),
     }
     print(found, flush=True)
@@ -140,7 +141,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=1500)
     parser.add_argument("--prompts", type=int, default=6)
-    parser.add_argument("--out", type=Path, default=RESULTS / "kvtransfer" / "warm-restart.json")
+    parser.add_argument("--out", type=Path, default=RESULTS / "warm-restart.json")
     args = parser.parse_args()
     body = {"what": "first hit after a restart of every worker, from files", "surroundings": surroundings()}
     write(args.out, body | run(args.tokens, args.prompts))
