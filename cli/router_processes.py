@@ -71,10 +71,13 @@ def _held_port(field: str, host: str, port: int) -> Iterator[int]:
     family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     with socket.socket(family, kind, protocol) as held:
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        # A router of one process before us shared it with nobody: its connections in TIME_WAIT would keep us out.
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             held.bind(address)
         except OSError as error:
             raise ConfigError(field, host_port(host, port), f"cannot be listened on: {error}") from None
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)  # from now on nobody else gets it
         yield held.getsockname()[1]
 
 

@@ -36,7 +36,9 @@ def load_secret(path: Path) -> bytes:
     try:
         secret = bytes.fromhex(path.read_text().strip())
     except FileNotFoundError:
-        raise ConfigError("secret_file", str(path), "no such file; `make up` creates one") from None
+        raise ConfigError(
+            "secret_file", str(path), "no such file; `diptych up` with this --secret-file makes one"
+        ) from None
     except ValueError:
         raise ConfigError("secret_file", str(path), "must hold 64 hexadecimal digits") from None
     except OSError as error:

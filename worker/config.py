@@ -29,6 +29,7 @@ MOST: Mapping[str, int] = {
     "max_model_len": 2**31 - 1,
     "max_num_seqs": 65_536,
     "max_num_batched_tokens": 1 << 24,
+    "max_mixed_prefill_tokens": 1 << 24,
     "long_prefill_token_threshold": 2**31 - 1,
     "threads": 1024,
     "slab_bytes": 1 << 30,

@@ -501,7 +501,7 @@ class WorkerRuntime:
         if not any((one.role, one.model, one.state) == (mine.role, mine.model, "ready") for one in others):
             raise InvalidRequestError(
                 f"{mine.worker_id} cannot be a {name} worker: it is the last one that is ready in the {pool}; "
-                "force leaves that empty",
+                "--force leaves that empty",
                 param="role",
             )
 

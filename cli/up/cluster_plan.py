@@ -16,7 +16,8 @@ from diptych.cli.up.processes import free_port
 from diptych.cli.up.run_folder import RunFolder
 from diptych.cli.up.supervisor import ChildSpec
 from diptych.common.addresses import host_port, loopback_beside, reachable
-from diptych.common.secret import create_secret, load_secret
+from diptych.common.errors import ConfigError
+from diptych.common.secret import create_secret
 
 WORKER_DRAIN_S = 1.0
 """Seconds that running requests get when a local cluster is stopped."""
@@ -91,10 +92,11 @@ class ClusterPlan:
         return {name.replace("-", "_"): str(file) for name, file in files.items()}
 
     def make_secret(self) -> None:
-        if self.config.secret_file is None:
-            create_secret(self.folder.secret)
-        else:
-            load_secret(self.secret_file)
+        """Where there is none. Raises: ConfigError."""
+        try:
+            create_secret(self.secret_file)
+        except OSError as error:
+            raise ConfigError("secret_file", str(self.secret_file), f"cannot be written: {error.strerror}") from None
 
     def redis_spec(self) -> ChildSpec:
         self.addresses["redis"] = str(self.folder.redis_socket)
@@ -164,6 +166,7 @@ class ClusterPlan:
             }
             if role == "decode":
                 flags["client-port"] = 0
+            flags |= _files(config, "disk_kv_dir")
             if assignment is not None:
                 flags["gpu-memory-utilization"] = assignment.share
             invariant = ["--batch-invariant"] if config.batch_invariant else []

@@ -290,7 +290,7 @@ def _supervise(plan: ClusterPlan, supervisor: Supervisor, signals: _Signals, sta
         for notice in notices:
             if notice.exit_code is not None:
                 reason = exit_reason(notice.exit_code)
-                stages.done(f"{notice.child} died ({reason}); starts again in {notice.delay_s:.2f} s")
+                stages.done(f"{notice.child} ended ({reason}); starts again in {notice.delay_s:.2f} s")
             else:
                 stages.done(f"{notice.child} started again as pid {notice.pid}")
         changed = changed or bool(notices)

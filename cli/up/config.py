@@ -59,7 +59,9 @@ class UpConfig:
         redis_ca: PEM file with the authority of Redis's certificate, for rediss:// and rediss+sentinel://; empty: the system's.
         redis_cert: PEM file with our certificate, where Redis asks for one.
         redis_key: PEM file with the key of redis_cert.
-        secret_file: None makes a new secret for this run.
+        secret_file: the cluster secret, written where the file is missing; None makes a new one for this run.
+        disk_kv_dir: folder for files of KV blocks, which outlive the cluster and are used by the next one with the same
+            secret_file; None: no such files.
         transport: of KV between the workers: ucx, nixl, ipc or ucx-gpu (GPUs), or auto: the best that passes its
             self-test; empty: ucx on a CPU, auto on GPUs.
         kv_encryption: cipher of KV between the workers: off, aes-gcm or chacha20-poly1305; not with ipc and ucx-gpu.
@@ -89,6 +91,7 @@ class UpConfig:
     redis_cert: Path | None = None
     redis_key: Path | None = None
     secret_file: Path | None = None
+    disk_kv_dir: Path | None = None
     router_processes: int = 1
     prefill_workers: int = 1
     decode_workers: int = 1
@@ -129,6 +132,11 @@ class UpConfig:
         for name in ("redis_ca", "redis_cert", "redis_key"):
             if getattr(self, name) is not None and not self.redis_url.startswith("rediss"):
                 raise ConfigError(name, str(getattr(self, name)), "needs a redis_url of rediss://")
+        if self.disk_kv_dir is not None and self.secret_file is None:
+            rule = (
+                "must be set with disk_kv_dir: blocks are found under a secret, and without it each run has a new one"
+            )
+            raise ConfigError("secret_file", None, rule)
         if self.http_port == self.grpc_port:
             raise ConfigError("grpc_port", self.grpc_port, "must differ from http_port")
         for name in _WORKERS_OWN:

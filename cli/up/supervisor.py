@@ -68,6 +68,8 @@ class Notice:
 
 
 def exit_reason(code: int) -> str:
+    if code in (128 + signal.SIGTERM, 128 + signal.SIGINT):
+        return f"stopped by {signal.Signals(code - 128).name}"
     if code < 0:
         try:
             return f"killed by {signal.Signals(-code).name}"

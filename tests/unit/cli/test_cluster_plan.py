@@ -37,6 +37,29 @@ def test_a_relative_secret_file_is_found_by_children_that_run_elsewhere(tmp_path
     assert command[command.index("--secret-file") + 1] == str(tmp_path / "mine.txt")
 
 
+def test_a_secret_file_that_is_missing_is_written_and_kept(tmp_path: Path) -> None:
+    first, second = (make_plan(tmp_path, secret_file=tmp_path / "mine") for _ in range(2))
+    first.make_secret()
+    text = (tmp_path / "mine").read_text()
+    second.make_secret()
+    assert (tmp_path / "mine").read_text() == text
+    assert len(bytes.fromhex(text)) == 32
+    assert (tmp_path / "mine").stat().st_mode & 0o777 == 0o600
+    (tmp_path / "mine").write_text("short")
+    with pytest.raises(ConfigError, match="64 hexadecimal digits"):
+        second.make_secret()
+
+
+def test_files_of_kv_are_found_by_workers_that_run_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    plan = make_plan(tmp_path, secret_file=Path("mine"), disk_kv_dir=Path("kv"))
+    for spec in plan.worker_specs():
+        command = spec.command()
+        assert command[command.index("--disk-kv-dir") + 1] == str(tmp_path / "kv")
+    with pytest.raises(ConfigError, match="secret_file"):
+        make_plan(tmp_path, disk_kv_dir=Path("kv"))
+
+
 def test_other_users_of_the_machine_see_no_password_of_redis(tmp_path: Path) -> None:
     url = "redis://me:hush@h:6379/0"
     plan = make_plan(tmp_path, redis_url=url)

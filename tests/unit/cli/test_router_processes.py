@@ -47,6 +47,18 @@ def test_held_ports_are_shared_with_the_processes_and_nobody_else() -> None:
         pass
 
 
+def test_connections_of_a_router_of_one_process_do_not_keep_several_out() -> None:
+    with listen("127.0.0.1", 0) as server:
+        port = server.getsockname()[1]
+        server.listen()
+        with socket.create_connection(("127.0.0.1", port)) as client:
+            accepted, _ = server.accept()
+            accepted.close()  # the side that closes first keeps the port in TIME_WAIT
+            assert client.recv(1) == b""
+    with held_ports(replace(CONFIG, http_port=port)) as ports:
+        assert ports[0] == port
+
+
 @pytest.mark.parametrize("count", [0, 65])
 def test_the_number_of_processes_is_bounded(count: int) -> None:
     with pytest.raises(ConfigError, match=r"router_processes.*between 1 and 64"):
