@@ -6,18 +6,28 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib.util
+import os
 import shutil
+import signal
 import socket
 import subprocess
+import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import httpx
 import psutil
 import pytest
 
 from diptych.cli.bench.run import finish
+from diptych.cli.up import command
+from diptych.cli.up.progress_log import Stages
+from diptych.cli.up.run_folder import RunFolder
+from diptych.cli.up.supervisor import ChildSpec, Supervisor
 from diptych.common.errors import ConfigError
 from diptych.loadtest.config import BenchConfig
 from diptych.loadtest.result import begin_report
@@ -93,6 +103,64 @@ async def test_the_disk_of_the_logs_is_full_for_a_while(tmp_path: Path, small_di
 
         await waiting.until(said, "what was lost is said", every_s=0.1)
         await cluster.idle_again()
+
+
+async def test_a_full_disk_does_not_end_the_supervisor(small_disk: Path) -> None:
+    """A killed child is started again; the state is written as soon as there is room."""
+    folder = RunFolder(small_disk / "run")
+    folder.claim()
+    plan: Any = SimpleNamespace(
+        folder=folder, addresses={}, metrics={}, http_url="", grpc_address="", redis_url="", secret_file="", model_name="",
+        tls_files={},
+    )  # fmt: skip
+    supervisor, signals = Supervisor(dict(os.environ), small_disk), command._Signals()
+    endless = [sys.executable, "-P", "-c", "import time; time.sleep(600)"]
+    child = supervisor.start(ChildSpec("a", "test", lambda: endless, small_disk / "a.log", 0))
+    command._write_state(plan, supervisor, ready=True)
+    first = child.process
+
+    def written() -> int:
+        state = folder.read_state()
+        assert state is not None
+        return state.children[0].pid
+
+    async def others() -> None:
+        try:
+            filler = fill(small_disk)
+            first.kill()
+            await waiting.until(lambda: child.process is not first, "it is started again")
+            assert written() == first.pid
+            filler.unlink()
+            await waiting.until(lambda: written() == child.process.pid, "the state is written")
+        finally:
+            signals.received.append(signal.SIGTERM)
+
+    with ThreadPoolExecutor(1) as pool:  # children are started on the main thread
+        looking = pool.submit(asyncio.run, others())
+        command._supervise(plan, supervisor, signals, Stages())
+        looking.result()
+    supervisor.stop(grace_s=0.1)
+    folder.release()
+
+
+@pytest.mark.parametrize("lines", [1, 3])
+def test_lines_about_the_start_that_a_full_disk_does_not_take_are_counted(lines: int, small_disk: Path) -> None:
+    program = (
+        "import sys; from diptych.cli.up.progress_log import Stages; stages = Stages();"
+        f"[stages.done('lost') for _ in range({lines})]; print('did', flush=True); sys.stdin.readline(); stages.done('kept')"
+    )
+    log = small_disk / "log"
+    with log.open("wb") as output:
+        filler = fill(small_disk)
+        pipe = subprocess.PIPE
+        process = subprocess.Popen([sys.executable, "-P", "-c", program], stdin=pipe, stdout=pipe, stderr=output)
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"did\n"
+        filler.unlink()
+        process.communicate(b"\n", timeout=300)
+    assert process.returncode == 0
+    assert f"({lines} lines could not be written)" in log.read_text()
+    assert "kept" in log.read_text()
 
 
 def test_reports_that_a_full_disk_does_not_take_are_an_error_in_words(small_disk: Path) -> None:
