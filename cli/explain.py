@@ -69,6 +69,14 @@ def register(app: typer.Typer) -> None:
         print("\n".join(lines_of(answer.explanation)))
 
 
+def _claim_line(claim: Any) -> str:
+    asked = f" of {claim.requested_ttl_s:g} s requested" if claim.requested_ttl_s > claim.ttl_s else ""
+    session = f", session {claim.session_id}" if claim.session_id else ""
+    made = f"for {claim.ttl_s:g} s{asked}, priority {claim.priority}{session}" if claim.ttl_s else "none"
+    kept = f"{claim.kept_tokens_prefill} cached tokens on prefill and {claim.kept_tokens_decode} on decode"
+    return f"claim:    {made}; claims had kept {kept}"
+
+
 def lines_of(why: Any) -> list[str]:
     """A types.proto Explanation as text: prediction, outcome, and the cost of every candidate."""
     lines = [f"policy {why.policy or 'unknown'}, index {why.index_mode or 'unknown'}"]
@@ -98,6 +106,8 @@ def lines_of(why: Any) -> list[str]:
         )
     for worker, tiers in ((why.prefill, why.cached_tiers_prefill), (why.decode, why.cached_tiers_decode)):
         lines += [f"restored: KV of {part.tokens} tokens from the tier {part.tier} of {worker}" for part in tiers]
+    if why.HasField("claim"):
+        lines.append(_claim_line(why.claim))
     lines += [f"note: {note}" for note in why.notes]
     lines.append(
         f"  {'prefill':<14}{'decode':<14}{'total':>9}{'queue':>9}{'compute':>9}{'move':>9}{'load':>9}{'stall':>9}  ms"

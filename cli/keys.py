@@ -37,6 +37,9 @@ def add(
     note: Annotated[str, typer.Option(help="A note, shown in the list.")] = "",
     weight: Annotated[int, typer.Option(help="The tenant's weight in sharing the pool while requests wait.")] = 1,
     rank: Annotated[int, typer.Option(help="Tenants of a lower rank go first while requests wait.")] = 0,
+    max_cache_ttl_s: Annotated[
+        int, typer.Option(help="Longest time of the tenant's claims on cached KV; 0: the router's setting.")
+    ] = 0,
     file: _File = None,
 ) -> None:
     """Create a key and print it. It is shown only once and not stored."""
@@ -51,6 +54,7 @@ def add(
         note=note,
         weight=weight,
         rank=rank,
+        max_cache_ttl_s=max_cache_ttl_s,
     )
     print(f"key {entry.id} for tenant {entry.tenant} in {keys_file(file)}", file=sys.stderr)
     print(key)

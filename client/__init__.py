@@ -9,14 +9,16 @@ Every call has a deadline (600 s unless you say otherwise), every failure is a D
 diptych.client.errors), and leaving an iteration cancels its request.
 """
 
-from diptych.client.async_client import AsyncClient, AsyncStream
+from diptych.client.async_client import AsyncClient, AsyncSession, AsyncStream
 from diptych.client.errors import StreamBrokenError, UnreachableError
 from diptych.client.exchange import RetryPolicy
 from diptych.client.request import GenerateOptions
 from diptych.client.sampling_options import SamplingOptions
-from diptych.client.sync_client import Client, Stream
+from diptych.client.sync_client import Client, Session, Stream
 from diptych.client.types import (
+    CacheClaimReport,
     Choice,
+    ClosedSession,
     Completion,
     Delta,
     Explanation,
@@ -54,10 +56,13 @@ __all__ = [
     "DEFAULT_ADDRESS",
     "DEFAULT_TIMEOUT_S",
     "AsyncClient",
+    "AsyncSession",
     "AsyncStream",
     "AuthenticationError",
+    "CacheClaimReport",
     "Choice",
     "Client",
+    "ClosedSession",
     "Completion",
     "Delta",
     "DiptychError",
@@ -81,6 +86,7 @@ __all__ = [
     "RequestDeadlineError",
     "RetryPolicy",
     "SamplingOptions",
+    "Session",
     "StaleReferenceError",
     "Stream",
     "StreamBrokenError",

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from random import Random
 from types import TracebackType
 from typing import Any, Self, Unpack
@@ -21,7 +21,8 @@ from diptych.client.lookaside import Answer, DirectAnswer, Lookaside, RoutedAnsw
 from diptych.client.request import GenerateOptions, build_request
 from diptych.client.request_parts import may_stream_directly
 from diptych.client.routers import HEALTH_TIMEOUT_S, Routers, health_method, is_serving
-from diptych.client.types import Completion, Delta, ModelInfo, models_from
+from diptych.client.sessions import SessionBase, session_defaults
+from diptych.client.types import ClosedSession, Completion, Delta, ModelInfo, Usage, closed_from, models_from
 from diptych.common.errors import DiptychError, RequestCancelledError
 from diptych.rpc.errors import from_failure
 from diptych.rpc.v1 import router_pb2
@@ -84,24 +85,53 @@ class AsyncClient:
 
         Raises: InvalidRequestError at once for values that cannot be sent; everything else while iterating.
         """
-        request = build_request(options)
+        return self._stream(build_request(options), options)
+
+    def _stream(self, request: router_pb2.GenerateRequest, options: GenerateOptions) -> AsyncStream:
         timeout_s = options.get("timeout_s")
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
         resume = options.get("resume")
         return AsyncStream(self, request, timeout_s, resume=self._routers.several if resume is None else resume)
 
+    async def prefetch(self, **options: Unpack[GenerateOptions]) -> Usage:
+        """Tell the cluster that this prompt comes next: its KV is computed, and claimed as by cache_ttl_s. Keywords: as for the
+        request that follows; those of the answer have no effect. Returns: with the prompt tokens, and those that were cached
+        already. Raises: DiptychError; OverloadedError where requests wait: then the hint is dropped."""
+        request = build_request(options)
+        request.prefetch = True
+        async with self._stream(request, options) as stream:
+            async for _ in stream:
+                pass
+            return stream.result.usage
+
+    def session(
+        self, session_id: str = "", *, cache_ttl_s: float | None = None, cache_priority: int | None = None
+    ) -> AsyncSession:
+        """Requests whose KV is claimed together in the workers' caches: see docs/api.md. Nothing is sent yet.
+
+        Args:
+            session_id: "": a new one.
+            cache_ttl_s, cache_priority: of its requests that bring none of their own; see GenerateOptions.
+        """
+        return AsyncSession(self, session_defaults(session_id, cache_ttl_s, cache_priority))
+
+    async def close_session(self, session_id: str, *, timeout_s: float = wire.DEFAULT_LIST_TIMEOUT_S) -> ClosedSession:
+        """End a session: at all workers its claims end, and what only it has claimed is freed. Raises: DiptychError."""
+        request = wire.close_session_request(session_id)
+        return closed_from(await self._call(wire.close_session_method, request, timeout_s))
+
     async def list_models(self, *, timeout_s: float = wire.DEFAULT_LIST_TIMEOUT_S) -> list[ModelInfo]:
         """The models that the cluster serves now. Raises: DiptychError."""
+        return models_from(await self._call(wire.list_models_method, router_pb2.ListModelsRequest(), timeout_s))
+
+    async def _call(self, method_of: Callable[[Any], Callable[..., Any]], request: object, timeout_s: float) -> Any:
+        """A call with one answer, which may be made twice. Raises: DiptychError."""
         attempts = self._attempts(timeout_s)
         while True:
             address = self.address
             try:
-                method = wire.list_models_method(self._connected(address))
-                return models_from(
-                    await method(
-                        router_pb2.ListModelsRequest(), timeout=attempts.remaining_s(), metadata=self._metadata
-                    )
-                )
+                method = method_of(self._connected(address))
+                return await method(request, timeout=attempts.remaining_s(), metadata=self._metadata)
             except grpc.RpcError as error:
                 failure = wire.typed(error, address)
                 pause = attempts.pause_after(failure)
@@ -172,6 +202,38 @@ class AsyncClient:
 
     def _attempts(self, timeout_s: float) -> Attempts:
         return Attempts(timeout_s, self._retry, time.monotonic, self._rng)
+
+
+class AsyncSession(SessionBase):
+    """A session of an AsyncClient, made by `AsyncClient.session`. As Session."""
+
+    def __init__(self, client: AsyncClient, defaults: Mapping[str, Any]) -> None:
+        super().__init__(defaults)
+        self._client = client
+
+    async def generate(self, **options: Unpack[GenerateOptions]) -> Completion:
+        """See AsyncClient.generate."""
+        return await self._client.generate(**self._with(options))
+
+    def stream(self, **options: Unpack[GenerateOptions]) -> AsyncStream:
+        """See AsyncClient.stream."""
+        return self._client.stream(**self._with(options))
+
+    async def prefetch(self, **options: Unpack[GenerateOptions]) -> Usage:
+        """See AsyncClient.prefetch."""
+        return await self._client.prefetch(**self._with(options))
+
+    async def close(self) -> ClosedSession:
+        """See AsyncClient.close_session."""
+        return await self._client.close_session(self.id)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        await self.close()
 
 
 class AsyncStream(ReadOnce):

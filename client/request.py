@@ -52,6 +52,10 @@ class GenerateOptions(SamplingOptions, total=False):
         local_prefill_max_tokens: most uncached prompt tokens that a decode worker may compute itself; 0: never.
         failure_policy: "fail", "recompute" or "retry" when the worker that computes the prompt is lost.
         priority: lower goes first, where the workers schedule by priority; default 0.
+        cache_ttl_s: claim the KV of prompt and answer in the workers' caches, for so many seconds after the answer's end: other
+            KV is evicted before it. The API key bounds it. Default: no claim, and with one of the next two 300 s.
+        cache_priority: 0 to 100; of claimed KV the lower is evicted first; default 50.
+        session_id: the request belongs to this session, whose claims `close_session` ends. Text of at most 512 bytes.
     """
 
     prompt: str | None
@@ -76,6 +80,9 @@ class GenerateOptions(SamplingOptions, total=False):
     idempotency_key: str
     resume: bool | None
     resume_after: Sequence[int] | None
+    cache_ttl_s: float | None
+    cache_priority: int | None
+    session_id: str
 
 
 _KNOWN = frozenset(GenerateOptions.__annotations__)
@@ -87,7 +94,10 @@ _SAMPLING_LISTS = frozenset(
     name for name in SamplingOptions.__annotations__ if hasattr(getattr(_NO_SAMPLING, name), "extend")
 ) - {"stop"}
 _PLAIN = frozenset(
-    ("model", "request_id", "explain", "local_prefill_max_tokens", "priority", "idempotency_key", "split")
+    (
+        *("model", "request_id", "explain", "local_prefill_max_tokens", "priority", "idempotency_key", "split"),
+        *("cache_ttl_s", "cache_priority", "session_id"),
+    )
 )
 _TOOLS = frozenset(("tools", "tool_choice", "parallel_tool_calls"))
 

@@ -173,7 +173,13 @@ def may_continue(request: router_pb2.GenerateRequest) -> bool:
 
 def may_stream_directly(request: router_pb2.GenerateRequest) -> bool:
     """Whether the answer may be streamed by its decode worker: no part of it needs the router."""
-    return not (request.tools or request.split or request.idempotency_key or request.HasField("resume_after"))
+    return not (
+        request.tools
+        or request.split
+        or request.idempotency_key
+        or request.HasField("resume_after")
+        or request.prefetch
+    )
 
 
 def resume_id(ref: str, choices: Sequence[tuple[Sequence[int], int, bool]]) -> str:

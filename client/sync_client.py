@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from random import Random
 from types import TracebackType
 from typing import Any, Self, Unpack
@@ -19,7 +19,8 @@ from diptych.client.errors import UnreachableError
 from diptych.client.exchange import CUT, Attempts, Exchange, ReadOnce, RetryPolicy
 from diptych.client.request import GenerateOptions, build_request
 from diptych.client.routers import HEALTH_TIMEOUT_S, Routers, health_method, is_serving
-from diptych.client.types import Completion, Delta, ModelInfo, models_from
+from diptych.client.sessions import SessionBase, session_defaults
+from diptych.client.types import ClosedSession, Completion, Delta, ModelInfo, Usage, closed_from, models_from
 from diptych.common.errors import DiptychError, RequestCancelledError
 from diptych.rpc.v1 import router_pb2
 
@@ -88,22 +89,53 @@ class Client:
         """
         if self._bridge is not None:
             return self._bridge.stream(options)
-        request = build_request(options)
+        return self._stream(build_request(options), options)
+
+    def _stream(self, request: router_pb2.GenerateRequest, options: GenerateOptions) -> Stream:
         timeout_s = options.get("timeout_s")
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
         resume = options.get("resume")
         return Stream(self, request, timeout_s, resume=self._routers.several if resume is None else resume)
 
+    def prefetch(self, **options: Unpack[GenerateOptions]) -> Usage:
+        """Tell the cluster that this prompt comes next: its KV is computed, and claimed as by cache_ttl_s. Keywords: as for the
+        request that follows; those of the answer have no effect. Returns: with the prompt tokens, and those that were cached
+        already. Raises: DiptychError; OverloadedError where requests wait: then the hint is dropped."""
+        request = build_request(options)
+        request.prefetch = True
+        with self._stream(request, options) as stream:
+            for _ in stream:
+                pass
+            return stream.result.usage
+
+    def session(
+        self, session_id: str = "", *, cache_ttl_s: float | None = None, cache_priority: int | None = None
+    ) -> Session:
+        """Requests whose KV is claimed together in the workers' caches: see docs/api.md. Nothing is sent yet.
+
+        Args:
+            session_id: "": a new one.
+            cache_ttl_s, cache_priority: of its requests that bring none of their own; see GenerateOptions.
+        """
+        return Session(self, session_defaults(session_id, cache_ttl_s, cache_priority))
+
+    def close_session(self, session_id: str, *, timeout_s: float = wire.DEFAULT_LIST_TIMEOUT_S) -> ClosedSession:
+        """End a session: at all workers its claims end, and what only it has claimed is freed. Raises: DiptychError."""
+        request = wire.close_session_request(session_id)
+        return closed_from(self._call(wire.close_session_method, request, timeout_s))
+
     def list_models(self, *, timeout_s: float = wire.DEFAULT_LIST_TIMEOUT_S) -> list[ModelInfo]:
         """The models that the cluster serves now. Raises: DiptychError."""
+        return models_from(self._call(wire.list_models_method, router_pb2.ListModelsRequest(), timeout_s))
+
+    def _call(self, method_of: Callable[[Any], Callable[..., Any]], request: object, timeout_s: float) -> Any:
+        """A call with one answer, which may be made twice. Raises: DiptychError."""
         attempts = self._attempts(timeout_s)
         while True:
             address = self.address
             try:
-                method = wire.list_models_method(self._connected(address))
-                return models_from(
-                    method(router_pb2.ListModelsRequest(), timeout=attempts.remaining_s(), metadata=self._metadata)
-                )
+                method = method_of(self._connected(address))
+                return method(request, timeout=attempts.remaining_s(), metadata=self._metadata)
             except grpc.RpcError as error:
                 failure = wire.typed(error, address)
                 pause = attempts.pause_after(failure)
@@ -156,6 +188,37 @@ class Client:
 
     def _attempts(self, timeout_s: float) -> Attempts:
         return Attempts(timeout_s, self._retry, time.monotonic, self._rng)
+
+
+class Session(SessionBase):
+    """A session of a Client, made by `Client.session`. Its requests have its session_id, and its cache_ttl_s and cache_priority
+    where they bring none of their own. Leaving the `with` block closes it."""
+
+    def __init__(self, client: Client, defaults: Mapping[str, Any]) -> None:
+        super().__init__(defaults)
+        self._client = client
+
+    def generate(self, **options: Unpack[GenerateOptions]) -> Completion:
+        """See Client.generate."""
+        return self._client.generate(**self._with(options))
+
+    def stream(self, **options: Unpack[GenerateOptions]) -> Stream | BridgedStream:
+        """See Client.stream."""
+        return self._client.stream(**self._with(options))
+
+    def prefetch(self, **options: Unpack[GenerateOptions]) -> Usage:
+        """See Client.prefetch."""
+        return self._client.prefetch(**self._with(options))
+
+    def close(self) -> ClosedSession:
+        """See Client.close_session."""
+        return self._client.close_session(self.id)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
 
 
 class Stream(ReadOnce):

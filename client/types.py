@@ -176,6 +176,30 @@ class RequestAttempt:
 
 
 @dataclass(frozen=True, slots=True)
+class CacheClaimReport:
+    """A request's claim on cached KV: for `ttl_s` after its end, of the `requested_ttl_s` that its caller asked for.
+
+    `kept_tokens_prefill` and `kept_tokens_decode` count cached tokens that this request found because of claims: an eviction
+    had passed them over, and taken KV that was used more recently."""
+
+    ttl_s: float
+    requested_ttl_s: float
+    priority: int
+    session_id: str
+    kept_tokens_prefill: int
+    kept_tokens_decode: int
+
+
+@dataclass(frozen=True, slots=True)
+class ClosedSession:
+    """`freed_tokens`: tokens whose KV is no longer cached, over all workers. `unreached`: workers that did not answer: there the
+    claims end by their time."""
+
+    freed_tokens: int
+    unreached: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Explanation:
     """How an answer was placed and computed.
 
@@ -187,6 +211,7 @@ class Explanation:
     with their blocks where there are several. `attempts` lists all, in order, if the request was placed again.
     `pulls` lists KV that workers took from each other's caches; on the reader it counts as cached. `cached_tiers_prefill` and
     `cached_tiers_decode`: of the tokens cached there, those whose KV came from a lower tier, by its name.
+    `claim` is what the request claimed of the caches, and what claims did for it; None: nothing.
     """
 
     request_id: str
@@ -221,6 +246,7 @@ class Explanation:
     pulls: tuple[KvPull, ...] = ()
     cached_tiers_prefill: dict[str, int] = field(default_factory=dict)
     cached_tiers_decode: dict[str, int] = field(default_factory=dict)
+    claim: CacheClaimReport | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,11 +299,20 @@ def usage_from(message: types_pb2.Usage) -> Usage:
 def explanation_from(message: types_pb2.Explanation) -> Explanation:
     placement = tuple(_terms_from(candidate) for candidate in message.candidates)
     names = ("cached_tiers_prefill", "cached_tiers_decode")
-    same = same_fields(Explanation, message, but=("notes", "placement", "attempts", "pulls", *names))
+    same = same_fields(Explanation, message, but=("notes", "placement", "attempts", "pulls", "claim", *names))
     tiers: dict[str, Any] = {name: {part.tier: part.tokens for part in getattr(message, name)} for name in names}
     attempts = tuple(RequestAttempt(**same_fields(RequestAttempt, one)) for one in message.attempts)
     pulls = tuple(KvPull(**same_fields(KvPull, one)) for one in message.pulls)
-    return Explanation(**same, **tiers, notes=tuple(message.notes), placement=placement, attempts=attempts, pulls=pulls)
+    claim = None
+    if message.HasField("claim"):
+        claim = CacheClaimReport(**same_fields(CacheClaimReport, message.claim))
+    return Explanation(
+        **same, **tiers, notes=tuple(message.notes), placement=placement, attempts=attempts, pulls=pulls, claim=claim
+    )
+
+
+def closed_from(message: router_pb2.CloseSessionResponse) -> ClosedSession:
+    return ClosedSession(message.freed_tokens, tuple(message.unreached))
 
 
 def models_from(message: router_pb2.ListModelsResponse) -> list[ModelInfo]:

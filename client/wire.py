@@ -103,6 +103,23 @@ def list_models_method(channel: Any) -> Callable[..., Any]:
     return method
 
 
+def close_session_method(channel: Any) -> Callable[..., Any]:
+    method: Callable[..., Any] = channel.unary_unary(
+        SERVICE + "CloseSession",
+        request_serializer=router_pb2.CloseSessionRequest.SerializeToString,
+        response_deserializer=router_pb2.CloseSessionResponse.FromString,
+    )
+    return method
+
+
+def close_session_request(session_id: str) -> router_pb2.CloseSessionRequest:
+    """Raises: InvalidRequestError."""
+    try:
+        return router_pb2.CloseSessionRequest(session_id=session_id)
+    except (TypeError, ValueError) as error:
+        raise InvalidRequestError(f"session_id cannot be sent: {error}", param="session_id") from None
+
+
 def typed(error: grpc.RpcError, address: str) -> DiptychError:
     """The DiptychError of a failed call. UNAVAILABLE without our details comes from gRPC: the router was not reached."""
     found = from_rpc_error(error)

@@ -31,3 +31,26 @@ class Prompt(msgspec.Struct, frozen=True):
     cache_salt: bytes = b""
     adapter: str = ""
     media: tuple[bytes, ...] = ()
+
+
+MAX_CACHE_TTL_S = 86_400.0 * 365
+MAX_CACHE_PRIORITY = 100
+DEFAULT_CACHE_PRIORITY = 50
+SESSION_BYTES = 16
+
+
+class CacheClaim(msgspec.Struct, frozen=True):
+    """What a request asks of the caches that hold its KV: to keep it rather than other KV. A worker that needs the room evicts
+    it all the same (docs/decisions/retention.md).
+
+    Args:
+        ttl_s: seconds after the end of the request; above 0.
+        priority: 0 to MAX_CACHE_PRIORITY; of two claims the lower is evicted first.
+        session: SESSION_BYTES that name tenant and session; empty: none.
+        rank: of the tenant, for metrics.
+    """
+
+    ttl_s: float
+    priority: int = DEFAULT_CACHE_PRIORITY
+    session: bytes = b""
+    rank: int = 0

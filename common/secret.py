@@ -65,6 +65,12 @@ def further_salt(salt: bytes, text: str) -> bytes:
     return salt + blake3(parts, derive_key_context="diptych cache salt of a request").digest(16)
 
 
+def session_key(salt: bytes, session_id: str) -> bytes:
+    """Names a session of the tenant to workers, which cannot read its id from it."""
+    parts = len(salt).to_bytes(2, "little") + salt + session_id.encode()
+    return blake3(parts, derive_key_context="diptych session of a tenant").digest(16)
+
+
 def tenant_salt(secret: bytes, tenant: str) -> bytes:
     """Salt that separates one tenant's cache from another's; "" is the default tenant."""
     return blake3(tenant.encode(), key=derive_key(secret, "tenant salt")).digest(_TENANT_SALT_BYTES)

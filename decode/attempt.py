@@ -46,7 +46,7 @@ from diptych.engine.messages import (
     RunLocally,
     TokensOut,
 )
-from diptych.rpc.convert import logprobs_from_proto, logprobs_to_proto, prompt_fields, sampling_to_proto
+from diptych.rpc.convert import claim_to_proto, logprobs_from_proto, logprobs_to_proto, prompt_fields, sampling_to_proto
 from diptych.rpc.errors import to_failure
 from diptych.rpc.v1 import decode_pb2, prefill_pb2, types_pb2
 from diptych.worker import wire
@@ -110,6 +110,7 @@ class Attempt:
             decode_pid=os.getpid(),
             prompt_tokens=len(submission.prompt.token_ids),
             backend=context.backend,
+            claim=submission.claim,
         )
         self._timer = asyncio.get_running_loop().call_later(submission.remaining_s, self._on_deadline)
         self._log = structlog.get_logger(__name__).bind(request_id=submission.request_id, attempt=submission.attempt)
@@ -184,6 +185,7 @@ class Attempt:
                 choice=sub.choice,
                 grammar=grammar,
                 alone=not sub.placement.prefill,
+                claim=sub.claim,
             )
         )
 
@@ -199,6 +201,7 @@ class Attempt:
         sub, self._num_cached = self._sub, event.num_cached_tokens
         self._facts.cached_decode = min(event.num_cached_tokens, len(sub.prompt.token_ids))
         self._facts.tiers = wire.tier_tokens_to_proto(event.tiers)
+        self._facts.kept_decode = event.num_kept_tokens
         # Of a continuation the tokens so far are computed, too, but for the last one.
         needed = len(sub.prompt.token_ids) + max(0, len(sub.output_token_ids) - 1)
         uncached = max(1, needed - event.num_cached_tokens)
@@ -383,6 +386,7 @@ class Attempt:
             remaining_s=max(remaining_s - min(_LEG_MARGIN_S, 0.05 * remaining_s), 0.001),
             priority=sub.priority,
             source=source_to_proto(sub.placement.prefill_source),
+            claim=claim_to_proto(sub.claim),
             **prompt_fields(sub.prompt),
         )
         return RemotePrefill(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from diptych.common.request import CacheClaim
 from diptych.decode.remote_prefill_facts import RemotePrefillFacts
 from diptych.engine.messages import ChoiceFinished, Finished
 from diptych.rpc import convert
@@ -23,6 +24,10 @@ class Facts:
     prefill: str = ""
     local: bool = False
     cached_decode: int = 0
+    kept_decode: int = 0
+    """Of what it had cached, what a claim has kept."""
+    claim: CacheClaim | None = None
+    """The request's."""
     remote: RemotePrefillFacts = field(default_factory=RemotePrefillFacts)
     pulled: types_pb2.KvPull | None = None
     """What this worker took from another one first."""
@@ -69,6 +74,15 @@ class Facts:
         ]
         return notes
 
+    def _claim_report(self) -> types_pb2.CacheClaimReport | None:
+        claim, kept = self.claim, (self.remote.kept_tokens, self.kept_decode)
+        if claim is None and not any(kept):
+            return None
+        report = types_pb2.CacheClaimReport(kept_tokens_prefill=kept[0], kept_tokens_decode=kept[1])
+        if claim is not None:
+            report.ttl_s, report.priority = claim.ttl_s, claim.priority
+        return report
+
     def explanation(self, transport_path: str) -> types_pb2.Explanation:
         return types_pb2.Explanation(
             prefill=self.prefill,
@@ -84,6 +98,7 @@ class Facts:
             pulls=self.pulls,
             cached_tiers_prefill=self.remote.tiers,
             cached_tiers_decode=self.tiers,
+            claim=self._claim_report(),
             request_id=self.request_id,
             prefill_pid=self.decode_pid if self.local else self.remote.prefill_pid,
             decode_pid=self.decode_pid,

@@ -242,6 +242,7 @@ class RemotePrefill:
                 match event.WhichOneof("event"):
                     case "started":
                         self.facts.cached_tokens = event.started.cached_tokens
+                        self.facts.kept_tokens = event.started.kept_tokens
                         self.facts.prefill_pid = event.started.pid
                         self.facts.tiers = list(event.started.tiers)
                         self.facts.queue_s = self._context.clock.now() - called

@@ -17,6 +17,8 @@ class RemotePrefillFacts:
     path: str = ""
     """Path of its slabs, for example "nixl:shm"."""
     cached_tokens: int = 0
+    kept_tokens: int = 0
+    """Of these, those that a claim has kept."""
     kv_bytes: int = 0
     kv_ranges: int = 0
     kv_ranges_overlapped: int = 0

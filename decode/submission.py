@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from diptych.common.errors import InvalidRequestError, PromptTooLongError
-from diptych.common.request import Prompt
+from diptych.common.request import CacheClaim, Prompt
 from diptych.common.sampling import MAX_CHOICES, SamplingParams
 from diptych.decode.admission import FailurePolicy, Placement
 from diptych.rpc import convert
@@ -41,6 +41,7 @@ class Submission:
     """Tokens that the client already has."""
     choice: int = 0
     """Which choice they are of."""
+    claim: CacheClaim | None = None
 
 
 def parse_submit(message: decode_pb2.Submit, limits: Limits) -> Submission:
@@ -86,6 +87,7 @@ def parse_submit(message: decode_pb2.Submit, limits: Limits) -> Submission:
         policy=policy,
         output_token_ids=outputs,
         choice=message.choice,
+        claim=convert.claim_from_proto(message),
     )
 
 

@@ -93,6 +93,10 @@ class EngineClient:
         """The prefix cache as of its `sequence`; all events up to there were delivered before. Raises: as audit."""
         return await self._query(lambda core: core.scheduler.kv.pool.dump(), deadline_s)
 
+    async def close_session(self, session: bytes, *, deadline_s: float = _QUERY_DEADLINE_S) -> int:
+        """See Lifecycle.close_session. Raises: as audit."""
+        return await self._query(lambda core: core.scheduler.live.close_session(session), deadline_s)
+
     async def set_detokenizer(
         self, factory: DetokenizerFactory | None, *, deadline_s: float = _QUERY_DEADLINE_S
     ) -> None:

@@ -33,6 +33,7 @@ class EngineConfig:
         scheduling_policy: sojourn, fcfs, priority, sjf or fair; see engine.sched.policies.
         sjf_aging_tokens_per_s: under sjf, the work that a second of waiting outweighs.
         tenant_cache_share: part of the pool that one tenant's cached blocks may take.
+        claim_share: part of the pool that requests may claim, see engine.sched.retention; 0: claims have no effect.
         num_host_blocks: slots of the host tier; at most what the runner has.
         num_disk_blocks: blocks in files; needs a BlockStore.
         preemption_mode: auto (by measured cost), recompute or swap (recompute where the host tier is full).
@@ -55,6 +56,7 @@ class EngineConfig:
     scheduling_policy: str = "sojourn"
     sjf_aging_tokens_per_s: float = 50.0
     tenant_cache_share: float = 1.0
+    claim_share: float = 0.25
     num_host_blocks: int = 0
     num_disk_blocks: int = 0
     preemption_mode: str = "auto"
@@ -79,6 +81,8 @@ class EngineConfig:
             raise ConfigError("preemption_mode", "swap", "needs a host tier: set num_host_blocks")
         if not 0.0 < self.tenant_cache_share <= 1.0:
             raise ConfigError("tenant_cache_share", self.tenant_cache_share, "must be above 0 and at most 1")
+        if not 0.0 <= self.claim_share <= 1.0:
+            raise ConfigError("claim_share", self.claim_share, "must be 0 to 1")
         for name in ("sjf_aging_tokens_per_s", "initial_copy_bytes_per_s"):
             if not (math.isfinite(getattr(self, name)) and getattr(self, name) > 0):
                 raise ConfigError(name, getattr(self, name), "must be a positive number")

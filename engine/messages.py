@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from diptych.common.errors import DiptychError
-from diptych.common.request import Prompt
+from diptych.common.request import CacheClaim, Prompt
 from diptych.common.sampling import FinishReason, SamplingParams
 from diptych.common.sampling import TokenLogprobs as TokenLogprobs
 from diptych.engine.disk_messages import BlocksRead as BlocksRead
@@ -66,6 +66,7 @@ class EngineRequest:
         layer_groups: PREFILL only: the peer takes the last range in groups of layers too.
         link_bytes_per_s: PREFILL only: what the peer measured of the link between us; 0.0: nothing yet.
         reusable: PREFILL only: of window groups pack also what makes a hit of these tokens, see kv_groups.expected_ranges.
+        claim: on the blocks of its tokens, from the time when it frees them; None: they are cached as any others.
         grammar: what sampling.grammar was compiled to, or a mask for the first token; None: any token may come.
         alone: REMOTE only: no other worker will compute the prompt. Others take blocks from files only where these leave less
             than a block to compute: KV that is sent does not delay the first token, reading files would.
@@ -87,6 +88,7 @@ class EngineRequest:
     link_bytes_per_s: float = 0.0
     reusable: bool = False
     alone: bool = False
+    claim: CacheClaim | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,11 +285,13 @@ Command = (
 @dataclass(frozen=True, slots=True)
 class Admitted(AttemptEvent):
     """Blocks are reserved. `num_cached_tokens`: leading tokens of the prompt and the forced outputs found in this worker's own
-    prefix cache (whole blocks, pinned for the attempt). `tiers`: how many of them came from each lower tier for this request."""
+    prefix cache (whole blocks, pinned for the attempt). `tiers`: how many of them came from each lower tier for this request.
+    `num_kept_tokens`: how many of them a claim has kept there."""
 
     attempt: str
     num_cached_tokens: int
     tiers: tuple[tuple[str, int], ...] = ()
+    num_kept_tokens: int = 0
 
 
 @dataclass(slots=True)

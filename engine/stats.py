@@ -86,6 +86,24 @@ class TierStats:
 
 
 @dataclass(frozen=True, slots=True)
+class ClaimStats:
+    """Claims on cached blocks of the first KV group (engine.sched.retention). In blocks; of the whole run, but for `by_rank`."""
+
+    by_rank: tuple[tuple[int, int], ...] = ()
+    """(rank of the tenant, blocks that are claimed now)."""
+    made: int = 0
+    expired: int = 0
+    evicted: int = 0
+    """Given up under pressure: everything unclaimed was evicted before."""
+    over_share: int = 0
+    """Given up since all claims together exceeded their share of the pool."""
+    closed: int = 0
+    """Ended with their session."""
+    kept: int = 0
+    """Hits on blocks that an eviction had passed over for their claim: one that was idle for less time was evicted."""
+
+
+@dataclass(frozen=True, slots=True)
 class EngineStats:
     """A snapshot that any thread may read without a round trip to the step thread."""
 
@@ -131,6 +149,7 @@ class EngineStats:
     disk_bytes_per_s: float = 0.0
     """From files into the pool, measured online."""
     block_ages: BlockAgeStats = BlockAgeStats()
+    claims: ClaimStats = ClaimStats()
     alive: bool = True
     """False: the step thread has ended (a bug in it, or close); nothing will be answered but refusals. Not ready."""
 

@@ -82,6 +82,7 @@ def parse_request(message: prefill_pb2.PrefillRequest, limits: Limits) -> Prefil
             layer_groups=message.layer_groups,
             link_bytes_per_s=_check_rate(message.link_bytes_per_s),
             reusable=message.reusable,
+            claim=convert.claim_from_proto(message),
         ),
         request_id=message.request_id,
         decode=WorkerRef(message.decode.worker_id, message.decode.incarnation, message.decode.address),

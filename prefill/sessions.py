@@ -124,11 +124,12 @@ class PrefillSession:
 
     def on_engine(self, event: EngineEvent) -> None:
         match event:
-            case Admitted(num_cached_tokens=cached, tiers=tiers):
+            case Admitted(num_cached_tokens=cached, tiers=tiers, num_kept_tokens=kept):
                 self.state = SessionState.COMPUTING
                 pulled = None if self.pulled is None else pull_to_proto(self.pulled)
+                from_tiers = wire.tier_tokens_to_proto(tiers)
                 started = prefill_pb2.PrefillStarted(
-                    cached_tokens=cached, pid=os.getpid(), pulled=pulled, tiers=wire.tier_tokens_to_proto(tiers)
+                    cached_tokens=cached, pid=os.getpid(), pulled=pulled, tiers=from_tiers, kept_tokens=kept
                 )
                 self._put(prefill_pb2.PrefillEvent(started=started))
             case RangePacked():

@@ -76,6 +76,8 @@ class RouterConfig:
         shadow_share: share of the requests that are copied to shadow_workers, 0 to 1.
         placement_backend: "native" looks prompts up in C, compiled at the first start; "numpy" takes two to four times
             as long, with the same result; "auto" uses native if there is a C compiler, and logs if there is none.
+        cache_ttl_s: how long a claim on cached KV lasts whose request names no time.
+        max_cache_ttl_s: the longest time of such a claim, for tenants whose keys name none (`diptych keys add`).
         tenant_metrics: /metrics has series with tenants' names, for the tenants' dashboard.
         hot_prefix_copies: copy a prefix when requests with it take most of its holders' time. Off: it raised the tail
             latency in simulation; prefixes are then copied only where queues are long.
@@ -139,6 +141,8 @@ class RouterConfig:
     reasoning_parser: str = "auto"
     placement_policy: str = "cost"
     placement_backend: str = "auto"
+    cache_ttl_s: float = 300.0
+    max_cache_ttl_s: float = 86_400.0
     tenant_metrics: bool = False
     hot_prefix_copies: bool = False
     kv_pulls: bool = True
@@ -197,7 +201,10 @@ class RouterConfig:
             port = getattr(self, name)
             if not 0 <= port <= 65535:
                 raise ConfigError(name, port, "must be between 0 and 65535")
-        for name in ("request_timeout_s", "worker_poll_s", "worker_dead_s", "worker_settle_s"):
+        for name in (
+            *("request_timeout_s", "worker_poll_s", "worker_dead_s", "worker_settle_s"),
+            *("cache_ttl_s", "max_cache_ttl_s"),
+        ):
             if not 0 < getattr(self, name) < 1e6:
                 raise ConfigError(name, getattr(self, name), "must be above 0 and finite")
         for name in ("max_ttft_s", "max_tpot_s", "turn_window_s"):

@@ -18,15 +18,23 @@ import structlog
 
 from diptych.common.clock import Clock, MonotonicClock
 from diptych.common.compiled import NativeError, find_compiler
-from diptych.common.errors import ConfigError, DiptychError, InvalidRequestError, ModelNotFoundError, NoWorkerError
-from diptych.common.secret import load_secret, tenant_salt
+from diptych.common.errors import (
+    ConfigError,
+    DiptychError,
+    InvalidRequestError,
+    ModelNotFoundError,
+    NoWorkerError,
+    OverloadedError,
+)
+from diptych.common.sampling import FinishReason
+from diptych.common.secret import load_secret, session_key, tenant_salt
 from diptych.common.store.interface import Store
 from diptych.common.store.memory import MemoryStore
 from diptych.common.store.redis_store import RedisStore
 from diptych.common.text.token_bytes import Tokens
 from diptych.common.tls import load_redis_tls
 from diptych.router.api.packed_ids import PackedIds
-from diptych.router.cluster.cluster import Cluster, new_router_id
+from diptych.router.cluster.cluster import RETRY_AFTER_S, Cluster, new_router_id
 from diptych.router.config import RouterConfig
 from diptych.router.fairness.budgets import SharedQuotas
 from diptych.router.fairness.fair_queue import Share
@@ -36,6 +44,7 @@ from diptych.router.observe.metrics import RequestTimer, RouterMetrics
 from diptych.router.observe.request_span import RequestSpan, traced
 from diptych.router.placement.native.library import choose_library
 from diptych.router.placement.placer import PromptBlocks
+from diptych.router.preprocess.retention import session_text
 from diptych.router.processes.siblings import Siblings
 from diptych.router.requests.idempotency import IdempotencyKeys
 from diptych.router.requests.lookaside import RETRIES_AT_ROUTER
@@ -271,12 +280,17 @@ class Frontend:
 
     async def _generate(self, request: ValidatedRequest) -> AsyncGenerator[GenerateEvent, None]:
         model, attempts = self._of(request.model), self._config.migration_attempts
+        if request.prefetch and not model.cluster.is_idle_for(request.tenant, len(request.prompt.token_ids)):
+            busy = OverloadedError("requests wait for a worker: the hint was dropped", retry_after_s=RETRY_AFTER_S)
+            self._refused(busy, request.tenant)
+            raise busy
         relay = Relay(model.cluster, request, self.metrics, self._clock, migration_attempts=attempts, refs=model.refs)
         if self._shadows is not None and request.resume is None and self._rollout.is_shadowed(request.request_id):
             self._shadows.start(request)
         timer = RequestTimer(self.metrics, request, self._clock)
         span = RequestSpan(request, self._clock)
         relay.traceparent = span.traceparent
+        relay.trace.retention = request.retention
         self._running[request.request_id] = relay
         ended: FinishedEvent | None = None
         try:
@@ -285,6 +299,8 @@ class Frontend:
                 if isinstance(event, TokenEvent):
                     timer.tokens(event, relay.num_new(event))
                     span.token()
+                    if request.prefetch:
+                        continue
                 elif isinstance(event, StartedEvent):
                     if (access := current_access.get()) is not None:
                         access.started = True
@@ -292,6 +308,8 @@ class Frontend:
                     ended = event
                     timer.finished(event, relay.kv_bytes)
                     span.finished(event)
+                if request.prefetch and isinstance(event, FinishedEvent):
+                    event = _without_tokens(event)
                 yield event
                 if isinstance(event, FinishedEvent):
                     return
@@ -343,6 +361,18 @@ class Frontend:
         for model in self._models.values():
             if model.lookaside is not None:
                 model.lookaside.left(attempts)
+
+    async def close_session(self, session_id: object, tenant: str) -> router_pb2.CloseSessionResponse:
+        """End the claims of a session of the tenant at all workers of all models. Raises: InvalidRequestError."""
+        name = session_text(session_id, "session_id")
+        if self._secret is None:
+            raise NoWorkerError("the router is not running")
+        session = session_key(tenant_salt(self._secret, tenant), name)
+        released = await asyncio.gather(*(cluster.release_session(session) for cluster in self._clusters()))
+        return router_pb2.CloseSessionResponse(
+            freed_tokens=sum(tokens for tokens, _ in released),
+            unreached=sorted(worker for _, unreached in released for worker in unreached),
+        )
 
     async def explain(self, request_id: str, tenant: str) -> router_pb2.ExplainResponse:
         """The explanation of a recent request, of any process of this router. Raises: InvalidRequestError for an unknown
@@ -413,8 +443,14 @@ class Frontend:
 
     def use_shares(self, share: Callable[[str], Share]) -> None:
         """Set the tenants' shares of the pool while requests wait; by default all are equal."""
-        for cluster in self._clusters():
-            cluster.wait_queue.use_shares(share)
+        for model in self._models.values():
+            model.cluster.wait_queue.use_shares(share)
+            model.intake.retention.rank = lambda tenant: share(tenant).rank
+
+    def use_cache_limits(self, most_ttl_s: Callable[[str], float]) -> None:
+        """Set the longest time of the tenants' claims on cached KV; 0.0: that of the settings."""
+        for model in self._models.values():
+            model.intake.retention.most_ttl_s = lambda tenant: most_ttl_s(tenant) or self._config.max_cache_ttl_s
 
     def status(self, tenant: str) -> dict[str, Any]:
         """Cluster and traffic in this router's view, for the status page, `diptych top` and `diptych doctor`. Of single
@@ -458,6 +494,12 @@ class Frontend:
             placement = cluster.place(query, PromptBlocks(request.prompt))
             trace = RequestTrace(request.request_id, placement, cluster.index_mode(placement))
         return router_pb2.WhatIfResponse(explanation=trace.explanation(), prompt_tokens=len(request.prompt.token_ids))
+
+
+def _without_tokens(event: FinishedEvent) -> FinishedEvent:
+    """The end of a hint, whose one token was not sent."""
+    usage = replace(event.usage, completion_tokens=0)
+    return replace(event, reason=FinishReason.LENGTH, usage=usage, stop_string="", stop_token_id=None)
 
 
 def _unknown_request() -> InvalidRequestError:

@@ -35,6 +35,7 @@ from diptych.router.fairness.admission import Admission
 from diptych.router.observe.metrics import RouterMetrics
 from diptych.router.placement.native.library import Library
 from diptych.router.preprocess.preprocessor import PreprocessLimits, RequestPreprocessor
+from diptych.router.preprocess.retention import RetentionLimits
 from diptych.router.preprocess.text_bound import TextBound, read_text_bound
 from diptych.router.requests import resume
 from diptych.router.requests.lookaside import Lookaside
@@ -208,6 +209,7 @@ def make_model(
         rng=around.rng,
         unpack=unpack if around.library is None else around.library.unpack,
         refs=refs,
+        retention=RetentionLimits(config.cache_ttl_s, lambda tenant: config.max_cache_ttl_s),
     )
     lookaside = None
     if config.lookaside:

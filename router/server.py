@@ -158,6 +158,7 @@ async def serve(
         await frontend.start()
         if keys is not None:
             frontend.use_shares(keys.share)
+            frontend.use_cache_limits(keys.cache_ttl)
         if servers is None:
             await _until_ready(frontend, stop, config.worker_settle_s)
             servers = bound()

@@ -17,7 +17,14 @@ from diptych.common.errors import ConfigError, IncompatibleWorkersError, Interna
 from diptych.common.grammar import Grammar, GrammarKind
 from diptych.common.kv_format import KvFormat, KvGroup, KvKind, Shard
 from diptych.common.kv_parts import check_parts
-from diptych.common.request import ADAPTER, Prompt
+from diptych.common.request import (
+    ADAPTER,
+    MAX_CACHE_PRIORITY,
+    MAX_CACHE_TTL_S,
+    SESSION_BYTES,
+    CacheClaim,
+    Prompt,
+)
 from diptych.common.sampling import (
     DEFAULTS,
     LATER_FIELDS,
@@ -168,6 +175,32 @@ def prompt_from_proto(message: decode_pb2.Submit | prefill_pb2.PrefillRequest, *
         raise InvalidRequestError("the prompt is empty", param="prompt")
     ids = check_token_ids(message.prompt_token_ids, vocab_size=vocab_size, param="prompt")
     return Prompt(ids, message.cache_salt, message.adapter)
+
+
+def claim_to_proto(claim: CacheClaim | None) -> types_pb2.CacheClaim | None:
+    if claim is None:
+        return None
+    return types_pb2.CacheClaim(ttl_s=claim.ttl_s, priority=claim.priority, session=claim.session, rank=claim.rank)
+
+
+def claim_from_proto(message: decode_pb2.Submit | prefill_pb2.PrefillRequest) -> CacheClaim | None:
+    """That of the request, or None. Raises: InvalidRequestError."""
+    if not message.HasField("claim"):
+        return None
+    claim = message.claim
+    if not 0.0 < claim.ttl_s <= MAX_CACHE_TTL_S:
+        raise InvalidRequestError(f"claim.ttl_s={claim.ttl_s} is no time", param="claim.ttl_s")
+    if claim.priority > MAX_CACHE_PRIORITY:
+        raise InvalidRequestError(f"claim.priority={claim.priority} is no priority", param="claim.priority")
+    check_session(claim.session, "claim.session", may_be_empty=True)
+    return CacheClaim(claim.ttl_s, claim.priority, claim.session, claim.rank)
+
+
+def check_session(session: bytes, param: str, *, may_be_empty: bool = False) -> bytes:
+    """Raises: InvalidRequestError."""
+    if len(session) != SESSION_BYTES and (session or not may_be_empty):
+        raise InvalidRequestError(f"{param} has {len(session)} bytes, not {SESSION_BYTES}", param=param)
+    return session
 
 
 def finish_reason_to_proto(reason: FinishReason) -> types_pb2.FinishReason:

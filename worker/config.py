@@ -103,6 +103,7 @@ class WorkerConfig:
         long_prefill_token_threshold: most prompt tokens of one request in one step; 0: no limit.
         tenant_cache_share: share of the pool for one tenant's cached blocks.
         steps_ahead: on a GPU, launch a decode step before the last one's tokens are read.
+        claim_share: share of the pool that requests may claim by cache_ttl_s, cache_priority and sessions; 0: none.
         num_host_blocks: KV blocks in host memory for evicted and swapped-out blocks; 0: none.
         disk_kv_dir: folder for files of KV blocks, which outlive the worker: each worker has a folder of its own in it; empty:
             none. Whoever may read it can read prompts from it.
@@ -195,6 +196,7 @@ class WorkerConfig:
     scheduling_policy: str = _ENGINE.scheduling_policy
     long_prefill_token_threshold: int = _ENGINE.long_prefill_token_threshold
     tenant_cache_share: float = _ENGINE.tenant_cache_share
+    claim_share: float = _ENGINE.claim_share
     num_host_blocks: int = _ENGINE.num_host_blocks
     disk_kv_dir: str = ""
     disk_kv_bytes: int = 16 << 30
@@ -262,6 +264,8 @@ class WorkerConfig:
             raise ConfigError("gpu_memory_utilization", self.gpu_memory_utilization, "must be above 0 and at most 1")
         if not 0.0 < self.tenant_cache_share <= 1.0:
             raise ConfigError("tenant_cache_share", self.tenant_cache_share, "must be above 0 and at most 1")
+        if not 0.0 <= self.claim_share <= 1.0:
+            raise ConfigError("claim_share", self.claim_share, "must be 0 to 1")
         for name in (
             "long_prefill_token_threshold",
             "num_host_blocks",

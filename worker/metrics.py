@@ -25,7 +25,7 @@ from diptych.common.errors import ConfigError, DiptychError
 from diptych.common.observe.metrics import PREFIX, TOKEN_BUCKETS, Metrics
 from diptych.common.observe.series import Counter
 from diptych.engine.messages import EngineStats
-from diptych.engine.stats import AGE_BUCKETS_S, Ages, TierStats
+from diptych.engine.stats import AGE_BUCKETS_S, Ages, ClaimStats, TierStats
 from diptych.kvtransfer.api import PeerRef, ReceivedSlab, SlabReader, TakeOffer, Transfer, TransferAudit
 from diptych.kvtransfer.handle import SlabHandle
 from diptych.worker.gpu import GpuMonitor, gpu_families
@@ -55,6 +55,8 @@ class WorkerMetrics(Metrics):
         self._transfer: Transfer | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self.external_tokens = 0
+        self.block_bytes = self.block_size = 0
+        """Of the pool's first KV group."""
         self.gpu: GpuMonitor | None = None
         self.registry.register(_Snapshot(self))  # first: it counts the last steps before their histogram is read
         if role == "decode":
@@ -171,6 +173,7 @@ class WorkerMetrics(Metrics):
         )
         yield _ages("kv_block_reuse_gap_seconds", "Time between two uses of a cached block", ages.reuse_gap)
         yield from _tier_families(now.tiers, since.tiers)
+        yield from _claims(now.claims, since.claims, self.block_bytes, self.block_size)
         yield _counter("engine_steps", "Steps of the engine", now.steps - since.steps)
         if now.steps_ahead or now.not_ahead:  # only on a device
             ahead = now.steps_ahead - since.steps_ahead
@@ -276,6 +279,38 @@ class _MeteredReader:
 
     async def forget(self, peer: PeerRef) -> None:
         await self._reader.forget(peer)
+
+
+def _claims(now: ClaimStats, since: ClaimStats, block_bytes: int, block_size: int) -> Iterator[Metric]:
+    """Once a request has claimed something."""
+    if not now.by_rank:
+        return
+    claimed = GaugeMetricFamily(
+        PREFIX + "kv_claimed_bytes", "Cached KV that requests have claimed, by rank of the tenant", labels=["rank"]
+    )
+    for rank, blocks in now.by_rank:
+        claimed.add_metric([str(rank)], blocks * block_bytes)
+    yield claimed
+    yield _counter("kv_claims", "Bytes of cached KV that were claimed", (now.made - since.made) * block_bytes)
+    ended = CounterMetricFamily(
+        PREFIX + "kv_claims_ended",
+        "Bytes whose claim ended: expired; pressure: evicted, for want of unclaimed KV; share: the tenant gave them up for other "
+        "claims; closed: with their session",
+        labels=["reason"],
+    )
+    for reason, name in (
+        ("expired", "expired"),
+        ("pressure", "evicted"),
+        ("share", "over_share"),
+        ("closed", "closed"),
+    ):
+        ended.add_metric([reason], (getattr(now, name) - getattr(since, name)) * block_bytes)
+    yield ended
+    yield _counter(
+        "kv_claim_kept_tokens",
+        "Prefix cache hits, in tokens, on KV that an eviction had passed over for its claim",
+        (now.kept - since.kept) * block_size,
+    )
 
 
 def _gauge(name: str, text: str, value: float) -> Metric:

@@ -176,6 +176,7 @@ class WorkerRuntime:
             cache_dtype="+".join(model.compat.kv.dtypes),
             enable_prefix_caching=config.enable_prefix_caching,
         )
+        self.metrics.block_bytes, self.metrics.block_size = model.compat.kv.block_bytes, config.block_size
         self.gpu: GpuMonitor | None = None
         self._metrics_server: MetricsServer | None = None
         self._transfer: Transfer | None = None

@@ -10,6 +10,7 @@ import grpc
 from diptych.common.errors import StaleReferenceError
 from diptych.common.tiers import TIER_NAMES
 from diptych.engine.api import EngineClient
+from diptych.rpc.convert import check_session
 from diptych.rpc.errors import errors_to_status
 from diptych.rpc.v1 import worker_pb2, worker_pb2_grpc
 from diptych.worker import wire
@@ -64,6 +65,14 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
                 )
             before = await self._runtime.set_role(wire.role_from_proto(request.role), force=request.force)
             return worker_pb2.SetRoleResponse(previous=wire.role_to_proto(before))
+        raise AssertionError("errors_to_status ended the call")
+
+    async def ReleaseSession(
+        self, request: worker_pb2.ReleaseSessionRequest, context: grpc.aio.ServicerContext
+    ) -> worker_pb2.ReleaseSessionResponse:
+        async with errors_to_status(context):
+            session = check_session(request.session, "session")
+            return worker_pb2.ReleaseSessionResponse(freed_tokens=await self._runtime.engine.close_session(session))
         raise AssertionError("errors_to_status ended the call")
 
     async def DumpBlocks(

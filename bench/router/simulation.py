@@ -5,7 +5,8 @@ admission and the tenants' turns are the router's code.
 
 A worker computes prompts at a fixed rate, in steps and in the engine's order (common/equal_shares.py); a decode worker
 only its local ones, and its step grows with its sequences. Where its pool is bounded, a request waits there for blocks before
-its prompt is computed anywhere. Both keep an LRU prefix cache and publish its events; leases are read every `lease_s`.
+its prompt is computed anywhere. Both keep a prefix cache with the engine's order of evictions and claims
+(engine.sched.retention), and publish its events; leases are read every `lease_s`.
 """
 
 from __future__ import annotations
@@ -16,15 +17,17 @@ import random
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 import msgspec
 
 from diptych.bench.router.trace import BLOCK_SIZE, HEADER, TraceRequest
 from diptych.common.equal_shares import EqualShares
-from diptych.common.request import Prompt
+from diptych.common.request import CacheClaim, Prompt
 from diptych.common.store.interface import KvEvent
 from diptych.common.store.worker_record import WorkerLoad, WorkerRecord
-from diptych.engine.sched.eviction import OldestUseLastBlockFirst
+from diptych.engine.config import EngineConfig
+from diptych.engine.sched.retention import Claims, EvictionOrder
 from diptych.router.fairness.admission import Admission, AdmissionDecision, Verdict
 from diptych.router.fairness.capacity_gate import CapacityGate
 from diptych.router.fairness.fair_queue import Entry
@@ -51,6 +54,7 @@ class SimConfig:
     """Of each decode worker's pool, for prompts and answers that run; empty: no request waits for blocks."""
     prefill_tokens_per_s: float = 8000.0
     prefill_fixed_s: float = 0.005
+    least_step_s: float = 0.0
     step_tokens: int = 2048
     max_step_s: float = 0.5
     fill_s: float = 0.05
@@ -67,6 +71,7 @@ class SimConfig:
     turn_window_s: float = 2.0
     admission: str = "on"
     max_ttft_s: float = 0.0
+    claim_share: float = EngineConfig(num_blocks=1).claim_share
 
 
 @dataclass(slots=True)
@@ -111,8 +116,8 @@ class _Worker:
     worker_id: str
     role: str
     capacity: int
-    cache: OldestUseLastBlockFirst = field(default_factory=OldestUseLastBlockFirst)
-    uses: int = 0
+    claim_share: float = 0.0
+    cache: EvictionOrder[bytes] = field(default_factory=EvictionOrder)
     queue: dict[str, _Job] = field(default_factory=dict)
     shares: EqualShares = field(default_factory=EqualShares)
     busy: bool = False
@@ -122,6 +127,15 @@ class _Worker:
     """Blocks for what runs on decode; 0: no bound."""
     used: int = 0
     blocked: deque[_Job] = field(default_factory=deque)
+    claims: Claims[bytes] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.claims = Claims(int(self.claim_share * self.capacity), self._moved)
+
+    def _moved(self, key: bytes, level: int) -> None:
+        if key in self.cache:
+            self.cache.remove(key)
+            self.cache.add(key, level)
 
     def hit_blocks(self, keys: Sequence[bytes]) -> int:
         for length, key in enumerate(keys):
@@ -129,17 +143,22 @@ class _Worker:
                 return length
         return len(keys)
 
-    def store(self, keys: Sequence[bytes]) -> list[KvEvent]:
-        """Hold these blocks; the engine's disk tier evicts by the same rule."""
-        fresh = tuple(key for key in keys if key not in self.cache)
-        self.uses += 1
-        self.cache.used(keys, self.uses)
-        gone = []
-        while len(self.cache) > self.capacity and (key := self.cache.pop()) is not None:
-            gone.append(key)
-        return [
-            self._event(kind, changed) for kind, changed in (("stored", fresh), ("evicted", tuple(gone))) if changed
-        ]
+    def store(self, keys: Sequence[bytes], tenant: str, claim: CacheClaim | None, now: float) -> list[KvEvent]:
+        """Hold these blocks; the ends of chains are evicted first."""
+        cache, claims = self.cache, self.claims
+        fresh = tuple(key for key in keys if key not in cache)
+        claims.expire(now)
+        if claim is not None:
+            claims.make(reversed(keys), tenant, claim, now)
+        for key in reversed(keys):
+            if key in cache:
+                cache.remove(key)
+            cache.add(key, claims.level(key))
+        gone = tuple(islice(cache, max(0, len(cache) - self.capacity)))
+        for key in gone:
+            claims.gone(key, evicted=True)
+            cache.remove(key)
+        return [self._event(kind, changed) for kind, changed in (("stored", fresh), ("evicted", gone)) if changed]
 
     def _event(self, kind: str, keys: tuple[bytes, ...]) -> KvEvent:
         self.sequence += 1
@@ -199,7 +218,8 @@ class Simulation:
         self._reservations.on_less = self.gate.let_in
         names = [f"p{i}" for i in range(config.num_prefill)] + [f"d{i}" for i in range(config.num_decode)]
         self._workers = {
-            name: _Worker(name, "prefill" if name[0] == "p" else "decode", config.cache_blocks) for name in names
+            name: _Worker(name, "prefill" if name[0] == "p" else "decode", config.cache_blocks, config.claim_share)
+            for name in names
         }
         for i, blocks in enumerate(config.decode_blocks):
             self._workers[f"d{i}"].pool = blocks
@@ -270,8 +290,8 @@ class Simulation:
         if self._left:
             self._at(self.now + config.lease_s, self._read_leases)
 
-    def _publish(self, worker: _Worker, keys: Sequence[bytes]) -> None:
-        if events := worker.store(keys):
+    def _publish(self, worker: _Worker, keys: Sequence[bytes], request: TraceRequest) -> None:
+        if events := worker.store(keys, request.tenant, request.claim, self.now):
             self._at(self.now + self._config.event_delay_s, lambda: self._index.apply_all(worker.worker_id, events))
 
     # ---- a request's life ----------------------------------------------------------------------------------------
@@ -420,7 +440,7 @@ class Simulation:
         moved = max(0, blocks * BLOCK_SIZE - pull.first_token) * config.kv_bytes_per_token
 
         def arrived() -> None:
-            self._publish(worker, request.keys[:blocks])
+            self._publish(worker, request.keys[:blocks], request)
             self._queue(worker, job)
 
         self._at(self.now + config.pull_fixed_s + moved / config.link_bytes_per_s, arrived)
@@ -460,7 +480,7 @@ class Simulation:
             budget, computed = budget - chunk, computed + chunk
             ended |= chunk == job.left
         fixed_s = config.prefill_fixed_s if worker.role == "prefill" else self._step_s(worker)
-        took = fixed_s + computed / config.prefill_tokens_per_s
+        took = max(config.least_step_s, fixed_s + computed / config.prefill_tokens_per_s)
         self._at(self.now + took, lambda: self._stepped(worker, chunks))
 
     def _begin(self, worker: _Worker, job: _Job) -> None:
@@ -484,7 +504,7 @@ class Simulation:
     def _computed(self, worker: _Worker, job: _Job) -> None:
         del worker.queue[job.attempt]
         worker.shares.forget(job.attempt)
-        self._publish(worker, job.request.keys)
+        self._publish(worker, job.request.keys, job.request)
         self._first_token(job)
         decode = self._workers[job.placement.decode.worker_id]
         moved = 0 if decode is worker else self._uncached(decode, job.request) * self._config.kv_bytes_per_token
@@ -504,7 +524,7 @@ class Simulation:
 
     def _decode(self, worker: _Worker, job: _Job) -> None:
         worker.running += 1
-        self._publish(worker, job.request.keys)
+        self._publish(worker, job.request.keys, job.request)
         self._at(self.now + job.request.num_answer * self._step_s(worker), lambda: self._finished(worker, job))
 
     def _finished(self, worker: _Worker, job: _Job) -> None:
@@ -518,4 +538,4 @@ class Simulation:
         self._reservations.release(job.attempt)
         self._placer.end(job.attempt, self.now)
         self.gate.written(job.request.tenant, job.request.num_answer)
-        self._publish(worker, job.request.later_keys)
+        self._publish(worker, job.request.later_keys, job.request)

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from diptych.common.block_identity import BlockHasher, IdentityHeader
+from diptych.common.request import CacheClaim
 from diptych.router.placement.block_table import Keys, as_keys
 
 BLOCK_SIZE = 16
@@ -44,6 +45,7 @@ class TraceRequest:
         later_keys: of prompt and answer, with which the next turn of the session begins.
         tenant: its tenant.
         within_s: its deadline, from its arrival.
+        claim: on its KV in the caches; None: none.
         patience_s: a client still waiting in the router after so long leaves.
     """
 
@@ -58,6 +60,7 @@ class TraceRequest:
     tenant: str = ""
     within_s: float = 600.0
     patience_s: float = math.inf
+    claim: CacheClaim | None = None
 
 
 def make_trace(config: TraceConfig) -> list[TraceRequest]:

@@ -7,8 +7,8 @@ Panel = tuple[str, str, list[Series]]
 
 WORKERS = 'role=~"prefill|decode"'
 WINDOW = "[$__rate_interval]"
-# Only there with --tenant-metrics, --shadow-workers, --router-processes or a GPU. Their panels are empty otherwise.
-OPTIONAL = ("diptych_tenant_", "diptych_shadow_", "diptych_router_processes", "diptych_gpu_")
+# Only there with --tenant-metrics, --shadow-workers, --router-processes, a GPU, or claims on cached KV. Empty otherwise.
+OPTIONAL = ("diptych_tenant_", "diptych_shadow_", "diptych_router_processes", "diptych_gpu_", "diptych_kv_claim")
 # Objectives of the overview's first panels; the alerts of prometheus/rules.yml use the same.
 TTFT_SLO_S, ITL_SLO_S = "1.0", "0.1"
 
@@ -111,6 +111,11 @@ PD: list[Panel] = [
     ]),
     ("Lower tiers: errors by reason", "ops", rate("kv_tier_errors_total", "reason")),
     ("Requests whose KV lease expired", "ops", rate("kv_expired_requests_total", "worker")),
+    ("Claimed KV, by rank of the tenant", "bytes", [("sum by (role, rank) (diptych_kv_claimed_bytes)", "{{role}} {{rank}}")]),
+    ("Claims made and ended, by reason", "Bps", [
+        *rate("kv_claims_total", "role"), *rate("kv_claims_ended_total", "reason"),
+    ]),
+    ("Hits that a claim has kept", "short", rate("kv_claim_kept_tokens_total", "worker")),
     ("The pool's blocks", "short", [(
         'diptych_cache_config_info', "{{worker}}: {{num_blocks}} blocks of {{block_size}}",
     )]),
@@ -282,6 +287,12 @@ DESCRIPTIONS: dict[str, str] = {
         "late: reading took longer than computing."
     ),
     "Requests whose KV lease expired": "Prefill took KV back that decode had not read or acknowledged within its lease.",
+    "Claimed KV, by rank of the tenant": "Cached KV that requests have claimed. At most --claim-share of the pool.",
+    "Claims made and ended, by reason": (
+        "pressure: claimed KV was evicted, for want of any other: the cache is too small for what is claimed. share: claims "
+        "gave way to other claims."
+    ),
+    "Hits that a claim has kept": "Prompt tokens a second whose KV an eviction had passed over for its claim.",
     "The pool's blocks": "Number and size of the KV blocks, from each worker's configuration.",
     "GPU: share of time with a kernel": (
         "From NVML. Low with requests waiting: steps wait for the host, or requests for something else than the GPU."

@@ -46,6 +46,10 @@ class BlockAges:
         self._reuse_gap.add(self.now - self._idle_since[block])
         self._snapshot = None
 
+    def idle_since(self, block: int) -> float:
+        """When its last owner freed it."""
+        return self._idle_since[block]
+
     def evicted(self, block: int) -> None:
         """It was evicted."""
         self.num_evicted += 1

@@ -9,7 +9,8 @@ A block is in exactly one place:
      +------------------------------------evict---------------------------------+
 
 An evicted block's bytes may go to the host tier: `take_copies` has the copies in order, and the engine carries them out
-before anything is computed or written. With a quota, a tenant that exceeds it evicts its own cached blocks.
+before anything is computed or written. With a quota, a tenant that exceeds it evicts its own cached blocks. The order of
+evictions, which claims of requests change, is that of engine.sched.retention.
 
 A reservation is a count of free blocks without ids: `reserve` makes room for it by evicting, so
 
@@ -20,8 +21,10 @@ holds at every moment, and binding a reservation can never fail.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
+from diptych.common.request import CacheClaim
 from diptych.common.tiers import DEVICE, TierDump, in_order
 from diptych.engine.messages import (
     BlockCopy,
@@ -36,6 +39,8 @@ from diptych.engine.messages import (
 from diptych.engine.sched.block_ages import BlockAges
 from diptych.engine.sched.disk_tier import DiskTier
 from diptych.engine.sched.host_tier import HostTier
+from diptych.engine.sched.retention import Claims, EvictionOrder
+from diptych.engine.stats import ClaimStats
 
 
 class BlockPool:
@@ -44,6 +49,7 @@ class BlockPool:
     Args:
         host, disk: the tiers below; None: it has no such tier.
         tenant_quota: cached blocks (not used by a request) that one tenant may have; None: no limit.
+        claim_share: part of the blocks that requests may claim.
         group: index of the KV group whose blocks these are.
         announces: entries of the prefix cache and evictions are events.
     """
@@ -55,6 +61,7 @@ class BlockPool:
         tenant_quota: int | None = None,
         *,
         disk: DiskTier | None = None,
+        claim_share: float = 0.25,
         group: int = 0,
         announces: bool = True,
     ) -> None:
@@ -68,13 +75,17 @@ class BlockPool:
         self._quota = tenant_quota
         self._tenants: dict[int, str] = {}
         """With a quota: the tenant of each block with a key."""
-        self._cached_of: dict[str, dict[int, None]] = {}
-        """With a quota: a tenant's evictable blocks, oldest first."""
+        self._cached_of: dict[str, EvictionOrder[int]] = {}
+        """With a quota: a tenant's evictable blocks."""
         self._free = list(range(num_blocks - 1, -1, -1))
         self._refs = [0] * num_blocks
         self._keys: list[bytes | None] = [None] * num_blocks
         self._by_key: dict[bytes, int] = {}
-        self._evictable: dict[int, None] = {}  # oldest first
+        self._evictable: EvictionOrder[int] = EvictionOrder()
+        self._claims: Claims[int] = Claims(int(claim_share * num_blocks), self._moved)
+        self._num_kept = 0
+        self._passed_until = -math.inf
+        """The latest time since which an evicted block without a claim was idle: claimed ones that are older were passed over."""
         self._num_running = 0
         self._reserved = 0
         self.epoch = 0
@@ -163,9 +174,13 @@ class BlockPool:
 
     def _make_room(self, count: int) -> None:
         while len(self._free) - self._reserved < count:
-            self._evict(next(iter(self._evictable)))
+            block = next(iter(self._evictable))
+            if block not in self._claims:
+                self._passed_until = max(self._passed_until, self.ages.idle_since(block))
+            self._evict(block)
 
     def _evict(self, block: int) -> None:
+        self._claims.gone(block, evicted=True)
         self._leave_cache(block)
         self.ages.evicted(block)
         key = self._keys[block]
@@ -176,23 +191,74 @@ class BlockPool:
         self._free.append(block)
 
     def _enter_cache(self, block: int) -> None:
-        self._evictable[block] = None
+        level = self._claims.level(block)
+        self._evictable.add(block, level)
         self.ages.released(block)
         if self._quota is None:
             return
-        mine = self._cached_of.setdefault(self._tenants[block], {})
-        mine[block] = None
+        mine = self._cached_of.setdefault(self._tenants[block], EvictionOrder())
+        mine.add(block, level)
         if len(mine) > self._quota:
             self._evict(next(iter(mine)))
 
     def _leave_cache(self, block: int) -> None:
-        del self._evictable[block]
+        self._evictable.remove(block)
         if self._quota is not None:
             tenant = self._tenants[block]
             mine = self._cached_of[tenant]
-            del mine[block]
+            mine.remove(block)
             if not mine:
                 del self._cached_of[tenant]
+
+    # ---- claims ----
+
+    @property
+    def now(self) -> float:
+        """Set before each step; ages and claims are measured by it."""
+        return self.ages.now
+
+    @now.setter
+    def now(self, now: float) -> None:
+        self.ages.now = now
+        self._claims.expire(now)
+
+    def claim(self, blocks: Iterable[int], tenant: str, claim: CacheClaim) -> None:
+        """Those that are cached, or will be once they are released, are claimed from now on. Pass the last block of a sequence
+        first."""
+        self._claims.make((b for b in blocks if self._keys[b] is not None), tenant, claim, self.now)
+
+    def close_session(self, session: bytes) -> int:
+        """End its claims, and free the blocks that only it has claimed and nobody uses. Returns: how many."""
+        mine = [block for block in self._claims.close(session) if self._refs[block] == 0]
+        self.discard(mine)
+        return len(mine)
+
+    def num_kept(self, blocks: Iterable[int]) -> int:
+        """Of blocks that are to be pinned, those that are here because of their claims: an eviction has passed them over, and
+        taken a block that was idle for less time."""
+        if not len(self._claims):
+            return 0
+        since, refs, claims = self.ages.idle_since, self._refs, self._claims
+        return sum(not refs[block] and block in claims and since(block) < self._passed_until for block in blocks)
+
+    def hit(self, blocks: Iterable[int], session: bytes, num_kept: int) -> None:
+        """A request of this session, or of none, uses these. Args: num_kept: of them, before they were pinned."""
+        self._num_kept += num_kept
+        self._claims.used(blocks, session)
+
+    @property
+    def claims(self) -> ClaimStats:
+        return self._claims.stats(self._num_kept)
+
+    def _moved(self, block: int, level: int) -> None:
+        if block not in self._evictable:
+            return
+        orders = [self._evictable]
+        if self._quota is not None:
+            orders.append(self._cached_of[self._tenants[block]])
+        for order in orders:
+            order.remove(block)
+            order.add(block, level)
 
     # ---- copies ----
 
@@ -264,6 +330,7 @@ class BlockPool:
         self._by_key.clear()
         self._free.extend(self._evictable)
         self._evictable.clear()
+        self._claims.clear()
         self._cached_of.clear()
         self._tenants.clear()
         self.host.clear()
@@ -291,6 +358,7 @@ class BlockPool:
     def _forget_key(self, block: int) -> None:
         key = self._keys[block]
         assert key is not None
+        self._claims.gone(block, evicted=False)
         self._keys[block] = None
         self._tenants.pop(block, None)
         del self._by_key[key]
@@ -346,8 +414,8 @@ class BlockPool:
             if block in self._evictable and key is None:
                 out.append(f"block {block} is evictable and has no key")
             if self._quota is not None and block in self._evictable:
-                mine = self._cached_of.get(self._tenants.get(block, ""), {})
-                if block not in mine or len(mine) > self._quota:
+                mine = self._cached_of.get(self._tenants.get(block, ""))
+                if mine is None or block not in mine or len(mine) > self._quota:
                     out.append(f"block {block}: its tenant's account is wrong")
             if key is not None and self._by_key.get(key) != block:
                 out.append(f"block {block}: its key is not in the index")
@@ -357,4 +425,4 @@ class BlockPool:
             out.append("blocks: the key index and the keys differ in number")
         if sum(refs > 0 for refs in self._refs) != self._num_running:
             out.append("blocks: the running counter is wrong")
-        return out
+        return out + self._claims.violations(lambda block: self._keys[block] is not None)

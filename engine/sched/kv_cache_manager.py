@@ -32,6 +32,7 @@ class KvCacheManager:
         num_blocks, kv, group_blocks: as in RunnerCapabilities. All groups have blocks of `block_size` tokens.
         max_chunk: tokens of a prompt that one step computes at most.
         tenant_cache_share: part of each pool that one tenant's cached blocks may take.
+        claim_share: part of each pool that requests may claim.
         worth_restoring: whether copying so many tokens from the host tier is better than computing them.
     """
 
@@ -47,6 +48,7 @@ class KvCacheManager:
         num_host_blocks: int = 0,
         num_disk_blocks: int = 0,
         tenant_cache_share: float = 1.0,
+        claim_share: float = 0.25,
         worth_restoring: Callable[[int], bool] = lambda num_tokens: True,
     ) -> None:
         self.host = HostTier(num_host_blocks)
@@ -61,6 +63,7 @@ class KvCacheManager:
                 self.host if index == 0 else None,
                 None if tenant_cache_share == 1.0 else int(tenant_cache_share * count),
                 disk=self.disk if index == 0 else None,
+                claim_share=claim_share,
                 group=index,
                 announces=index == 0,
             )
@@ -86,9 +89,9 @@ class KvCacheManager:
         return self._caching
 
     def set_time(self, now: float) -> None:
-        """Of what happens from here on; only the ages of blocks depend on it."""
+        """Of what happens from here on; only the ages of blocks and the ends of claims depend on it."""
         for pool in self.pools:
-            pool.ages.now = now
+            pool.now = now
 
     @property
     def usage(self) -> float:
@@ -148,6 +151,7 @@ class KvCacheManager:
         if request.swapped:
             return self._swap_in(request)
         end, hits = self._hits(request)
+        num_kept = self.pool.num_kept(hits[0])
         for pool, found in zip(self.pools, hits, strict=True):
             pool.pin(found)
         slots, keys = self._stored_behind(request, end)
@@ -183,6 +187,10 @@ class KvCacheManager:
             request.tier_tokens[self.host.name] = len(slots) * self.block_size
         if self.disk.num_held:
             self.disk.used(request.keys(request.num_published)[: request.num_published], request.arrival)
+        claim = request.source.claim
+        for pool, found in zip(self.pools, hits, strict=True):
+            pool.hit(found, b"" if claim is None else claim.session, num_kept if pool is self.pool else 0)
+        request.num_kept_tokens = num_kept * self.block_size
         return True
 
     def num_cached_blocks(self, keys: Sequence[bytes]) -> int:
@@ -314,9 +322,13 @@ class KvCacheManager:
     # ---- the end ----
 
     def free(self, request: Request) -> None:
+        """Its blocks are free, or stay in the cache; those that it claims are claimed from now on."""
+        claim = request.source.claim
         for index, (pool, table) in enumerate(zip(self.pools, request.tables, strict=True)):
             pool.unreserve(request.reserved[index])
             request.reserved[index] = 0
+            if claim is not None:
+                pool.claim(reversed(table), request.tenant, claim)
             pool.release(reversed(table))
             table.clear()
         request.seq.first_blocks = (0,) * self.num_groups
@@ -333,6 +345,11 @@ class KvCacheManager:
             if self.slides:  # and what is behind the window by now
                 keys = request.keys(request.num_published)[: request.num_published]
                 pool.discard([block for key in keys if (block := pool.cached_block(key)) is not None])
+
+    def close_session(self, session: bytes) -> int:
+        """Free what only this session has claimed. Returns: tokens whose KV is no longer cached."""
+        freed = [pool.close_session(session) for pool in self.pools]
+        return freed[0] * self.block_size
 
     def clear(self, *, files: bool = False) -> None:
         """Empty the prefix caches and begin a new epoch; owned blocks stay with their owners. Args: files: give

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from itertools import chain
 
 from diptych.common.errors import DiptychError
@@ -66,6 +67,7 @@ class Lifecycle:
             group_blocks=limits.group_blocks,
             max_chunk=config.max_num_batched_tokens,
             tenant_cache_share=config.tenant_cache_share,
+            claim_share=config.claim_share,
             worth_restoring=lambda num_tokens: restore_is_cheaper(num_tokens, self.rates),
         )
         self.policy = make_policy(config.scheduling_policy, sjf_aging_tokens_per_s=config.sjf_aging_tokens_per_s)
@@ -180,6 +182,15 @@ class Lifecycle:
         self.policy.entered(other)
 
     # ---- the end ----
+
+    def close_session(self, session: bytes) -> int:
+        """Free what only this session has claimed; its running requests claim nothing when they end. Returns: tokens whose KV is
+        no longer cached."""
+        for request in self.with_blocks():
+            claim = request.source.claim
+            if claim is not None and claim.session == session:
+                request.source = replace(request.source, claim=None)
+        return self.kv.close_session(session)
 
     def end(self, request: Request, state: State) -> None:
         """To a final state: out of every collection, and its blocks are freed."""

@@ -39,6 +39,7 @@ def stats(live: Lifecycle, *, steps: int, steps_ahead: int, busy_since: float | 
         tier_usage=((kv.host.name, kv.host.usage), (kv.disk.name, kv.disk.usage)),
         tiers=_tiers(live),
         block_ages=kv.pool.ages.stats(),
+        claims=kv.pool.claims,
         copy_bytes_per_s=throughput.copy_bytes_per_s if kv.host.num_slots else 0.0,
         disk_bytes_per_s=throughput.disk_bytes_per_s,
     )

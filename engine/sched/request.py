@@ -85,7 +85,7 @@ class Request(_EveryStep):
 
     __slots__ = (
         "arrival", "arrived_at", "compute_s", "converted", "device_row", "forced", "hasher", "header", "history", "kv_target",
-        "max_model_len", "max_tokens_total", "mode", "num_cached_tokens", "num_published", "peer", "priority",
+        "max_model_len", "max_tokens_total", "mode", "num_cached_tokens", "num_kept_tokens", "num_published", "peer", "priority",
         "prompt_logprobs_from", "reserved", "returned", "samples", "sampling", "shares_tail", "source", "state",
         "steps_on_device", "swapped", "tables", "tenant", "tier_tokens", "tokens_on_device", "want_kv", "was_admitted",
     )  # fmt: skip
@@ -144,6 +144,8 @@ class Request(_EveryStep):
         self.num_cached_tokens = 0
         self.tier_tokens: dict[str, int] = {}
         """By tier below the first: leading tokens whose KV came from there for this request."""
+        self.num_kept_tokens = 0
+        """Cached tokens that were kept because of claims, see BlockPool.num_kept."""
         self.tables: tuple[list[int], ...] = tuple([] for _ in range(num_groups))
         """By KV group, its blocks from seq.first_blocks on. This and the next seven: KvCacheManager's account of the
         request."""

@@ -539,7 +539,8 @@ class Scheduler:
             self.outbox.totals.prompt_tokens += request.num_prompt
             self.outbox.totals.cached_tokens += request.num_cached_tokens
             self._note_tiers(request)
-        self.outbox.add(Admitted(request.attempt_id, request.num_computed, tuple(request.tier_tokens.items())))
+        tiers, num_kept = tuple(request.tier_tokens.items()), request.num_kept_tokens
+        self.outbox.add(Admitted(request.attempt_id, request.num_computed, tiers, num_kept))
 
     def _note_tiers(self, request: Request) -> None:
         """What was read for it may have been evicted again before it was admitted."""

@@ -66,6 +66,10 @@ class Authenticator:
         """The tenant's weight and rank while requests wait."""
         return self.keys.share(tenant)
 
+    def cache_ttl(self, tenant: str) -> float:
+        """The longest time of the tenant's claims on cached KV, in seconds; 0.0: the router's setting."""
+        return self.keys.cache_ttl(tenant)
+
     def identify(self, authorization: str) -> Caller:
         """The caller of this `Authorization` header (empty: none was sent). Raises: AuthenticationError."""
         if not authorization:

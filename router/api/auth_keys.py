@@ -21,6 +21,7 @@ from typing import Any
 from blake3 import blake3
 
 from diptych.common.errors import ConfigError
+from diptych.common.request import MAX_CACHE_TTL_S
 from diptych.router.fairness.fair_queue import Share
 
 PREFIX = "dpk"
@@ -43,6 +44,8 @@ class KeyEntry:
         tokens_per_minute: the tenant's quota, prompt and output tokens together; 0: none. The largest of its keys
             counts.
         requests_per_minute: the same for requests.
+        max_cache_ttl_s: the longest time of the tenant's claims on cached KV; 0: the router's setting. The largest of its keys
+            counts.
         weight: the tenant's weight in sharing the pool while requests wait. The largest of its keys counts.
         rank: tenants of a lower rank go first while requests wait. The lowest of its keys counts.
     """
@@ -56,6 +59,7 @@ class KeyEntry:
     weight: int = 1
     rank: int = 0
     requests_per_minute: int = 0
+    max_cache_ttl_s: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +85,10 @@ class KeySet:
     def request_quota(self, tenant: str) -> int:
         """Requests a minute; 0: no limit."""
         return max((e.requests_per_minute for e in self.entries.values() if e.tenant == tenant), default=0)
+
+    def cache_ttl(self, tenant: str) -> float:
+        """See KeyEntry; 0.0: the router's setting."""
+        return float(max((e.max_cache_ttl_s for e in self.entries.values() if e.tenant == tenant), default=0))
 
     def share(self, tenant: str) -> Share:
         """Weight and rank while requests wait."""
@@ -128,6 +136,7 @@ def add_key(
     note: str = "",
     weight: int = 1,
     rank: int = 0,
+    max_cache_ttl_s: int = 0,
 ) -> tuple[str, KeyEntry]:
     """Create a key for `tenant`, and the file if there is none. Returns the key (not stored) and its entry. Raises:
     ConfigError."""
@@ -136,6 +145,8 @@ def add_key(
     for name, limit in (("tokens_per_minute", tokens_per_minute), ("requests_per_minute", requests_per_minute)):
         if not 0 <= limit < 2**53:
             raise ConfigError(name, limit, "must be 0 (no limit) or more")
+    if not 0 <= max_cache_ttl_s <= MAX_CACHE_TTL_S:
+        raise ConfigError("max_cache_ttl_s", max_cache_ttl_s, f"must be 0 to {MAX_CACHE_TTL_S:.0f}")
     if not 1 <= weight <= MAX_WEIGHT:
         raise ConfigError("weight", weight, f"must be 1 to {MAX_WEIGHT}")
     if not -MAX_RANK <= rank <= MAX_RANK:
@@ -145,7 +156,16 @@ def add_key(
         key = f"{PREFIX}-{secrets.token_hex(6)}-{secrets.token_urlsafe(32)}"
         digest = hash_of(key, keys.hash_key)
         entry = KeyEntry(
-            public_id(key), tenant, digest, int(now), tokens_per_minute, note, weight, rank, requests_per_minute
+            public_id(key),
+            tenant,
+            digest,
+            int(now),
+            tokens_per_minute,
+            note,
+            weight,
+            rank,
+            requests_per_minute,
+            max_cache_ttl_s,
         )
         _write(path, KeySet(keys.hash_key, {**keys.entries, entry.id: entry}))
     return key, entry
@@ -164,7 +184,10 @@ def revoke_key(path: Path, key_id: str) -> KeyEntry:
 def _entry(item: dict[str, Any]) -> KeyEntry:
     entry = KeyEntry(**item)
     texts = (entry.id, entry.tenant, entry.hash, entry.note)
-    numbers = (entry.created, entry.tokens_per_minute, entry.weight, entry.rank, entry.requests_per_minute)
+    numbers = (
+        *(entry.created, entry.tokens_per_minute, entry.weight, entry.rank, entry.requests_per_minute),
+        entry.max_cache_ttl_s,
+    )
     if not all(isinstance(text, str) for text in texts) or not all(type(number) is int for number in numbers):
         raise ValueError(f"key {entry.id!r} has a value of the wrong type")
     if entry.weight < 1:

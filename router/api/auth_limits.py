@@ -177,6 +177,9 @@ class MeteredRouterApi:
 
         return self._router_api.place(requests, spent)
 
+    async def close_session(self, session_id: object, tenant: str) -> router_pb2.CloseSessionResponse:
+        return await self._router_api.close_session(session_id, tenant)
+
     def tickets_left(self, attempts: Iterable[str]) -> None:
         self._router_api.tickets_left(attempts)
 

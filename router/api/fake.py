@@ -13,6 +13,7 @@ from diptych.common.sampling import FinishReason
 from diptych.common.text.token_bytes import ByteTokens, Tokens
 from diptych.router.api.packed_ids import PackedIds, unpack
 from diptych.router.preprocess.beam_options import sampling_of
+from diptych.router.preprocess.retention import session_text
 from diptych.router.requests.messages import (
     ChoiceFinishedEvent,
     Explanation,
@@ -58,6 +59,8 @@ class FakeRouterApi:
         self.refuse = refuse
         self.before_start = before_start
         self.specs: list[UncheckedRequest] = []
+        self.closed: list[tuple[str, str]] = []
+        """(tenant, session) of each that was closed."""
         self.metrics = Metrics()
         self.model_features = ModelFeatures()
         self.reasons: list[str] = []
@@ -151,6 +154,10 @@ class FakeRouterApi:
         self, requests: Sequence[ValidatedRequest], spend: Callable[[str, int], None] = lambda _, __: None
     ) -> list[router_pb2.Placed | DiptychError]:
         return [NoWorkerError("the fake router has no worker") for _ in requests]
+
+    async def close_session(self, session_id: object, tenant: str) -> router_pb2.CloseSessionResponse:
+        self.closed.append((tenant, session_text(session_id, "session_id")))
+        return router_pb2.CloseSessionResponse(freed_tokens=32, unreached=["decode-1"])
 
     def tickets_left(self, attempts: Iterable[str]) -> None:
         pass

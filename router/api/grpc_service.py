@@ -69,6 +69,9 @@ class RouterService:
             "WhatIf": grpc.unary_unary_rpc_method_handler(
                 self.what_if, response_serializer=router_pb2.WhatIfResponse.SerializeToString
             ),
+            "CloseSession": grpc.unary_unary_rpc_method_handler(
+                self.close_session, response_serializer=router_pb2.CloseSessionResponse.SerializeToString
+            ),
             "Place": grpc.unary_unary_rpc_method_handler(
                 self.place, response_serializer=router_pb2.Placed.SerializeToString
             ),
@@ -129,6 +132,11 @@ class RouterService:
         async with errors_to_status(context):
             request = parse(router_pb2.ExplainRequest, body)
             return await self._router_api.explain(request.request_id, current_caller.get().tenant)
+
+    async def close_session(self, body: bytes, context: grpc.aio.ServicerContext) -> router_pb2.CloseSessionResponse:
+        async with errors_to_status(context):
+            request = parse(router_pb2.CloseSessionRequest, body)
+            return await self._router_api.close_session(request.session_id, current_caller.get().tenant)
 
     async def what_if(self, body: bytes, context: grpc.aio.ServicerContext) -> router_pb2.WhatIfResponse:
         access = Access("grpc", f"/{SERVICE}/WhatIf", tenant=current_caller.get().tenant)

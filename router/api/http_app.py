@@ -131,6 +131,7 @@ def create_app(
     _add_generation(app, router_api, bodies, quotas, unknown, parsing, event_ids=event_ids)
     _add_tokens(app, router_api, bodies, unknown)
     _add_models(app, router_api)
+    _add_sessions(app, router_api)
     _add_operations(app, router_api, metrics, siblings)
     if status is not None:
         add_status(app, status, package_version(), siblings)
@@ -154,7 +155,7 @@ def guarded(
         app = CORSMiddleware(
             app,
             allow_origins=cors_origins,
-            allow_methods=["GET", "HEAD", "POST"],
+            allow_methods=["GET", "HEAD", "POST", "DELETE"],
             allow_headers=["*"],
             expose_headers=EXPOSED_HEADERS,
         )
@@ -260,6 +261,22 @@ def _add_models(app: FastAPI, router_api: RouterApi) -> None:
             if found.id == name:
                 return json_response(shown(found))
         raise ModelNotFoundError(f"model {name!r} is not served here", param="model")
+
+
+def _add_sessions(app: FastAPI, router_api: RouterApi) -> None:
+    @app.delete("/v1/sessions/{session_id:path}")
+    async def close_session(session_id: str) -> Response:
+        """Ends the session's claims on cached KV, at all workers."""
+        closed = await router_api.close_session(session_id, current_caller.get().tenant)
+        return json_response(
+            {
+                "id": session_id,
+                "object": "session",
+                "closed": not closed.unreached,
+                "freed_tokens": closed.freed_tokens,
+                "unreached": list(closed.unreached),
+            }
+        )
 
 
 def _add_operations(app: FastAPI, router_api: RouterApi, metrics: Metrics, siblings: Siblings | None) -> None:

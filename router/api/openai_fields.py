@@ -47,7 +47,7 @@ NOT_BUILT: Mapping[str, tuple[object, ...]] = {
 
 HARMLESS = frozenset({
     "parallel_tool_calls", "include_reasoning", "tool_choice",
-    "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "safety_identifier", "service_tier",
+    "prompt_cache_options", "safety_identifier", "service_tier",
     "client_metadata", "store", "metadata", "verbosity", "max_tool_calls",
 })  # fmt: skip
 """These never change an answer: the server has no tools, reasoning, storage or tiers of its own, and no model uses the

@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
 from diptych.common.errors import InvalidRequestError
 from diptych.common.grammar import Grammar
+from diptych.common.request import DEFAULT_CACHE_PRIORITY
 from diptych.common.sampling import SAMPLING
 from diptych.router.api.openai_fields import (
     CHAT_NOT_BUILT,
@@ -27,6 +28,7 @@ from diptych.router.api.openai_format import (
     ResponseFormatter,
     ResponseOptions,
 )
+from diptych.router.preprocess.retention import session_text
 from diptych.router.preprocess.structured import grammar_request
 from diptych.router.requests.batch import MAX_PROMPTS
 from diptych.router.requests.messages import ModelFeatures, UncheckedRequest
@@ -53,6 +55,7 @@ _UNION_FORMS = {
 }
 _UNCHANGED = (
     "use_beam_search", "local_prefill_max_tokens", "priority", "truncate_prompt_tokens", "truncation_side", "cache_salt",
+    "cache_ttl_s", "cache_priority", "session_id",
 )  # fmt: skip
 """Fields that are passed on unchanged."""
 _TYPES: Mapping[str, Any] = {
@@ -73,6 +76,7 @@ FORMAT_FIELDS = (
 _COMPLETION_TOKENS = 16
 """The API's default of max_tokens for completions; chat answers have no default limit."""
 _MAX_KEY_BYTES = 512
+_DAY_S = 86_400.0
 _MAX_TEMPLATE_KWARGS = 16
 _MAX_TEMPLATE_VALUE_CHARS = 256
 
@@ -111,6 +115,12 @@ class Sampled(_with_sampling("_Sampled", _Strict, responses=True)):  # type: ign
     truncate_prompt_tokens: int | None = None
     truncation_side: Literal["left", "right"] | None = None
     cache_salt: str | None = None
+    cache_ttl_s: float | None = None
+    cache_priority: int | None = None
+    session_id: str | None = None
+    prefetch: bool | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
     failure_policy: Literal["fail", "recompute", "retry", ""] | None = None
     structured_outputs: dict[str, Any] | None = None
     guided_json: dict[str, Any] | str | None = None
@@ -265,14 +275,31 @@ def spec_fields(request: Sampled, sampling: Mapping[str, object]) -> dict[str, A
         values["stop"] = [values["stop"]]
     fields = {name: getattr(request, name) for name in _UNCHANGED if name in given}
     values = {name: value for name, value in values.items() if value is not None}
-    return fields | {
-        "sampling": values,
-        "sampling_key": _key_of(values),
-        "model": request.model,
-        "request_id": request.request_id or "",
-        "failure_policy": request.failure_policy or "",
-        "resume_id": request.resume_after,
-    }
+    return (
+        fields
+        | _retention(request)
+        | {
+            "sampling": values,
+            "sampling_key": _key_of(values),
+            "model": request.model,
+            "request_id": request.request_id or "",
+            "failure_policy": request.failure_policy or "",
+            "resume_id": request.resume_after,
+        }
+    )
+
+
+def _retention(request: Sampled) -> dict[str, Any]:
+    """OpenAI's fields for it have an effect where Diptych's are not given. Raises: InvalidRequestError."""
+    fields: dict[str, Any] = {"prefetch": bool(request.prefetch)}
+    if request.session_id is None and request.prompt_cache_key:
+        fields["session_id"] = session_text(request.prompt_cache_key, "prompt_cache_key")
+    if request.cache_ttl_s is None and request.prompt_cache_retention is not None:
+        if request.prompt_cache_retention == "24h":
+            fields["cache_ttl_s"] = _DAY_S
+        elif request.cache_priority is None:
+            fields["cache_priority"] = DEFAULT_CACHE_PRIORITY  # a claim, for the router's default time
+    return fields
 
 
 def _key_of(sampling: Mapping[str, object]) -> bytes:

@@ -462,6 +462,18 @@ class Cluster:
             raise WorkerLostError(f"decode worker {record.worker_id} is gone")
         return member.link.decode
 
+    def is_idle_for(self, tenant: str, num_tokens: int) -> bool:
+        """Whether a prompt would be placed at once, and nothing waits."""
+        return self.wait_queue.may_pass(tenant, num_tokens)
+
+    async def release_session(self, session: bytes) -> tuple[int, list[str]]:
+        """End a session's claims at every worker that has a lease. Returns: tokens whose KV was freed, and the workers that did
+        not answer: there the claims end by their time."""
+        links = [member.link for member in self._members.all()]
+        freed = await asyncio.gather(*(link.release_session(session) for link in links))
+        unreached = [link.worker_id for link, tokens in zip(links, freed, strict=True) if tokens is None]
+        return sum(filter(None, freed)), unreached
+
     def on_grammar_compiled(self, grammar: Grammar, at: Incarnation, took_s: float) -> None:
         """An attempt with a grammar was accepted after so many seconds: see SlowGrammars."""
         for worker in self.slow_grammars.on_accepted(grammar, at, took_s, self._decode_incarnations()):

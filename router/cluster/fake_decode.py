@@ -64,6 +64,8 @@ class FakeDecode(decode_pb2_grpc.DecodeServicer, worker_pb2_grpc.WorkerServicer)
     submits: list[decode_pb2.Submit] = field(default_factory=list)
     cancels: list[str] = field(default_factory=list)
     prepared: list[str] = field(default_factory=list)
+    released: list[bytes] = field(default_factory=list)
+    """Sessions that were closed."""
     sent: dict[str, int] = field(default_factory=dict)
     cancelled: asyncio.Event = field(default_factory=asyncio.Event)
     num_streams: int = 0
@@ -110,6 +112,12 @@ class FakeDecode(decode_pb2_grpc.DecodeServicer, worker_pb2_grpc.WorkerServicer)
         epoch, sequence, keys = self.dump
         held = worker_pb2.TierBlocks(tier=DEVICE, sequence=sequence, block_keys=b"".join(keys))
         yield worker_pb2.DumpBlocksResponse(epoch=epoch, tiers=[held])
+
+    async def ReleaseSession(
+        self, request: worker_pb2.ReleaseSessionRequest, context: grpc.aio.ServicerContext
+    ) -> worker_pb2.ReleaseSessionResponse:
+        self.released.append(request.session)
+        return worker_pb2.ReleaseSessionResponse(freed_tokens=16)
 
     async def Attach(
         self, request_iterator: AsyncIterator[decode_pb2.Command], context: grpc.aio.ServicerContext

@@ -28,6 +28,7 @@ from diptych.rpc.v1 import decode_pb2, worker_pb2, worker_pb2_grpc
 log = structlog.get_logger(__name__)
 
 _DUMP_TIMEOUT_S = 10.0
+_RELEASE_TIMEOUT_S = 2.0
 _MAX_DUMP_KEYS = 4_000_000
 
 
@@ -167,6 +168,22 @@ class WorkerLink:
         self.patience.on_answer(now - (now if self._asked is None else self._asked))
         self._last_answer, self._asked, self._probed, self._serving = now, None, True, serving
         self._broken = self.refused = False
+
+    async def release_session(self, session: bytes) -> int | None:
+        """End a session's claims. Returns: tokens whose KV is no longer cached; None: the worker did not answer."""
+        stub = worker_pb2_grpc.WorkerStub(self._channel)  # type: ignore[no-untyped-call]
+        try:
+            answer = await stub.ReleaseSession(
+                worker_pb2.ReleaseSessionRequest(session=session), timeout=_RELEASE_TIMEOUT_S
+            )
+        except grpc.aio.AioRpcError as err:
+            if err.code() is grpc.StatusCode.UNIMPLEMENTED:  # an earlier version, which knows no claims
+                return 0
+            log.warning("a session could not be closed", worker=self.worker_id, error=err.code().name)
+            return None
+        except grpc.aio.UsageError:
+            return None  # the channel was closed
+        return int(answer.freed_tokens)
 
     async def dump_blocks(self) -> CacheDump:
         """The content of the worker's prefix cache. Raises: DiptychError."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from diptych.router.placement.index import IndexMode
 from diptych.router.placement.pulls import PlannedPull
 from diptych.router.placement.types import Placement, Terms, WorkerView
+from diptych.router.requests.messages import Retention
 from diptych.rpc.v1 import types_pb2
 
 _MAX_CANDIDATES = 32
@@ -25,6 +26,7 @@ class RequestTrace:
         longest_gap_s: between two messages with tokens.
         submitted_s: from the request's arrival to the submit of its present attempt.
         lost: the attempts before, in order.
+        retention: what the request claims of the caches.
     """
 
     request_id: str
@@ -41,6 +43,7 @@ class RequestTrace:
     lost: list[types_pb2.RequestAttempt] = field(default_factory=list)
     tokens_at: float | None = None
     """When the last message with tokens came."""
+    retention: Retention | None = None
 
     def on_tokens(self, now: float) -> None:
         """A message with tokens came."""
@@ -93,6 +96,10 @@ class RequestTrace:
             whole.predicted_ttft_s = self.predicted_ttft_s
             whole.predicted_cached_tokens = self.predicted_cached_tokens
             whole.candidates.extend(candidates_of(placement))
+        if (retention := self.retention) is not None:
+            claim = whole.claim
+            claim.ttl_s, claim.priority = retention.claim.ttl_s, retention.claim.priority
+            claim.requested_ttl_s, claim.session_id = retention.requested_ttl_s, retention.session_id
         if self.lost:
             whole.attempts.extend(self.lost)
             if placement is not None:

@@ -36,6 +36,7 @@ from diptych.router.preprocess.checks import (
     text_size,
     timeout,
 )
+from diptych.router.preprocess.retention import RetentionLimits, retention_of
 from diptych.router.preprocess.text_bound import TextBound
 from diptych.router.requests.messages import FAILURE_POLICIES, UncheckedRequest, ValidatedRequest
 from diptych.router.requests.resume import Refs, ResumePoint, digest_of
@@ -45,6 +46,8 @@ _MAX_KNOWN = 1024
 _MAX_DETOKENIZED = 1_000_000
 _MAX_BAD_WORD_CHARS = 256
 _THINK_TAIL_TOKENS = 8
+_LAST = 2**31 - 1
+"""Priority of hints that name none."""
 _BYTES_A_TOKEN = 4
 
 
@@ -125,9 +128,11 @@ class RequestPreprocessor:
         rng: random.Random,
         unpack: Unpack = unpack,
         refs: Refs | None = None,
+        retention: RetentionLimits | None = None,
         wall: Callable[[], float] = time.time,
     ) -> None:
         self._refs = refs
+        self.retention = retention or RetentionLimits()
         self._wall = wall
         self._unpack = unpack
         self._tokenizer = tokenizer
@@ -158,6 +163,9 @@ class RequestPreprocessor:
         if spec.local_prefill_max_tokens is not None:
             local = integer(spec.local_prefill_max_tokens, "local_prefill_max_tokens", 0, 2**31 - 1)
         owner, salt = self._salt(spec.tenant), salt_text(spec.cache_salt)
+        retention = retention_of(spec, owner, self.retention)
+        if spec.prefetch:
+            spec = _prompt_alone(spec)
         point = None if spec.resume_id is None else self._point(spec.resume_id, owner)  # before any work for it
         timeout_s = min(timeout(spec.timeout_s, limits.request_timeout_s), limits.request_timeout_s)
         param = input_name(spec)
@@ -207,6 +215,8 @@ class RequestPreprocessor:
             resume=point,
             resumable=spec.resumable,
             created=int(self._wall()) if point is None else point.created,
+            retention=retention,
+            prefetch=bool(spec.prefetch),
         )
 
     def prepare_again(
@@ -241,6 +251,8 @@ class RequestPreprocessor:
             tenant=before.tenant,
             priority=before.priority,
             repeated=repeated,
+            retention=before.retention,
+            prefetch=before.prefetch,
         )
 
     def _ends_thinking(self, token_ids: list[int]) -> bool:
@@ -415,6 +427,23 @@ class RequestPreprocessor:
             defaults=self._defaults,
             bad_words=bad_words,
         )
+
+
+def _prompt_alone(spec: UncheckedRequest) -> UncheckedRequest:
+    """A hint's request: what concerns the answer alone has no effect, so that it may be the body of the request that follows.
+    Raises: InvalidRequestError."""
+    if spec.resume_id is not None or spec.resume_after is not None:
+        raise InvalidRequestError("prefetch: an answer that goes on has its prompt cached", param="prefetch")
+    return replace(
+        spec,
+        sampling={"max_tokens": 1},  # no worker has a step without a token
+        sampling_key=b"",
+        default_max_tokens=None,
+        use_beam_search=None,
+        grammar=None,
+        echo=False,
+        priority=_LAST if spec.priority is None else spec.priority,
+    )
 
 
 def _default_max_tokens(spec: UncheckedRequest, room: int) -> int:

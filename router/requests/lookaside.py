@@ -172,8 +172,9 @@ class Lookaside:
         cluster.placer.begin(request.request_id, prompt, most)
         self._unredeemed[request.tenant] = unredeemed + 1
         return _Chosen(
-            request, placement, judgement, incarnation, endpoint, attempt, RequestTrace(request.request_id, placement)
-        )
+            request, placement, judgement, incarnation, endpoint, attempt,
+            RequestTrace(request.request_id, placement, retention=request.retention),
+        )  # fmt: skip
 
     def _remember(self, one: _Chosen, now: float, spend: Spend) -> None:
         request, placement, trace = one.request, one.placement, one.trace

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from diptych.common.request import Prompt
+from diptych.common.request import CacheClaim, Prompt
 from diptych.common.sampling import FinishReason, SamplingParams, TokenLogprobs
 from diptych.router.api.packed_ids import PackedIds
 from diptych.router.requests.resume import ResumePoint
@@ -26,6 +26,16 @@ class ModelInfo:
     max_model_len: int
     created: int
     """Unix seconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Retention:
+    """What a request claims of the workers' caches. `requested_ttl_s`: more than the claim's where the caller's key may not have
+    as much. `session_id`: as the caller named it; "": none."""
+
+    claim: CacheClaim
+    requested_ttl_s: float
+    session_id: str = ""
 
 
 @dataclass(slots=True)
@@ -55,6 +65,8 @@ class UncheckedRequest:
         truncate_prompt_tokens: a longer prompt is cut to this many tokens; -1: to what leaves room for the answer.
         truncation_side: "left" (the default) drops its beginning, "right" its end.
         cache_salt: isolates a part of the tenant's cache; at most 128 bytes.
+        cache_ttl_s, cache_priority, session_id: see router/preprocess/retention.py; None: not given.
+        prefetch: compute and claim the KV of the prompt, and answer without tokens.
         echo: the answer begins with the prompt.
         idempotency_key: printable ASCII of at most 128 bytes.
         resume_after: the answer's first tokens, which the caller has: it continues after them. Needs a seed.
@@ -88,6 +100,10 @@ class UncheckedRequest:
     truncate_prompt_tokens: object = None
     truncation_side: object = None
     cache_salt: object = None
+    cache_ttl_s: object = None
+    cache_priority: object = None
+    session_id: object = None
+    prefetch: object = False
     echo: bool = False
     idempotency_key: object = ""
     resume_after: object = None
@@ -117,6 +133,8 @@ class ValidatedRequest:
         resume_after: tokens of the answer that the caller has already.
         resume: this request goes on with an answer whose stream broke. resumable: as in UncheckedRequest.
         created: Unix seconds; of a resumed one those of the first request. 0: nobody asked.
+        retention: None: it claims nothing of the caches.
+        prefetch: its tokens are not sent.
         packed: the prompt's ids as the client sent them; None: it sent something else.
         repeated: the sampling values of an earlier request, which these are but for the seed; None: nobody knows one.
     """
@@ -146,6 +164,8 @@ class ValidatedRequest:
     created: int = 0
     repeated: SamplingParams | None = None
     packed: PackedIds | None = None
+    retention: Retention | None = None
+    prefetch: bool = False
     owner: bytes = b""
 
 

@@ -12,7 +12,7 @@ from diptych.common.store.worker_record import WorkerRecord
 from diptych.router.placement.cost import MAX_SPARES
 from diptych.router.placement.types import Placement, PlacementRequest
 from diptych.router.requests.messages import ValidatedRequest
-from diptych.rpc.convert import prompt_fields, sampling_to_proto
+from diptych.rpc.convert import claim_to_proto, prompt_fields, sampling_to_proto
 from diptych.rpc.v1 import decode_pb2, router_pb2, types_pb2
 
 COLOCATED_MARGIN = 1.0
@@ -68,6 +68,7 @@ def submit_of(
         ),
         remaining_s=left_s - min(_MARGIN_S, left_s * _MARGIN_FRACTION),
         priority=request.priority,
+        claim=None if request.retention is None else claim_to_proto(request.retention.claim),
         output_token_ids=request.resume_after,
         failure_policy=request.failure_policy,  # type: ignore[arg-type]  # a number of that enum
         traceparent=traceparent,

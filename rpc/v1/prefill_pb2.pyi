@@ -26,7 +26,7 @@ class FetchRequest(_message.Message):
     def __init__(self, attempt: _Optional[str] = ..., request_id: _Optional[str] = ..., block_keys: _Optional[bytes] = ..., cached_tokens: _Optional[int] = ..., source: _Optional[_Union[_types_pb2.WorkerRef, _Mapping]] = ..., reader: _Optional[_Union[_types_pb2.WorkerRef, _Mapping]] = ..., remaining_s: _Optional[float] = ...) -> None: ...
 
 class PrefillRequest(_message.Message):
-    __slots__ = ("attempt", "request_id", "prompt_token_ids", "output_token_ids", "sampling", "decode_cached_tokens", "want_kv", "prefill", "decode", "remaining_s", "cache_salt", "adapter", "first_token_mask", "priority", "layer_groups", "link_bytes_per_s", "reusable", "source")
+    __slots__ = ("attempt", "request_id", "prompt_token_ids", "output_token_ids", "sampling", "decode_cached_tokens", "want_kv", "prefill", "decode", "remaining_s", "cache_salt", "adapter", "first_token_mask", "priority", "layer_groups", "link_bytes_per_s", "reusable", "source", "claim")
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -45,6 +45,7 @@ class PrefillRequest(_message.Message):
     LINK_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
     REUSABLE_FIELD_NUMBER: _ClassVar[int]
     SOURCE_FIELD_NUMBER: _ClassVar[int]
+    CLAIM_FIELD_NUMBER: _ClassVar[int]
     attempt: str
     request_id: str
     prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -63,7 +64,8 @@ class PrefillRequest(_message.Message):
     link_bytes_per_s: float
     reusable: bool
     source: _types_pb2.KvSource
-    def __init__(self, attempt: _Optional[str] = ..., request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., output_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., decode_cached_tokens: _Optional[int] = ..., want_kv: _Optional[bool] = ..., prefill: _Optional[_Union[_types_pb2.WorkerRef, _Mapping]] = ..., decode: _Optional[_Union[_types_pb2.WorkerRef, _Mapping]] = ..., remaining_s: _Optional[float] = ..., cache_salt: _Optional[bytes] = ..., adapter: _Optional[str] = ..., first_token_mask: _Optional[bytes] = ..., priority: _Optional[int] = ..., layer_groups: _Optional[bool] = ..., link_bytes_per_s: _Optional[float] = ..., reusable: _Optional[bool] = ..., source: _Optional[_Union[_types_pb2.KvSource, _Mapping]] = ...) -> None: ...
+    claim: _types_pb2.CacheClaim
+    def __init__(self, attempt: _Optional[str] = ..., request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., output_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., decode_cached_tokens: _Optional[int] = ..., want_kv: _Optional[bool] = ..., prefill: _Optional[_Union[_types_pb2.WorkerRef, _Mapping]] = ..., decode: _Optional[_Union[_types_pb2.WorkerRef, _Mapping]] = ..., remaining_s: _Optional[float] = ..., cache_salt: _Optional[bytes] = ..., adapter: _Optional[str] = ..., first_token_mask: _Optional[bytes] = ..., priority: _Optional[int] = ..., layer_groups: _Optional[bool] = ..., link_bytes_per_s: _Optional[float] = ..., reusable: _Optional[bool] = ..., source: _Optional[_Union[_types_pb2.KvSource, _Mapping]] = ..., claim: _Optional[_Union[_types_pb2.CacheClaim, _Mapping]] = ...) -> None: ...
 
 class SlabHandle(_message.Message):
     __slots__ = ("worker_id", "incarnation", "attempt", "slab", "generation", "first_token", "num_tokens", "first_layer", "num_layers", "layout_hash", "size_bytes", "checksum", "expires_ns", "mac", "group", "part")
@@ -102,16 +104,18 @@ class SlabHandle(_message.Message):
     def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., attempt: _Optional[str] = ..., slab: _Optional[int] = ..., generation: _Optional[int] = ..., first_token: _Optional[int] = ..., num_tokens: _Optional[int] = ..., first_layer: _Optional[int] = ..., num_layers: _Optional[int] = ..., layout_hash: _Optional[int] = ..., size_bytes: _Optional[int] = ..., checksum: _Optional[int] = ..., expires_ns: _Optional[int] = ..., mac: _Optional[bytes] = ..., group: _Optional[int] = ..., part: _Optional[int] = ...) -> None: ...
 
 class PrefillStarted(_message.Message):
-    __slots__ = ("cached_tokens", "pid", "pulled", "tiers")
+    __slots__ = ("cached_tokens", "pid", "pulled", "tiers", "kept_tokens")
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
     PULLED_FIELD_NUMBER: _ClassVar[int]
     TIERS_FIELD_NUMBER: _ClassVar[int]
+    KEPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     cached_tokens: int
     pid: int
     pulled: _types_pb2.KvPull
     tiers: _containers.RepeatedCompositeFieldContainer[_types_pb2.TierTokens]
-    def __init__(self, cached_tokens: _Optional[int] = ..., pid: _Optional[int] = ..., pulled: _Optional[_Union[_types_pb2.KvPull, _Mapping]] = ..., tiers: _Optional[_Iterable[_Union[_types_pb2.TierTokens, _Mapping]]] = ...) -> None: ...
+    kept_tokens: int
+    def __init__(self, cached_tokens: _Optional[int] = ..., pid: _Optional[int] = ..., pulled: _Optional[_Union[_types_pb2.KvPull, _Mapping]] = ..., tiers: _Optional[_Iterable[_Union[_types_pb2.TierTokens, _Mapping]]] = ..., kept_tokens: _Optional[int] = ...) -> None: ...
 
 class Computed(_message.Message):
     __slots__ = ("first_token", "num_tokens", "handles")

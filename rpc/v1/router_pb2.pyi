@@ -189,7 +189,7 @@ class TokenIdsInput(_message.Message):
     def __init__(self, token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("model", "prompt", "token_ids", "chat", "sampling", "request_id", "explain", "local_prefill_max_tokens", "failure_policy", "idempotency_key", "resume_after", "resume_id", "tools", "tool_choice", "tool_name", "single_tool_call", "split", "priority")
+    __slots__ = ("model", "prompt", "token_ids", "chat", "sampling", "request_id", "explain", "local_prefill_max_tokens", "failure_policy", "idempotency_key", "resume_after", "resume_id", "tools", "tool_choice", "tool_name", "single_tool_call", "split", "priority", "cache_ttl_s", "cache_priority", "session_id", "prefetch")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     PROMPT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -208,6 +208,10 @@ class GenerateRequest(_message.Message):
     SINGLE_TOOL_CALL_FIELD_NUMBER: _ClassVar[int]
     SPLIT_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    CACHE_TTL_S_FIELD_NUMBER: _ClassVar[int]
+    CACHE_PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    PREFETCH_FIELD_NUMBER: _ClassVar[int]
     model: str
     prompt: str
     token_ids: TokenIdsInput
@@ -226,7 +230,25 @@ class GenerateRequest(_message.Message):
     single_tool_call: bool
     split: bool
     priority: int
-    def __init__(self, model: _Optional[str] = ..., prompt: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIdsInput, _Mapping]] = ..., chat: _Optional[_Union[ChatInput, _Mapping]] = ..., sampling: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., request_id: _Optional[str] = ..., explain: _Optional[bool] = ..., local_prefill_max_tokens: _Optional[int] = ..., failure_policy: _Optional[_Union[FailurePolicy, str]] = ..., idempotency_key: _Optional[str] = ..., resume_after: _Optional[_Union[TokenIdsInput, _Mapping]] = ..., resume_id: _Optional[str] = ..., tools: _Optional[_Iterable[_Union[Tool, _Mapping]]] = ..., tool_choice: _Optional[_Union[ToolChoice, str]] = ..., tool_name: _Optional[str] = ..., single_tool_call: _Optional[bool] = ..., split: _Optional[bool] = ..., priority: _Optional[int] = ...) -> None: ...
+    cache_ttl_s: float
+    cache_priority: int
+    session_id: str
+    prefetch: bool
+    def __init__(self, model: _Optional[str] = ..., prompt: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIdsInput, _Mapping]] = ..., chat: _Optional[_Union[ChatInput, _Mapping]] = ..., sampling: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., request_id: _Optional[str] = ..., explain: _Optional[bool] = ..., local_prefill_max_tokens: _Optional[int] = ..., failure_policy: _Optional[_Union[FailurePolicy, str]] = ..., idempotency_key: _Optional[str] = ..., resume_after: _Optional[_Union[TokenIdsInput, _Mapping]] = ..., resume_id: _Optional[str] = ..., tools: _Optional[_Iterable[_Union[Tool, _Mapping]]] = ..., tool_choice: _Optional[_Union[ToolChoice, str]] = ..., tool_name: _Optional[str] = ..., single_tool_call: _Optional[bool] = ..., split: _Optional[bool] = ..., priority: _Optional[int] = ..., cache_ttl_s: _Optional[float] = ..., cache_priority: _Optional[int] = ..., session_id: _Optional[str] = ..., prefetch: _Optional[bool] = ...) -> None: ...
+
+class CloseSessionRequest(_message.Message):
+    __slots__ = ("session_id",)
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    session_id: str
+    def __init__(self, session_id: _Optional[str] = ...) -> None: ...
+
+class CloseSessionResponse(_message.Message):
+    __slots__ = ("freed_tokens", "unreached")
+    FREED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    UNREACHED_FIELD_NUMBER: _ClassVar[int]
+    freed_tokens: int
+    unreached: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, freed_tokens: _Optional[int] = ..., unreached: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Piece(_message.Message):
     __slots__ = ("content", "reasoning", "call_start", "call_arguments")

@@ -66,6 +66,11 @@ class RouterStub:
                 request_serializer=diptych_dot_rpc_dot_v1_dot_router__pb2.PlacementsRequest.SerializeToString,
                 response_deserializer=diptych_dot_rpc_dot_v1_dot_router__pb2.PlacementsResponse.FromString,
                 _registered_method=True)
+        self.CloseSession = channel.unary_unary(
+                '/diptych.rpc.v1.Router/CloseSession',
+                request_serializer=diptych_dot_rpc_dot_v1_dot_router__pb2.CloseSessionRequest.SerializeToString,
+                response_deserializer=diptych_dot_rpc_dot_v1_dot_router__pb2.CloseSessionResponse.FromString,
+                _registered_method=True)
 
 
 class RouterServicer:
@@ -115,6 +120,13 @@ class RouterServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def CloseSession(self, request, context):
+        """Ends a session of the caller: its claims on cached KV end at all workers.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_RouterServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -147,6 +159,11 @@ def add_RouterServicer_to_server(servicer, server):
                     servicer.Placements,
                     request_deserializer=diptych_dot_rpc_dot_v1_dot_router__pb2.PlacementsRequest.FromString,
                     response_serializer=diptych_dot_rpc_dot_v1_dot_router__pb2.PlacementsResponse.SerializeToString,
+            ),
+            'CloseSession': grpc.unary_unary_rpc_method_handler(
+                    servicer.CloseSession,
+                    request_deserializer=diptych_dot_rpc_dot_v1_dot_router__pb2.CloseSessionRequest.FromString,
+                    response_serializer=diptych_dot_rpc_dot_v1_dot_router__pb2.CloseSessionResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -313,6 +330,33 @@ class Router:
             '/diptych.rpc.v1.Router/Placements',
             diptych_dot_rpc_dot_v1_dot_router__pb2.PlacementsRequest.SerializeToString,
             diptych_dot_rpc_dot_v1_dot_router__pb2.PlacementsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CloseSession(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/diptych.rpc.v1.Router/CloseSession',
+            diptych_dot_rpc_dot_v1_dot_router__pb2.CloseSessionRequest.SerializeToString,
+            diptych_dot_rpc_dot_v1_dot_router__pb2.CloseSessionResponse.FromString,
             options,
             channel_credentials,
             insecure,

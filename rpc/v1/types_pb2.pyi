@@ -265,8 +265,36 @@ class RequestAttempt(_message.Message):
     failure: str
     def __init__(self, decode: _Optional[str] = ..., prefill: _Optional[str] = ..., submitted_s: _Optional[float] = ..., num_tokens: _Optional[int] = ..., failure: _Optional[str] = ...) -> None: ...
 
+class CacheClaim(_message.Message):
+    __slots__ = ("ttl_s", "priority", "session", "rank")
+    TTL_S_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    ttl_s: float
+    priority: int
+    session: bytes
+    rank: int
+    def __init__(self, ttl_s: _Optional[float] = ..., priority: _Optional[int] = ..., session: _Optional[bytes] = ..., rank: _Optional[int] = ...) -> None: ...
+
+class CacheClaimReport(_message.Message):
+    __slots__ = ("ttl_s", "requested_ttl_s", "priority", "session_id", "kept_tokens_prefill", "kept_tokens_decode")
+    TTL_S_FIELD_NUMBER: _ClassVar[int]
+    REQUESTED_TTL_S_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    KEPT_TOKENS_PREFILL_FIELD_NUMBER: _ClassVar[int]
+    KEPT_TOKENS_DECODE_FIELD_NUMBER: _ClassVar[int]
+    ttl_s: float
+    requested_ttl_s: float
+    priority: int
+    session_id: str
+    kept_tokens_prefill: int
+    kept_tokens_decode: int
+    def __init__(self, ttl_s: _Optional[float] = ..., requested_ttl_s: _Optional[float] = ..., priority: _Optional[int] = ..., session_id: _Optional[str] = ..., kept_tokens_prefill: _Optional[int] = ..., kept_tokens_decode: _Optional[int] = ...) -> None: ...
+
 class Explanation(_message.Message):
-    __slots__ = ("prefill", "decode", "transport", "kv_bytes", "cached_tokens_prefill", "cached_tokens_decode", "kv_ranges", "kv_ranges_overlapped", "local_prefill", "index_mode", "notes", "candidates", "request_id", "prefill_pid", "decode_pid", "reserved_s", "first_token_s", "kv_complete_s", "policy", "predicted_ttft_s", "ttft_s", "predicted_cached_tokens", "cached_tokens", "total_s", "longest_gap_s", "prefill_queue_s", "prefill_compute_s", "backend", "attempts", "pulls", "cached_tiers_prefill", "cached_tiers_decode")
+    __slots__ = ("prefill", "decode", "transport", "kv_bytes", "cached_tokens_prefill", "cached_tokens_decode", "kv_ranges", "kv_ranges_overlapped", "local_prefill", "index_mode", "notes", "candidates", "request_id", "prefill_pid", "decode_pid", "reserved_s", "first_token_s", "kv_complete_s", "policy", "predicted_ttft_s", "ttft_s", "predicted_cached_tokens", "cached_tokens", "total_s", "longest_gap_s", "prefill_queue_s", "prefill_compute_s", "backend", "attempts", "pulls", "cached_tiers_prefill", "cached_tiers_decode", "claim")
     PREFILL_FIELD_NUMBER: _ClassVar[int]
     DECODE_FIELD_NUMBER: _ClassVar[int]
     TRANSPORT_FIELD_NUMBER: _ClassVar[int]
@@ -299,6 +327,7 @@ class Explanation(_message.Message):
     PULLS_FIELD_NUMBER: _ClassVar[int]
     CACHED_TIERS_PREFILL_FIELD_NUMBER: _ClassVar[int]
     CACHED_TIERS_DECODE_FIELD_NUMBER: _ClassVar[int]
+    CLAIM_FIELD_NUMBER: _ClassVar[int]
     prefill: str
     decode: str
     transport: str
@@ -331,7 +360,8 @@ class Explanation(_message.Message):
     pulls: _containers.RepeatedCompositeFieldContainer[KvPull]
     cached_tiers_prefill: _containers.RepeatedCompositeFieldContainer[TierTokens]
     cached_tiers_decode: _containers.RepeatedCompositeFieldContainer[TierTokens]
-    def __init__(self, prefill: _Optional[str] = ..., decode: _Optional[str] = ..., transport: _Optional[str] = ..., kv_bytes: _Optional[int] = ..., cached_tokens_prefill: _Optional[int] = ..., cached_tokens_decode: _Optional[int] = ..., kv_ranges: _Optional[int] = ..., kv_ranges_overlapped: _Optional[int] = ..., local_prefill: _Optional[bool] = ..., index_mode: _Optional[str] = ..., notes: _Optional[_Iterable[str]] = ..., candidates: _Optional[_Iterable[_Union[PlacementTerms, _Mapping]]] = ..., request_id: _Optional[str] = ..., prefill_pid: _Optional[int] = ..., decode_pid: _Optional[int] = ..., reserved_s: _Optional[float] = ..., first_token_s: _Optional[float] = ..., kv_complete_s: _Optional[float] = ..., policy: _Optional[str] = ..., predicted_ttft_s: _Optional[float] = ..., ttft_s: _Optional[float] = ..., predicted_cached_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., total_s: _Optional[float] = ..., longest_gap_s: _Optional[float] = ..., prefill_queue_s: _Optional[float] = ..., prefill_compute_s: _Optional[float] = ..., backend: _Optional[str] = ..., attempts: _Optional[_Iterable[_Union[RequestAttempt, _Mapping]]] = ..., pulls: _Optional[_Iterable[_Union[KvPull, _Mapping]]] = ..., cached_tiers_prefill: _Optional[_Iterable[_Union[TierTokens, _Mapping]]] = ..., cached_tiers_decode: _Optional[_Iterable[_Union[TierTokens, _Mapping]]] = ...) -> None: ...
+    claim: CacheClaimReport
+    def __init__(self, prefill: _Optional[str] = ..., decode: _Optional[str] = ..., transport: _Optional[str] = ..., kv_bytes: _Optional[int] = ..., cached_tokens_prefill: _Optional[int] = ..., cached_tokens_decode: _Optional[int] = ..., kv_ranges: _Optional[int] = ..., kv_ranges_overlapped: _Optional[int] = ..., local_prefill: _Optional[bool] = ..., index_mode: _Optional[str] = ..., notes: _Optional[_Iterable[str]] = ..., candidates: _Optional[_Iterable[_Union[PlacementTerms, _Mapping]]] = ..., request_id: _Optional[str] = ..., prefill_pid: _Optional[int] = ..., decode_pid: _Optional[int] = ..., reserved_s: _Optional[float] = ..., first_token_s: _Optional[float] = ..., kv_complete_s: _Optional[float] = ..., policy: _Optional[str] = ..., predicted_ttft_s: _Optional[float] = ..., ttft_s: _Optional[float] = ..., predicted_cached_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., total_s: _Optional[float] = ..., longest_gap_s: _Optional[float] = ..., prefill_queue_s: _Optional[float] = ..., prefill_compute_s: _Optional[float] = ..., backend: _Optional[str] = ..., attempts: _Optional[_Iterable[_Union[RequestAttempt, _Mapping]]] = ..., pulls: _Optional[_Iterable[_Union[KvPull, _Mapping]]] = ..., cached_tiers_prefill: _Optional[_Iterable[_Union[TierTokens, _Mapping]]] = ..., cached_tiers_decode: _Optional[_Iterable[_Union[TierTokens, _Mapping]]] = ..., claim: _Optional[_Union[CacheClaimReport, _Mapping]] = ...) -> None: ...
 
 class KvSource(_message.Message):
     __slots__ = ("holder", "num_tokens", "compute_s")

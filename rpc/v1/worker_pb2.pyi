@@ -107,6 +107,18 @@ class KvAddress(_message.Message):
     blob: bytes
     def __init__(self, transport: _Optional[str] = ..., host: _Optional[str] = ..., port: _Optional[int] = ..., blob: _Optional[bytes] = ...) -> None: ...
 
+class ReleaseSessionRequest(_message.Message):
+    __slots__ = ("session",)
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    session: bytes
+    def __init__(self, session: _Optional[bytes] = ...) -> None: ...
+
+class ReleaseSessionResponse(_message.Message):
+    __slots__ = ("freed_tokens",)
+    FREED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    freed_tokens: int
+    def __init__(self, freed_tokens: _Optional[int] = ...) -> None: ...
+
 class GetInfoRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...

@@ -60,6 +60,11 @@ class WorkerStub:
                 request_serializer=diptych_dot_rpc_dot_v1_dot_worker__pb2.SetRoleRequest.SerializeToString,
                 response_deserializer=diptych_dot_rpc_dot_v1_dot_worker__pb2.SetRoleResponse.FromString,
                 _registered_method=True)
+        self.ReleaseSession = channel.unary_unary(
+                '/diptych.rpc.v1.Worker/ReleaseSession',
+                request_serializer=diptych_dot_rpc_dot_v1_dot_worker__pb2.ReleaseSessionRequest.SerializeToString,
+                response_deserializer=diptych_dot_rpc_dot_v1_dot_worker__pb2.ReleaseSessionResponse.FromString,
+                _registered_method=True)
 
 
 class WorkerServicer:
@@ -102,6 +107,13 @@ class WorkerServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ReleaseSession(self, request, context):
+        """Ends the claims of a session, and frees what only it has claimed.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_WorkerServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -129,6 +141,11 @@ def add_WorkerServicer_to_server(servicer, server):
                     servicer.SetRole,
                     request_deserializer=diptych_dot_rpc_dot_v1_dot_worker__pb2.SetRoleRequest.FromString,
                     response_serializer=diptych_dot_rpc_dot_v1_dot_worker__pb2.SetRoleResponse.SerializeToString,
+            ),
+            'ReleaseSession': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReleaseSession,
+                    request_deserializer=diptych_dot_rpc_dot_v1_dot_worker__pb2.ReleaseSessionRequest.FromString,
+                    response_serializer=diptych_dot_rpc_dot_v1_dot_worker__pb2.ReleaseSessionResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -267,6 +284,33 @@ class Worker:
             '/diptych.rpc.v1.Worker/SetRole',
             diptych_dot_rpc_dot_v1_dot_worker__pb2.SetRoleRequest.SerializeToString,
             diptych_dot_rpc_dot_v1_dot_worker__pb2.SetRoleResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReleaseSession(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/diptych.rpc.v1.Worker/ReleaseSession',
+            diptych_dot_rpc_dot_v1_dot_worker__pb2.ReleaseSessionRequest.SerializeToString,
+            diptych_dot_rpc_dot_v1_dot_worker__pb2.ReleaseSessionResponse.FromString,
             options,
             channel_credentials,
             insecure,

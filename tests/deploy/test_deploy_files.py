@@ -23,8 +23,7 @@ from diptych.common.clock import MonotonicClock
 from diptych.common.observe.metrics import Metrics
 from diptych.common.observe.tracing import ENDPOINT_VARIABLES
 from diptych.common.secret import load_secret
-from diptych.engine.messages import EngineStats
-from diptych.engine.stats import TierStats
+from diptych.engine.stats import ClaimStats, EngineStats, TierStats
 from diptych.router.config import RouterConfig
 from diptych.router.observe.metrics import RouterMetrics
 from diptych.router.requests.messages import GenerateEvent, ValidatedRequest
@@ -170,7 +169,10 @@ async def _no_events(request: ValidatedRequest) -> AsyncIterator[GenerateEvent]:
 
 def registries() -> list[Metrics]:
     """Registries of a router with every option, and of a worker of each role."""
-    stats = EngineStats(tiers=(TierStats("device", 1, 2), TierStats("disk", 1, 2, errors=(("ENOSPC", 1),))))
+    stats = EngineStats(
+        tiers=(TierStats("device", 1, 2), TierStats("disk", 1, 2, errors=(("ENOSPC", 1),))),
+        claims=ClaimStats(by_rank=((0, 1),)),
+    )
     workers = [WorkerMetrics(role, stats=lambda: stats, clock=MonotonicClock()) for role in ("prefill", "decode")]
     for metrics in workers:
         metrics.describe_cache(block_size=16)

@@ -1,5 +1,6 @@
 import pytest
 
+from diptych.bench.router.claims import compare
 from diptych.bench.router.overload import Load, requests
 from diptych.bench.router.quality import COPIES, PULLS, TREE, run, summary
 from diptych.bench.router.simulation import SimConfig
@@ -83,3 +84,10 @@ def test_bars_are_drawn_for_every_name():
     picture = bars([("a < b", {"x": 1.0, "y": 2.0}), ("c", {"x": 0.0})], columns=2)
     assert picture.count("<rect") == 4
     assert "a &lt; b" in picture
+
+
+def test_claims_keep_the_caches_of_agents_that_pause_and_cost_the_others_little():
+    without, claimed = compare(1, None), compare(1, SimConfig().claim_share)
+    assert claimed["agents"]["hit_rate"] > without["agents"]["hit_rate"] + 0.08
+    assert claimed["agents"]["ttft_p99_s"] < 0.8 * without["agents"]["ttft_p99_s"]
+    assert claimed["others"]["hit_rate"] > without["others"]["hit_rate"] - 0.02

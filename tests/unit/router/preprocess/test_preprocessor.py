@@ -396,3 +396,15 @@ async def test_values_that_were_checked_before_are_those_of_this_request(intake,
         assert replace(chat, seed=0, max_tokens=0) == replace(completion, seed=0, max_tokens=0)
     body.pop("use_beam_search", None)
     assert (await sampled(completion_call, prompt=[5, 6])).beam_width == 0
+
+
+async def test_a_hint_is_the_next_requests_body_and_asks_for_no_answer(intake):
+    body = {"prompt": "a bb ccc", "max_tokens": 5, "n": 3, "temperature": 99, "prefetch": True, "cache_ttl_s": 60}
+    call = completion_call(body, features=ModelFeatures(), unknown=UnknownFields())
+    request = await intake.prepare(call.spec)
+    assert (request.prefetch, request.sampling.max_tokens, request.sampling.n) == (True, 1, 1)
+    assert request.priority == 2**31 - 1, "it goes last among its tenant's"
+    assert request.retention.claim.ttl_s == 60.0
+    call.spec.resume_after = [1]
+    with pytest.raises(InvalidRequestError, match="prefetch"):
+        await intake.prepare(call.spec)
