@@ -187,7 +187,7 @@ async def test_what_lands_when_a_partition_heals_lands_in_nothing_that_is_used(h
 async def test_a_loopback_address_is_refused_by_a_reader_on_another_host(pd: ModuleType, host: OtherHost) -> None:
     """The gRPC server is reachable, the KV address is not: decode reports it instead of reading from its own host."""
     async with pair(pd, host) as (cluster, child), pd.FakeRouter(cluster.decode.address) as router:
-        directory = cluster.decode.role.services["decode"]._peers
+        directory = cluster.decode.role.services["decode"]._reading.peers
         check = directory._check
 
         def wrong(ref: Any, info: Any) -> Any:
