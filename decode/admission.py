@@ -80,6 +80,13 @@ def choose_route(placement: Placement, num_uncached: int, policy: FailurePolicy)
     return Local(f"no prefill worker: local prefill of {num_uncached} tokens, limit {limit}")
 
 
+def most_own_tokens(placement: Placement, num_tokens: int) -> int:
+    """Tokens of a request of `num_tokens` that decode will compute itself at most, whatever it has cached."""
+    if not placement.prefill:
+        return num_tokens
+    return placement.local_prefill_max_tokens if placement.local_prefill else 0
+
+
 def next_after_failure(
     policy: FailurePolicy, failed: WorkerRef, error: DiptychError, rest: tuple[WorkerRef, ...]
 ) -> Local | Remote | GiveUp:

@@ -18,7 +18,7 @@ import structlog
 from diptych.common.errors import DiptychError, InternalError, RequestDeadlineError
 from diptych.common.grammar import Grammar
 from diptych.common.secret import tenant_of
-from diptych.decode.admission import GiveUp, Local, Remote, choose_route, next_after_failure
+from diptych.decode.admission import GiveUp, Local, Remote, choose_route, most_own_tokens, next_after_failure
 from diptych.decode.explain import Facts, choice_finished, end_of
 from diptych.decode.lifecycle import AttemptLifecycle, State
 from diptych.decode.outbox import Events
@@ -184,7 +184,7 @@ class Attempt:
                 output_token_ids=sub.output_token_ids,
                 choice=sub.choice,
                 grammar=grammar,
-                alone=not sub.placement.prefill,
+                own_tokens=most_own_tokens(sub.placement, len(sub.prompt.token_ids) + len(sub.output_token_ids)),
                 claim=sub.claim,
             )
         )

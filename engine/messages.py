@@ -68,8 +68,8 @@ class EngineRequest:
         reusable: PREFILL only: of window groups pack also what makes a hit of these tokens, see kv_groups.expected_ranges.
         claim: on the blocks of its tokens, from the time when it frees them; None: they are cached as any others.
         grammar: what sampling.grammar was compiled to, or a mask for the first token; None: any token may come.
-        alone: REMOTE only: no other worker will compute the prompt. Others take blocks from files only where these leave less
-            than a block to compute: KV that is sent does not delay the first token, reading files would.
+        own_tokens: REMOTE only: tokens that this worker will compute itself at most. Where blocks in files would leave more, they
+            are not read: KV that a prefill worker sends does not delay the first token, reading files would.
     """
 
     attempt: str
@@ -87,7 +87,7 @@ class EngineRequest:
     layer_groups: bool = False
     link_bytes_per_s: float = 0.0
     reusable: bool = False
-    alone: bool = False
+    own_tokens: int = 0
     claim: CacheClaim | None = None
 
 

@@ -64,7 +64,7 @@ def plan_restore(
     end = first + len(kv.disk.run(keys[first:]))
     if end == first or not restore_is_cheaper((end - first) * size, rates):
         return None
-    if wanted.mode is KvMode.REMOTE and not wanted.alone and end < limit:
+    if wanted.mode is KvMode.REMOTE and len(tokens) - end * size > wanted.own_tokens:
         return None  # what a prefill worker sends does not delay the first token
     source = EngineRequest(
         f"{wanted.attempt}\0disk",

@@ -20,6 +20,7 @@ from diptych.decode.admission import (
     Placement,
     Remote,
     choose_route,
+    most_own_tokens,
     next_after_failure,
 )
 from diptych.worker.refs import WorkerRef
@@ -43,6 +44,23 @@ def test_local_over_the_limit_is_overruled_while_a_candidate_exists() -> None:
     assert isinstance(route, Remote)
     assert route.candidates == (P0,)
     assert route.note == "local prefill overruled: 65 tokens uncached, limit 64"
+
+
+@pytest.mark.parametrize(
+    ("placement", "most"),
+    [
+        (place(), 500),
+        (place(local=True), 500),
+        (place(P0), 0),
+        (place(P0, local=True), 64),
+        (place(P0, local=True, limit=0), 0),
+    ],
+)
+def test_what_decode_computes_at_most_is_what_the_route_allows(placement: Placement, most: int) -> None:
+    assert most_own_tokens(placement, 500) == most
+    for uncached in (1, 64, 65, 500):
+        local = isinstance(choose_route(placement, uncached, FailurePolicy.RETRY), Local)
+        assert local is (uncached <= most)
 
 
 @pytest.mark.parametrize("local", [True, False])

@@ -375,13 +375,13 @@ def test_without_room_nothing_is_read(kit):
     assert len(kit.tokens_of(events, "a")) == 2
 
 
-@pytest.mark.parametrize(("extra", "alone", "waits"), [(0, False, True), (8, False, False), (8, True, True)])
-def test_decode_reads_files_where_it_computes_the_rest_itself(kit, extra, alone, waits):
+@pytest.mark.parametrize(("extra", "own", "waits"), [(0, 0, False), (0, 1, True), (8, 8, False), (8, 9, True)])
+def test_decode_reads_files_where_it_computes_the_rest_itself(kit, extra, own, waits):
     """KV from a prefill worker does not delay the first token; reading files first would."""
     files = MemoryFiles(filled(kit).kept)
     engine = engine_on(kit, files)
     prompt = (*PROMPT, *range(900, 900 + extra))
-    engine.send(kit.make_request("a", prompt, 4, mode=KvMode.REMOTE, alone=alone))
+    engine.send(kit.make_request("a", prompt, 4, mode=KvMode.REMOTE, own_tokens=own))
     assert bool(files.queue) is waits
     events = kit.run_until_idle(engine)
     while not any(isinstance(event, Admitted) for event in events):
