@@ -79,8 +79,8 @@ class RouterConfig:
         cache_ttl_s: how long a claim on cached KV lasts whose request names no time.
         max_cache_ttl_s: the longest time of such a claim, for tenants whose keys name none (`diptych keys add`).
         tenant_metrics: /metrics has series with tenants' names, for the tenants' dashboard.
-        hot_prefix_copies: copy a prefix when requests with it take most of its holders' time. Off: it raised the tail
-            latency in simulation; prefixes are then copied only where queues are long.
+        hot_prefix_copies: have a worker pull a prefix when requests with it take most of its holders' time. Off: a prefix is
+            copied where queues cost more than pulling it, which in simulation was early enough.
         kv_pulls: a worker takes KV of a prompt's beginning from another worker that has it, where that is expected to be
             faster than computing.
         admission: "on" refuses (529, Retry-After) requests whose first token cannot come within max_ttft_s or their

@@ -31,7 +31,7 @@ GREEDY, MODEST = "greedy", "modest"
 def run(name: str, trace: Sequence[TraceRequest], config: SimConfig, seed: int = 0) -> list[Outcome]:
     """One policy over the whole trace."""
     if name == COPIES:
-        return run("cost", trace, dataclasses.replace(config, replication=True), seed)
+        return run("cost", trace, dataclasses.replace(config, replication=True, kv_pulls=True), seed)
     if name == PULLS:
         return run("cost", trace, dataclasses.replace(config, kv_pulls=True), seed)
     if name == TREE:

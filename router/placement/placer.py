@@ -352,7 +352,9 @@ class Placer:
         if not load:
             return placement
         copy = choose_placement(request, snapshot, now, self._rng, ExcludeHolders(holders))
-        if isinstance(copy, Placement) and copy.chosen.prefill is not None:
-            note = f"hot prefix: a copy on {copy.chosen.prefill.worker_id}, its {num_holders} holders are at {load:.0%}"
-            copy.notes = (*copy.notes, note)
+        if not isinstance(copy, Placement) or copy.chosen.prefill is None or copy.chosen.pull is None:
+            return placement  # this request would pay for the others by computing the prefix
+        replication.num_copies += 1
+        note = f"hot prefix: a copy on {copy.chosen.prefill.worker_id}, its {num_holders} holders are at {load:.0%}"
+        copy.notes = (*copy.notes, note)
         return copy

@@ -1,10 +1,10 @@
 """Replication of a hot prefix to a second worker before queues build up. Pure.
 
     each placement on a hit -> load of the prefix (share of a holder's time, decaying) -> above the bound, per holder
-    -> this one request goes to a worker without it, which creates a copy there -> pause until the copy is known
+    -> this one request goes to a worker without it, which pulls it from a holder -> pause until the copy is known
 
 One request at a time creates a copy, and the next not before PAUSE_S: a hot prefix spreads step by step, without a
-herd.
+herd. A copy is a pull (pulls.py), never computed: where no pull is made, there is no copy.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class _PrefixLoad:
 @dataclass(slots=True)
 class Replication:
     """Decides when a prefix gets another copy. `bound`: share of one holder's time above which a prefix gets another
-    holder."""
+    holder. `num_copies`: counted by the caller, when one is made."""
 
     bound: float = BOUND
     num_copies: int = 0
@@ -46,7 +46,7 @@ class Replication:
 
     def on_placed(self, prefix: bytes, busy_s: float, num_holders: int, now: float) -> float:
         """Record a request with this prefix that takes `busy_s` of a holder. Returns the load per holder if this
-        request should create a copy, else 0.0."""
+        request should create a copy if it can, else 0.0."""
         heat = self._prefixes.setdefault(prefix, _PrefixLoad(at=now))
         self._prefixes.move_to_end(prefix)
         if len(self._prefixes) > _MAX_PREFIXES:
@@ -57,7 +57,6 @@ class Replication:
         if load <= self.bound or now - heat.copied_at < PAUSE_S:
             return 0.0
         heat.copied_at = now
-        self.num_copies += 1
         return load
 
 
