@@ -33,11 +33,12 @@ from diptych.bench import result
 from diptych_tests.fake_model_cluster import FakeModelCluster, ask, body_of, fake_model_cluster
 
 PREFILLS, DECODES = 2, 2
-PREFILL_STEP_S, DECODE_STEP_S = 0.08, 0.03
-STEP_TOKENS = 64
+PREFILL_STEP_S, DECODE_STEP_S = 0.64, 0.06
+"""Slow, so that router and clients need a tenth of a core at five times the capacity."""
+STEP_TOKENS = 128
 PROMPT, ANSWER = (100, 400), (8, 24)
 """Least and most tokens."""
-TARGET_S = 2.0
+TARGET_S = 6.0
 TIMES = 5.0
 ATTEMPTS = 4
 RECOVERY_S = 10.0
@@ -193,8 +194,11 @@ async def measured(root: Path, *, seconds: float, surge_s: float, seed: int) -> 
     for mode in ("on", "off"):
         folder = root / mode
         folder.mkdir()
-        workers = {f"prefill_{i}": {"fake": {"step_s": PREFILL_STEP_S}} for i in range(PREFILLS)}
-        workers |= {f"decode_{i}": {"fake": {"step_s": DECODE_STEP_S}} for i in range(DECODES)}
+        workers = {
+            f"{role}_{i}": {"fake": {"step_s": step_s}, "max_num_batched_tokens": STEP_TOKENS}
+            for role, count, step_s in (("prefill", PREFILLS, PREFILL_STEP_S), ("decode", DECODES, DECODE_STEP_S))
+            for i in range(count)
+        }
         router = {"max_ttft_s": TARGET_S, "local_prefill_max_tokens": 64} | (
             {} if mode == "on" else {"admission": mode}
         )

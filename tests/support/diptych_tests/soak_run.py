@@ -4,9 +4,9 @@
 
 A cluster as shipped (`diptych up`, default flags but for its size, small pools, and the tenants' keys): chats, long prompts,
 grammars, named tools, n = 3 and log probabilities through the openai client, the SDK beside it, clients that leave in the
-middle, and a tenant beyond its quota. Every minute a worker is killed; the supervisor starts it again. Each worker has its
-turn of a third of the time, so that the others live long enough for a slope. Every second each worker is asked for its audit,
-every five seconds each process for its memory (USS) and descriptors.
+middle, and a tenant beyond its quota. Every minute a worker is killed, if all others are back; the supervisor starts it again.
+Each worker has its turn of a third of the time, so that the others live long enough for a slope. Every second each worker is
+asked for its audit, every five seconds each process for its memory (USS) and descriptors.
 
 What must hold: no law is violated; no request of a tenant within its quota fails, ends early, or has another answer than the
 first of its kind; the quota refuses with 429 and Retry-After; from the end of the warm-up on, the memory of every incarnation
@@ -68,6 +68,8 @@ class Soak:
     audits: Counter[str] = field(default_factory=Counter)
     violations: list[str] = field(default_factory=list)
     kills: list[tuple[float, str]] = field(default_factory=list)
+    not_killed: list[float] = field(default_factory=list)
+    """Minutes without a kill, since the last one's worker was still starting."""
     left_over: str = ""
 
     def lives(self, warm_s: float) -> list[dict[str, Any]]:
@@ -209,6 +211,7 @@ async def sampled(soak: Soak, cluster: clusters.Cluster, began: float, ends: asy
 
 async def run(cluster: clusters.Cluster, keys: dict[str, str], *, minutes: float, seed: int) -> Soak:
     soak, ends, began = Soak(), asyncio.Event(), time.monotonic()
+    watch = kill_run.Watch(cluster)
     numbers = itertools.count()
     url, address = cluster.http_url, cluster.grpc_address
     tasks = [
@@ -226,11 +229,14 @@ async def run(cluster: clusters.Cluster, keys: dict[str, str], *, minutes: float
         if left_s > KILL_EVERY_S:
             at = time.monotonic() - began
             victim = WORKERS[int(at / (20.0 * minutes)) % len(WORKERS)]
-            with contextlib.suppress(StopIteration):  # it is still starting
+            if await watch.usable() == set(WORKERS):
                 cluster.kill(victim)
                 soak.kills.append((round(at, 1), victim))
+            else:  # one more could leave no decode worker
+                soak.not_killed.append(round(at, 1))
             print(f"{at:.0f} s, {len(soak.kills)} kills, {dict(soak.outcomes)}, {len(soak.errors)} errors", flush=True)
     ends.set()
+    await watch.close()
     for ended in await asyncio.gather(*tasks, return_exceptions=True):
         if ended is not None:
             soak.errors.append(f"the run itself: {ended!r}")
@@ -297,6 +303,7 @@ def main(arguments: Sequence[str]) -> int:
         "violations": soak.violations,
         "left_over": soak.left_over,
         "kills": soak.kills,
+        "not_killed": soak.not_killed,
         "lives": lives,
         "memory_grew": grown,
         "descriptors_grew": more,
