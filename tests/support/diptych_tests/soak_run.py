@@ -229,7 +229,7 @@ async def run(cluster: clusters.Cluster, keys: dict[str, str], *, minutes: float
         if left_s > KILL_EVERY_S:
             at = time.monotonic() - began
             victim = WORKERS[int(at / (20.0 * minutes)) % len(WORKERS)]
-            if await watch.usable() == set(WORKERS):
+            if await watch.look() == set(WORKERS):
                 cluster.kill(victim)
                 soak.kills.append((round(at, 1), victim))
             else:  # one more could leave no decode worker
