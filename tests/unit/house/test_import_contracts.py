@@ -11,8 +11,8 @@ import pytest
 
 LINT = Path(sys.executable).with_name("lint-imports")
 VIOLATIONS = [
-    ("common/ids.py", "import diptych.rpc.v1.types_pb2", "common imports no room"),
-    ("common/ids.py", "import torch", "the pure rooms and the router never import torch"),
+    ("common/ids.py", "import diptych.rpc.v1.types_pb2", "common imports no other package"),
+    ("common/ids.py", "import torch", "the pure packages and the router never import torch"),
     ("decode/__init__.py", "import diptych.prefill", "prefill and decode do not know each other"),
 ]
 
