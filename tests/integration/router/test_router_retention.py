@@ -10,6 +10,7 @@ from diptych.client import OverloadedError as ClientOverloaded
 from diptych.common.errors import InvalidRequestError, OverloadedError
 from diptych.common.secret import derive_key, session_key, tenant_salt
 from diptych.common.ticket import PURPOSE, unseal
+from diptych.router.cluster.fake_decode import FakeDecode
 from diptych.router.fairness.fair_queue import Share
 from diptych.router.requests.messages import FinishedEvent, StartedEvent, UncheckedRequest
 from diptych.rpc.v1 import decode_pb2, types_pb2
@@ -89,6 +90,16 @@ async def test_closing_a_session_reaches_every_worker_and_names_those_that_are_s
     with pytest.raises(InvalidRequestError) as caught:
         await fleet.frontend.close_session("", "a")
     assert caught.value.param == "session_id"
+
+
+async def test_a_worker_of_an_earlier_version_has_no_claims_to_end(fleet, monkeypatch):
+    await fleet.add("p0", "prefill")
+    await fleet.until_ready(decode=0)
+    monkeypatch.delattr(FakeDecode, "ReleaseSession")  # what is left answers UNIMPLEMENTED, as such a worker
+    await fleet.add("d0")
+    await fleet.until_ready()
+    closed = await fleet.frontend.close_session("chat", "a")
+    assert (closed.freed_tokens, list(closed.unreached)) == (16, [])
 
 
 async def test_a_hint_computes_the_prompt_and_sends_no_token(fleet):
