@@ -38,6 +38,7 @@ class BlocksRead:
         buffer: of the payload.
         seconds: spent on reading and checking them.
         bad: the block behind them that is not what it should be, and `error`: how. Nothing follows.
+        gone: if it is missing: those behind it that are missing, too (a purge, a lost volume).
     """
 
     job: int
@@ -48,6 +49,7 @@ class BlocksRead:
     last: bool
     bad: DiskBlock | None = None
     error: str = ""
+    gone: Sequence[DiskBlock] = ()
 
 
 DiskReply = BlocksWritten | BlocksRead

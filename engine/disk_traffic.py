@@ -25,6 +25,9 @@ from diptych.engine.sched.scheduler import Scheduler
 _log = logging.getLogger(__name__)
 SHARE = 0.02
 """Of the time of a busy engine, for copies of blocks that are to be written."""
+MOST_LATE = 3
+PAUSE_S = 30.0
+"""After MOST_LATE reads in a row that took too long, nothing is read for so long: each costs its request the time it waits."""
 _MOST_CREDIT_S = 0.05
 """Of unused time that is kept for later."""
 
@@ -59,6 +62,7 @@ class DiskTraffic:
         self._waiting: dict[str, _Waiting] = {}
         self._jobs: dict[int, str] = {}
         self._last_job = 0
+        self._num_late, self._paused_until = 0, 0.0
         self._credit_s, self._credit_at = 0.0, clock.now()
         scheduler.throughput.disk_bytes_per_s = store.bytes_per_s
 
@@ -80,6 +84,8 @@ class DiskTraffic:
             self._drop(self._waiting[attempt])
             self._scheduler.outbox.fail(attempt, InternalError(f"attempt {attempt} was submitted twice"))
             return True
+        if now < self._paused_until:
+            return False
         restore = self._scheduler.plan_restore(request, now)
         if restore is None:
             return False
@@ -121,6 +127,10 @@ class DiskTraffic:
             self._disk.errors["late"] += len(waiting.restore.blocks)
             self._store.cancel(waiting.job)
             self._finish(waiting)
+            self._num_late += 1
+            if self._num_late >= MOST_LATE:
+                _log.warning("the disk is too slow: nothing is read from it for %.0f s", PAUSE_S)
+                self._num_late, self._paused_until = 0, now + PAUSE_S
 
     def on_read(self, reply: BlocksRead) -> None:
         try:
@@ -154,17 +164,22 @@ class DiskTraffic:
             return False
         self._scheduler.unpacked(job, last=False)
         waiting.arrived += num_tokens
+        self._num_late = 0
         seconds = reply.seconds + self._clock.now() - began
         self._scheduler.throughput.observe_disk(seconds, reply.num_blocks * self._block_bytes)
         return True
 
     def _on_bad(self, reply: BlocksRead) -> None:
         assert reply.bad is not None
-        if not self._disk.run((reply.bad.key,)):
-            return  # it was evicted meanwhile
-        _log.warning("block %s on the disk is %s: it is computed again", reply.bad.key.hex(), reply.error)
-        self._disk.errors[reply.error] += 1
-        self._disk.discard(reply.bad.key)
+        held = [block for block in (reply.bad, *reply.gone) if self._disk.run((block.key,))]
+        if not held:
+            return  # evicted meanwhile
+        _log.warning(
+            "%d blocks on the disk from %s on are %s: computed again", len(held), held[0].key.hex(), reply.error
+        )
+        self._disk.errors[reply.error] += len(held)
+        for block in held:
+            self._disk.discard(block.key)
         self._store.remove(self._disk.take_removed())
 
     def _finish(self, waiting: _Waiting) -> None:

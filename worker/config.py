@@ -230,6 +230,8 @@ class WorkerConfig:
 
     def __post_init__(self) -> None:
         self.check_role(self.role)
+        if self.worker_id in (".", ".."):
+            raise ConfigError("worker_id", self.worker_id, "is no name: folders are called by it")
         for name in ("port", "metrics_port", "client_port"):
             if not 0 <= (getattr(self, name) or 0) <= 65_535:
                 raise ConfigError(name, getattr(self, name), "must be between 0 and 65535")

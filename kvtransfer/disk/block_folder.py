@@ -40,6 +40,7 @@ _HASH = re.compile(r"[0-9a-f]{32}")
 """Name of an identity's folder, and of a tenant's."""
 _NAME = re.compile(r"([0-9a-f]{32})-(\d{1,9})")
 _UNFINISHED = re.compile(r"\.[0-9a-f]{32}")
+MISSING = "missing"
 PROBE = "0" * 32
 """Folder of blocks that are written to measure the disk."""
 _LOCK = "lock"
@@ -107,8 +108,12 @@ class BlockFolder:
         process uses it, or it cannot be used."""
         try:
             self._root.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if self._root.stat().st_uid not in (os.geteuid(), 0):
+                raise ConfigError(SETTING, str(self._root), "belongs to another user, who may put links into it")
             for folder in (self._worker, self._folder):
                 folder.mkdir(mode=0o700, exist_ok=True)
+                if folder.is_symlink():
+                    raise ConfigError(SETTING, str(folder), "is a link")
                 if folder.stat().st_uid != os.geteuid():
                     raise ConfigError(SETTING, str(folder), "belongs to another user")
                 folder.chmod(0o700)
@@ -180,7 +185,8 @@ class BlockFolder:
         """Fill `into`, of block_bytes. Raises: BadBlockError; `into` holds anything then."""
         head = bytearray(HEAD_BYTES)
         try:
-            fd = os.open(self._path(block), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            # What is no file must not hold the thread: opening a pipe waits for a writer.
+            fd = os.open(self._path(block), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
             try:
                 if os.fstat(fd).st_size != HEAD_BYTES + self.block_bytes:
                     raise BadBlockError("truncated")
@@ -189,7 +195,7 @@ class BlockFolder:
             finally:
                 os.close(fd)
         except FileNotFoundError:
-            raise BadBlockError("missing") from None
+            raise BadBlockError(MISSING) from None
         except OSError as error:
             raise BadBlockError(why(error)) from None
         magic, identity, key, size, checksum = _HEAD.unpack_from(head)
@@ -198,9 +204,13 @@ class BlockFolder:
         if _checksum(memoryview(head), into) != checksum:
             raise BadBlockError("corrupt")
 
+    def has(self, block: DiskBlock) -> bool:
+        """Whether there is anything under its name."""
+        return os.path.lexists(self._path(block))
+
     def drop_cached(self, block: DiskBlock) -> None:
         """The next read of it is from the disk, not from memory. Raises: OSError."""
-        fd = os.open(self._path(block), os.O_RDONLY)
+        fd = os.open(self._path(block), os.O_RDONLY | os.O_NONBLOCK)
         try:
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
         finally:

@@ -17,7 +17,7 @@ import structlog
 
 from diptych.common.clock import Clock
 from diptych.engine.disk_messages import BlocksRead, BlocksWritten, DiskBlock, DiskReply
-from diptych.kvtransfer.disk.block_folder import PROBE, BadBlockError, BlockFolder, why
+from diptych.kvtransfer.disk.block_folder import MISSING, PROBE, BadBlockError, BlockFolder, why
 
 log = structlog.get_logger(__name__)
 
@@ -59,7 +59,7 @@ class DiskBlockStore:
         size = self.chunk_blocks * folder.block_bytes
         found = folder.open()
         self.found, self.damaged, self.other_bytes = found.blocks, found.damaged, found.other_bytes
-        self.bytes_per_s = self._probe()
+        self.bytes_per_s = self._probe()  # of files that are there, for a full disk takes no others
         self._write_buffers: SimpleQueue[memoryview] = SimpleQueue()
         self._read_buffers: SimpleQueue[int] = SimpleQueue()
         self._into = [memoryview(bytearray(size)) for _ in range(NUM_BUFFERS)]
@@ -187,18 +187,20 @@ class DiskBlockStore:
                 self._read_buffers.put(number)
                 return
             chunk, into = blocks[first : first + self.chunk_blocks], self._into[number]
-            began, bad, error, count = time.monotonic(), None, "", 0
+            began, bad, error, count, gone = time.monotonic(), None, "", 0, list[DiskBlock]()
             for at, block in enumerate(chunk):
                 try:
                     self._folder.read(block, into[at * size : (at + 1) * size])
                 except BadBlockError as failure:
                     bad, error = block, failure.reason
+                    if error == MISSING:
+                        gone = [one for one in blocks[first + at + 1 :] if not self._folder.has(one)]
                     break
                 count += 1
             first += count
             last = bad is not None or first >= len(blocks)
             seconds = time.monotonic() - began
-            self._reply(BlocksRead(job, count, into[: count * size], number, seconds, last, bad, error))
+            self._reply(BlocksRead(job, count, into[: count * size], number, seconds, last, bad, error, gone))
             if last:
                 return
 
@@ -210,21 +212,30 @@ class DiskBlockStore:
                 continue
 
     def _probe(self) -> float:
-        """Bytes a second of reading a few blocks that memory does not hold; 0.0: they cannot be written."""
+        """Bytes a second of reading a few blocks that memory does not hold; 0.0: there are none, and none can be written."""
         size = self._folder.block_bytes
         buffer = memoryview(bytearray(size))
+        if len(self.found) >= _PROBE_BLOCKS:
+            try:
+                return self._read_rate(self.found[:_PROBE_BLOCKS], buffer)
+            except (OSError, BadBlockError) as error:
+                log.info("a file of the disk tier cannot be read", error=str(error))
         blocks = [DiskBlock(bytes([number]) * 16, PROBE, number) for number in range(_PROBE_BLOCKS)]
         try:
             for block in blocks:
                 self._folder.write(block, buffer)
-                self._folder.drop_cached(block)
-            began = time.monotonic()
-            for block in blocks:
-                self._folder.read(block, buffer)
-            seconds = time.monotonic() - began
+            return self._read_rate(blocks, buffer)
         except (OSError, BadBlockError) as error:
             log.warning("the disk tier cannot be used yet", error=str(error))
             return 0.0
         finally:
             self._remove_some(blocks)
-        return _PROBE_BLOCKS * size / max(seconds, 1e-9)
+
+    def _read_rate(self, blocks: Sequence[DiskBlock], buffer: memoryview) -> float:
+        """Raises: OSError, BadBlockError."""
+        for block in blocks:
+            self._folder.drop_cached(block)
+        began = time.monotonic()
+        for block in blocks:
+            self._folder.read(block, buffer)
+        return len(blocks) * self._folder.block_bytes / max(time.monotonic() - began, 1e-9)

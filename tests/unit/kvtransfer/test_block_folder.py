@@ -81,6 +81,31 @@ def test_only_the_owner_may_look(tmp_path):
         assert stat.S_IMODE(path.stat().st_mode) == (0o700 if path.is_dir() else 0o600), path
 
 
+def test_links_are_not_followed_and_another_users_root_is_refused(tmp_path, monkeypatch):
+    """Whoever may write to the root could lead us, and our modes, elsewhere."""
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir(mode=0o755)
+    (tmp_path / "kv").mkdir()
+    (tmp_path / "kv" / "decode-0").symlink_to(elsewhere)
+    with pytest.raises(ConfigError, match="is a link"):
+        opened(tmp_path / "kv")
+    assert stat.S_IMODE(elsewhere.stat().st_mode) == 0o755
+    assert not list(elsewhere.iterdir())
+    monkeypatch.setattr(os, "geteuid", lambda: 4711)
+    os.chown(tmp_path / "kv", 4712, -1)
+    with pytest.raises(ConfigError, match="another user, who may put links"):
+        opened(tmp_path / "kv", worker="other")
+
+
+def test_a_pipe_in_the_place_of_a_block_holds_nobody(tmp_path):
+    folder = opened(tmp_path)
+    write(folder, block(1))
+    path = path_of(tmp_path, block(1))
+    path.unlink()
+    os.mkfifo(path)
+    assert bad(folder, block(1)) == "truncated"
+
+
 def test_a_folder_of_another_user_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "geteuid", lambda: 4711)
     with pytest.raises(ConfigError, match="another user"):

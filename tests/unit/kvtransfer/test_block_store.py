@@ -16,6 +16,8 @@ from diptych.common.request import Prompt
 from diptych.common.sampling import SamplingParams
 from diptych.engine.config import EngineConfig
 from diptych.engine.disk_messages import BlocksRead, BlocksWritten, DiskBlock, DiskReply
+from diptych.engine.disk_traffic import MOST_LATE
+from diptych.engine.disk_traffic import PAUSE_S as LATE_PAUSE_S
 from diptych.engine.executor import LocalExecutor
 from diptych.engine.fake_runner import FakeRunner
 from diptych.engine.messages import Admitted, EngineEvent, EngineRequest, Finished, TokensOut
@@ -37,7 +39,7 @@ class Started:
     """A store, its replies, and its folder's gate."""
 
     def __init__(self, root: Path) -> None:
-        self.clock = FakeClock()
+        self.root, self.clock = root, FakeClock()
         self.folder = BlockFolder(root, "decode-0", identity_of("m"), SIZE)
         self.store = DiskBlockStore(self.folder, self.clock)
         self.replies: SimpleQueue[DiskReply] = SimpleQueue()
@@ -85,6 +87,35 @@ def test_a_removal_follows_the_writes_before_it(started):
     reply = started.reply()
     assert isinstance(reply, BlocksRead)
     assert (reply.num_blocks, reply.bad, reply.error, reply.last) == (1, block(1), "missing", True)
+
+
+def test_of_what_was_purged_all_is_told_at_once(started):
+    started.write(1, 2, 3)
+    started.reply()
+    for path in started.root.glob("*/*/*/*-[12]"):
+        path.unlink()
+    started.store.read(1, [block(1), block(2), block(3)])
+    reply = started.reply()
+    assert isinstance(reply, BlocksRead)
+    assert (reply.num_blocks, reply.bad, reply.error, list(reply.gone)) == (0, block(1), "missing", [block(2)])
+
+
+def test_a_full_disk_is_measured_by_what_is_on_it(tmp_path, monkeypatch):
+    first = Started(tmp_path)
+    first.write(1, 2, 3, 4)
+    first.reply()
+    first.store.close(DEADLINE_S)
+
+    def full(self: BlockFolder, one: DiskBlock, payload: memoryview) -> str:
+        raise OSError(errno.ENOSPC, "full")
+
+    monkeypatch.setattr(BlockFolder, "write", full)
+    second = Started(tmp_path)
+    assert second.store.bytes_per_s > 0
+    second.store.close(DEADLINE_S)
+    empty = Started(tmp_path / "another")
+    assert empty.store.bytes_per_s == 0
+    empty.store.close(DEADLINE_S)
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS, errno.EIO])
@@ -164,13 +195,13 @@ IDENTITY = IdentityHeader(b"k" * 32, "model", "tokenizer", "uint8", 4)
 
 
 def engine_on(
-    root: Path, identity: bytes = identity_of("m")
+    root: Path, identity: bytes = identity_of("m"), clock: FakeClock | None = None
 ) -> tuple[OfflineEngine, DiskBlockStore, SimpleQueue[DiskReply]]:
     store = DiskBlockStore(BlockFolder(root, "decode-0", identity, SIZE), FakeClock())
     replies: SimpleQueue[DiskReply] = SimpleQueue()
     store.begin(replies.put)
     config = EngineConfig(num_blocks=64, block_size=4, num_disk_blocks=100, check_invariants=True)
-    engine = OfflineEngine(LocalExecutor(FakeRunner(64, 4)), config, IDENTITY, clock=FakeClock(), disk=store)
+    engine = OfflineEngine(LocalExecutor(FakeRunner(64, 4)), config, IDENTITY, clock=clock or FakeClock(), disk=store)
     engine.core.open_disk()
     return engine, store, replies
 
@@ -239,4 +270,28 @@ def test_damaged_files_change_no_answer(tmp_path, damage):
     [disk] = [tier for tier in engine.stats().tiers if tier.name == "disk"]
     reason = {"flip": "corrupt", "cut": "truncated", "swap": "foreign", "remove": "missing"}[damage]
     assert dict(disk.errors)[reason] >= 1
+    store.close(DEADLINE_S)
+
+
+def test_after_reads_that_take_too_long_nothing_is_read_for_a_while(tmp_path, monkeypatch):
+    engine, store, replies = engine_on(tmp_path)
+    cold = serve(engine, replies, 12)
+    store.close(DEADLINE_S)
+    clock = FakeClock()
+    engine, store, replies = engine_on(tmp_path, clock=clock)
+    reads: list[int] = []
+    monkeypatch.setattr(store, "read", lambda job, blocks: reads.append(job))
+    for number, begun in enumerate([1, 2, MOST_LATE, MOST_LATE, MOST_LATE + 1]):
+        engine.core.scheduler.kv.clear()
+        engine.send(
+            EngineRequest(
+                f"late-{number}", Prompt(tuple(range(200, 241))), SamplingParams(max_tokens=8, ignore_eos=True, seed=1)
+            )
+        )
+        events = engine.step()
+        assert len(reads) == begun
+        clock.advance(5.0 if begun != MOST_LATE or number < MOST_LATE else LATE_PAUSE_S)
+        while not any(isinstance(event, Finished) for event in events):
+            events += engine.step()
+        assert answer(events) == answer(cold)
     store.close(DEADLINE_S)

@@ -124,3 +124,9 @@ def test_the_checkpoints_own_dtype(config, dtype):
 def test_a_checkpoint_in_a_dtype_that_we_lack_is_named():
     with pytest.raises(ConfigError, match="the checkpoint has float8_e4m3fn: name one of float32"):
         checkpoint_dtype({"torch_dtype": "float8_e4m3fn"})
+
+
+@pytest.mark.parametrize("name", [".", ".."])
+def test_a_worker_is_not_called_by_a_folder_that_is_there(name):
+    with pytest.raises(ConfigError, match="worker_id"):
+        WorkerConfig(worker_id=name)
