@@ -31,7 +31,7 @@ from diptych.cli.up.supervisor import ChildSpec, Supervisor
 from diptych.common.errors import ConfigError
 from diptych.loadtest.config import BenchConfig
 from diptych.loadtest.result import begin_report
-from diptych_tests import waiting
+from diptych_tests import clusters, waiting
 from diptych_tests.fake_model_cluster import FakeModelCluster, ask, body_of, check, expected, fake_model_cluster
 
 pytestmark = [
@@ -103,6 +103,33 @@ async def test_the_disk_of_the_logs_is_full_for_a_while(tmp_path: Path, small_di
 
         await waiting.until(said, "what was lost is said", every_s=0.1)
         await cluster.idle_again()
+
+
+@pytest.mark.slow
+async def test_the_disk_of_the_run_folder_is_full(small_disk: Path) -> None:
+    """`diptych up` can write neither its own lines nor its state: it starts a killed worker again all the same, and writes the
+    state when there is room."""
+    body = {"prompt": "Once upon a time", "max_tokens": 4, "ignore_eos": True}
+    with clusters.running_cluster(small_disk) as cluster:
+        filler = fill(small_disk)
+        killed = cluster.kill("decode-0")
+        async with httpx.AsyncClient(base_url=cluster.http_url, timeout=300.0) as http:
+
+            async def again() -> bool:
+                assert cluster.process.poll() is None, cluster.log()[-3000:]
+                workers = (await http.get("/status.json")).json()["cluster"]["workers"]
+                one = next((one for one in workers if one["id"] == "decode-0"), None)
+                return one is not None and one["pid"] != killed.pid and not one["why_not"]
+
+            await waiting.until(again, "the worker serves again", deadline_s=300.0, every_s=0.2)
+            assert (await http.post("/v1/completions", json=body)).status_code == 200
+            assert cluster.child("decode-0").pid == killed.pid, "the disk was not full"
+            filler.unlink()
+            await waiting.until(
+                lambda: cluster.child("decode-0").pid != killed.pid, "the state is written", every_s=0.1
+            )
+            assert (await http.post("/v1/completions", json=body)).status_code == 200
+        assert cluster.process.poll() is None
 
 
 async def test_a_full_disk_does_not_end_the_supervisor(small_disk: Path) -> None:
