@@ -109,7 +109,7 @@ def test_a_record_has_each_kill_and_what_it_cost() -> None:
     target, once = flight(attempts=LOST), flight(attempts=[LOST[0], LOST[2] | {"submitted_s": 4.0}])
     once.why |= {
         "first_token_s": 1.5, "reserved_s": 0.1, "local_prefill": False, "prefill_compute_s": 0.7, "prefill_queue_s": 0.2,
-        "longest_gap_s": 2.0, "pulls": [{"holder": "decode-1", "duration_s": 0.05, "note": ""}],
+        "longest_gap_s": 2.0, "kv_complete_s": 1.6, "pulls": [{"holder": "decode-1", "duration_s": 0.05, "note": ""}],
     }  # fmt: skip
     done = kill_run.Run(seed=3, phases=["decoding"], answers=[target, once])
     done.kills = [
@@ -128,7 +128,7 @@ def test_a_record_has_each_kill_and_what_it_cost() -> None:
     ]
     assert record["gaps"] == [
         {"kill": 0, "gap_s": 2.0, "recompute_s": 0.7, "queue_s": 0.2, "reserved_s": 0.1, "kind": "plain"}
-        | {"pulls": [("decode-1", 0.05, "")]}
+        | {"first_token_s": 1.5, "kv_complete_s": 1.6, "pulls": [("decode-1", 0.05, "")]}
     ]
     assert (record["gap_less_recompute_s"]["max"], record["back_s"]["p50"]) == (1.3, 9.5)
 

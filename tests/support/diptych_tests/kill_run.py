@@ -563,10 +563,17 @@ class Run:
             local = why["first_token_s"] - why["reserved_s"]
             recompute_s = local if why["local_prefill"] else why["prefill_compute_s"]
             kill = self._kill_of(first)
-            gaps.append({"kill": -1 if kill is None else kill.number, "kind": answer.kind}
-                | {"gap_s": round(why["longest_gap_s"], 3), "recompute_s": round(max(0.0, recompute_s), 3)}
-                | {"queue_s": round(why["prefill_queue_s"], 3), "reserved_s": round(why["reserved_s"], 3)}
-                | {"pulls": [(one["holder"], round(one["duration_s"], 3), one["note"]) for one in why["pulls"]]})  # fmt: skip
+            stages = {
+                "gap_s": why["longest_gap_s"],
+                "recompute_s": max(0.0, recompute_s),
+                "queue_s": why["prefill_queue_s"],
+            }
+            stages |= {name: why[name] for name in ("reserved_s", "first_token_s", "kv_complete_s")}
+            gaps.append(
+                {"kill": -1 if kill is None else kill.number, "kind": answer.kind}
+                | {name: round(seconds, 3) for name, seconds in stages.items()}
+                | {"pulls": [(one["holder"], round(one["duration_s"], 3), one["note"]) for one in why["pulls"]]}
+            )
         return summed(
             {
                 "seeds": [self.seed],
