@@ -3,11 +3,11 @@
     python -P -m diptych_tests.overload_run --out FILE
 
 The cluster is that of fake_model_cluster: real processes, gRPC, UCX and Redis, with a model whose step takes a fixed time in
-place of computing, so that the capacity is not that of a busy machine. The router has its default flags and a target
-(--max-ttft-s), which no default can know. First steady loads around the capacity, for the peak; then half the capacity, five
-times it, and half again. A client whose request is refused waits Retry-After, and up to half as long again, and asks up to four
-times; when the surge ends its clients are gone. A request is good if its first token came within the target, as its client
-saw it. The second run has admission off.
+place of computing, so that the capacity is not that of a busy machine. The router has its default flags, a target
+(--max-ttft-s), which no default can know, and no local prefill, so that the capacity is that of the prefill workers. First
+steady loads around the capacity, for the peak; then half the capacity, five times it, and half again. A client whose request
+is refused waits Retry-After, and up to half as long again, and asks up to four times; when the surge ends its clients are
+gone. A request is good if its first token came within the target, as its client saw it. The second run has admission off.
 """
 
 from __future__ import annotations
@@ -188,10 +188,10 @@ async def serve(cluster: FakeModelCluster, *, seconds: float, surge_s: float, pe
     return found
 
 
-async def measured(root: Path, *, seconds: float, surge_s: float, seed: int) -> dict[str, Any]:
+async def measured(root: Path, *, modes: Sequence[str], seconds: float, surge_s: float, seed: int) -> dict[str, Any]:
     body: dict[str, Any] = {}
     peak = (0.0, 0.0)
-    for mode in ("on", "off"):
+    for mode in modes:
         folder = root / mode
         folder.mkdir()
         workers = {
@@ -199,9 +199,7 @@ async def measured(root: Path, *, seconds: float, surge_s: float, seed: int) -> 
             for role, count, step_s in (("prefill", PREFILLS, PREFILL_STEP_S), ("decode", DECODES, DECODE_STEP_S))
             for i in range(count)
         }
-        router = {"max_ttft_s": TARGET_S, "local_prefill_max_tokens": 64} | (
-            {} if mode == "on" else {"admission": mode}
-        )
+        router: dict[str, object] = {"max_ttft_s": TARGET_S, "local_prefill_max_tokens": 0, "admission": mode}
         async with fake_model_cluster(folder, prefill=PREFILLS, decode=DECODES, router=router, **workers) as cluster:
             found = await serve(cluster, seconds=seconds, surge_s=surge_s, peaks=mode == "on", seed=seed)
             await cluster.idle_again()
@@ -218,12 +216,21 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="overload_run", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--seconds", type=float, default=45.0, help="of each steady load")
     parser.add_argument("--surge-s", type=float, default=60.0)
+    parser.add_argument("--modes", default="on,off", help="of admission; the first must be on")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--out", type=Path, required=True)
     chosen = parser.parse_args(arguments)
     environment = result.surroundings()
     with tempfile.TemporaryDirectory() as root:
-        body = asyncio.run(measured(Path(root), seconds=chosen.seconds, surge_s=chosen.surge_s, seed=chosen.seed))
+        body = asyncio.run(
+            measured(
+                Path(root),
+                modes=chosen.modes.split(","),
+                seconds=chosen.seconds,
+                surge_s=chosen.surge_s,
+                seed=chosen.seed,
+            )
+        )
     setting = {
         "prefill_workers": PREFILLS, "decode_workers": DECODES, "prefill_step_s": PREFILL_STEP_S, "decode_step_s": DECODE_STEP_S,
         "step_tokens": STEP_TOKENS, "prompt_tokens": PROMPT, "answer_tokens": ANSWER, "target_s": TARGET_S, "times": TIMES,
