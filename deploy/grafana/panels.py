@@ -7,8 +7,10 @@ Panel = tuple[str, str, list[Series]]
 
 WORKERS = 'role=~"prefill|decode"'
 WINDOW = "[$__rate_interval]"
-# Only there with --tenant-metrics, --shadow-workers, --router-processes, a GPU, or claims on cached KV. Empty otherwise.
-OPTIONAL = ("diptych_tenant_", "diptych_shadow_", "diptych_router_processes", "diptych_gpu_", "diptych_kv_claim")
+# Only there with --tenant-metrics, --shadow-workers, --router-processes, a GPU, claims on cached KV, or a lower tier.
+OPTIONAL = tuple(
+    f"diptych_{name}" for name in ("tenant_", "shadow_", "router_processes", "gpu_", "kv_claim", "kv_tier_")
+)
 # Objectives of the overview's first panels; the alerts of prometheus/rules.yml use the same.
 TTFT_SLO_S, ITL_SLO_S = "1.0", "0.1"
 

@@ -6,6 +6,7 @@ import pytest
 
 from diptych.common.clock import FakeClock, MonotonicClock
 from diptych.common.errors import OverloadedError, WorkerLostError
+from diptych.common.tiers import LOWER_TIERS
 from diptych.router.cluster.decode_stream import Attempt, DecodeStream
 from diptych.router.cluster.fake_decode import FakeDecode
 from diptych.router.cluster.token_pace import TokenPace
@@ -153,7 +154,10 @@ async def test_a_dump_of_a_tier_that_is_unknown_here_keeps_the_others(worker, mo
     finally:
         await link.close("the test is over")
     assert dump.epoch == 3
-    assert [(tier.sequence, list(tier.keys)) for tier in dump.tiers] == [(5, [bytes(16)]), (0, [])]
+    assert [(tier.sequence, list(tier.keys)) for tier in dump.tiers] == [
+        (5, [bytes(16)]),
+        *[(0, [])] * len(LOWER_TIERS),
+    ]
 
 
 @pytest.fixture
