@@ -18,11 +18,9 @@ ANSWER = 24
 pytestmark = pytest.mark.multiproc
 
 
-def incarnations(cluster: Cluster) -> dict[str, str]:
+def usable(cluster: Cluster) -> dict[str, dict[str, Any]]:
     status = httpx.get(f"{cluster.http_url}/status.json", timeout=300.0).json()["cluster"]
-    return {
-        one["id"]: one["incarnation"] for one in status["workers"] if one["state"] == "ready" and not one["why_not"]
-    }
+    return {one["id"]: one for one in status["workers"] if one["state"] == "ready" and not one["why_not"]}
 
 
 def held(folder: Path, worker: str) -> int:
@@ -51,15 +49,16 @@ async def test_after_a_kill_of_every_worker_the_first_hit_is_from_files(tmp_path
         blocks = {"prefill-0": TOKENS // BLOCK, "decode-0": (TOKENS + ANSWER - 1) // BLOCK}
         for worker, count in blocks.items():
             waiting.wait_until(lambda w=worker, n=count: held(folder, w) >= n, what=f"{worker} has written its blocks")
-        before = incarnations(cluster)
+        before = {one["incarnation"] for one in usable(cluster).values()}
         for worker in blocks:
             cluster.kill(worker)
 
         def back() -> bool:
-            now = incarnations(cluster)
-            return len(now) == 2 and not set(now.values()) & set(before.values())
+            now = usable(cluster)
+            known = all(name in now and now[name]["known_blocks"] >= count for name, count in blocks.items())
+            return known and not {one["incarnation"] for one in now.values()} & before
 
-        waiting.wait_until(back, deadline_s=300.0, what="both workers are back")
+        waiting.wait_until(back, deadline_s=300.0, what="both workers are back, and the router knows of their files")
         # decode has all but the last tokens in its files, and needs nobody
         warm = ask(prompt)
         why = warm["diptych"]
