@@ -54,7 +54,7 @@ class RouterConfig:
             with 400.
         http_head_timeout_s: seconds from a connection, or a request's first byte, to the end of the request's head;
             then it is closed.
-        http_idle_timeout_s: how long a connection is kept between two requests.
+        http_idle_timeout_s: how long a connection is kept between two requests; longer than clients and proxies keep theirs.
         http_event_ids: streams over HTTP have `id:` lines, by which they go on at another router when this one dies. Some
             tools that measure servers take every line for data, and need it off.
         tls_cert: PEM file with the certificate of both servers; if set, they use TLS only.
@@ -128,7 +128,7 @@ class RouterConfig:
     cors_origins: tuple[str, ...] = ()
     unknown_fields: str = "ignore"
     http_head_timeout_s: float = 30.0
-    http_idle_timeout_s: float = 5.0
+    http_idle_timeout_s: float = 120.0
     http_event_ids: bool = True
     tls_cert: Path | None = None
     tls_key: Path | None = None

@@ -17,7 +17,8 @@ class HttpOptions:
         cors_origins: web pages from there may call the API from a browser: scheme://host[:port], or "*" for all.
         unknown_fields: of a body: "ignore" names them in a response header, "refuse" rejects them with 400.
         head_timeout_s: from the connection, or from a request's first byte, to the end of the request's head.
-        idle_timeout_s: how long a connection is kept between two requests.
+        idle_timeout_s: how long a connection is kept between two requests. Longer than clients and proxies keep theirs:
+            who closes first must be the one that sends, or a request meets a connection that is just being closed.
         event_ids: streams have `id:` lines, by which they go on at another router.
     Raises: ConfigError naming the field.
     """
@@ -25,7 +26,7 @@ class HttpOptions:
     cors_origins: tuple[str, ...] = ()
     unknown_fields: str = "ignore"
     head_timeout_s: float = 30.0
-    idle_timeout_s: float = 5.0
+    idle_timeout_s: float = 120.0
     event_ids: bool = True
 
     def __post_init__(self) -> None:

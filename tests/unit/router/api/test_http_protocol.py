@@ -8,12 +8,15 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, cast
 
+import openai
 import pytest
 import uvicorn
 from starlette.types import Receive, Scope, Send
 from uvicorn.server import ServerState
 
+from diptych.router.api.http_options import HttpOptions
 from diptych.router.api.http_protocol import LINGER_S, HttpProtocol
+from diptych.router.config import RouterConfig
 
 HEAD_S, IDLE_S = 30.0, 5.0
 HEAD = b"GET / HTTP/1.1\r\nHost: a\r\n"
@@ -218,3 +221,12 @@ async def test_what_only_begins_like_http2_is_http1(connection: Connection, size
     for at in range(0, len(data), size):
         await connection.send(data[at : at + size])
     assert connection.answers == 1
+
+
+def test_idle_connections_are_kept_longer_here_than_by_clients() -> None:
+    """A request that meets a connection which the server is closing fails, and its client cannot tell whether it ran."""
+    openai_s = openai.DEFAULT_CONNECTION_LIMITS.keepalive_expiry
+    assert openai_s is not None
+    aiohttp_s, load_balancers_s, go_s = 15.0, 60.0, 90.0  # by their documentation
+    assert HttpOptions().idle_timeout_s > max(openai_s, aiohttp_s, load_balancers_s, go_s)
+    assert RouterConfig().http_idle_timeout_s == HttpOptions().idle_timeout_s
