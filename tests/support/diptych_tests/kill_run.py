@@ -278,11 +278,12 @@ async def ask(
 class Watch:
     """What anybody can see of the cluster."""
 
-    def __init__(self, cluster: clusters.Cluster) -> None:
+    def __init__(self, cluster: clusters.Cluster, api_key: str = "") -> None:
         self.cluster = cluster
         self._access = WorkerAccess(secret=load_secret(Path(cluster.state.secret_file)))
         self._channels: dict[str, grpc.Channel] = {}
-        self._http = httpx.AsyncClient(base_url=cluster.http_url, timeout=60.0)
+        headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+        self._http = httpx.AsyncClient(base_url=cluster.http_url, headers=headers, timeout=60.0)
         self._router_channel = grpc.aio.insecure_channel(cluster.grpc_address)
         self._router = router_pb2_grpc.RouterStub(self._router_channel)
         self.usable: set[str] = set()
@@ -296,7 +297,10 @@ class Watch:
 
     async def status(self) -> dict[str, Any]:
         with contextlib.suppress(httpx.HTTPError, TypeError):
-            status: dict[str, Any] = (await self._http.get("/status.json")).json()["cluster"]
+            answer = await self._http.get("/status.json")
+            if answer.status_code in (401, 403):
+                raise RuntimeError(f"the cluster's status wants a key: {answer.text}")
+            status: dict[str, Any] = answer.json()["cluster"]
             return status
         return {"workers": [], "placements": []}
 

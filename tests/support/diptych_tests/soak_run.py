@@ -211,7 +211,7 @@ async def sampled(soak: Soak, cluster: clusters.Cluster, began: float, ends: asy
 
 async def run(cluster: clusters.Cluster, keys: dict[str, str], *, minutes: float, seed: int) -> Soak:
     soak, ends, began = Soak(), asyncio.Event(), time.monotonic()
-    watch = kill_run.Watch(cluster)
+    watch = kill_run.Watch(cluster, keys["acme"])
     numbers = itertools.count()
     url, address = cluster.http_url, cluster.grpc_address
     tasks = [
