@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -39,6 +40,7 @@ from diptych.worker.defaults import DeviceFacts, ModelFacts, settled, slab_quota
 from diptych.worker.role_spec import DECODE, ROLES
 
 log = structlog.get_logger(__name__)
+OnGrammars = Callable[[GrammarCompiler], None]
 
 _KV_SHARE = 0.1
 _KV_MOST_BYTES = 1 << 30
@@ -103,8 +105,9 @@ def choose_num_blocks(
     return max(share, -(-max_model_len // config.block_size) + 1)
 
 
-def load_model(config: WorkerConfig) -> LoadedModel:
-    """Takes seconds; run it in an executor. Raises: ConfigError naming the setting or the file."""
+def load_model(config: WorkerConfig, on_grammars: OnGrammars = lambda _: None) -> LoadedModel:
+    """Takes seconds; run it in an executor. Args: on_grammars: see `make_grammars`. Raises: ConfigError naming the setting or
+    the file."""
     folder = Path(config.model)
     if not config.model or not folder.is_dir():
         raise ConfigError("model", config.model, "must be a local Hugging Face folder")
@@ -112,10 +115,16 @@ def load_model(config: WorkerConfig) -> LoadedModel:
         CheckpointHash(folder, verify=config.verify_weights) as hashing,
         futures.ThreadPoolExecutor(1, "load-text") as beside,
     ):
-        return _load(config, folder, hashing, beside)
+        return _load(config, folder, hashing, beside, on_grammars)
 
 
-def _load(config: WorkerConfig, folder: Path, hashing: CheckpointHash, beside: futures.Executor) -> LoadedModel:
+def _load(
+    config: WorkerConfig,
+    folder: Path,
+    hashing: CheckpointHash,
+    beside: futures.Executor,
+    on_grammars: OnGrammars,
+) -> LoadedModel:
     # Imported here: torch takes seconds, and a fake runner does not need it.
     from diptych.engine.exec.attention import attention_version
     from diptych.engine.exec.cuda.sizing import PoolBudget
@@ -154,7 +163,7 @@ def _load(config: WorkerConfig, folder: Path, hashing: CheckpointHash, beside: f
     )
     log.info("loading the model", folder=str(folder), dtype=config.dtype, num_blocks=num_blocks)
     # Python code for a second, while the weights are read and a GPU computes.
-    text = beside.submit(_load_text, config, folder) if DECODE in ROLES[config.role].services else None
+    text = beside.submit(_load_text, config, folder, on_grammars) if DECODE in ROLES[config.role].services else None
     runner = TorchModelRunner.load(
         folder,
         device=config.device,
@@ -219,7 +228,18 @@ def _load(config: WorkerConfig, folder: Path, hashing: CheckpointHash, beside: f
     )
 
 
-def _load_text(config: WorkerConfig, folder: Path) -> tuple[DetokenizerFactory, GrammarCompiler | None]:
+def warmed_up_on(loop: asyncio.AbstractEventLoop) -> OnGrammars:
+    """For `load_model`: the process that compiles grammars comes up beside the weights, and not after them."""
+
+    def on_grammars(grammars: GrammarCompiler) -> None:
+        loop.call_soon_threadsafe(grammars.warm_up)
+
+    return on_grammars
+
+
+def _load_text(
+    config: WorkerConfig, folder: Path, on_grammars: OnGrammars = lambda _: None
+) -> tuple[DetokenizerFactory, GrammarCompiler | None]:
     tokenizer = ModelTokenizer(folder)
 
     def factory(sampling: SamplingParams, prompt: Sequence[int]) -> RequestDetokenizer:
@@ -227,7 +247,7 @@ def _load_text(config: WorkerConfig, folder: Path) -> tuple[DetokenizerFactory, 
 
     # The first one builds the tokenizer's byte table, which takes 0.1 s.
     factory(SamplingParams(max_tokens=1), ())
-    return factory, make_grammars(config, tokenizer) if config.grammar_backend != "none" else None
+    return factory, make_grammars(config, tokenizer, on_grammars) if config.grammar_backend != "none" else None
 
 
 def checkpoint_dtype(config: Mapping[str, Any]) -> str:
@@ -255,8 +275,14 @@ def _device_facts(device: str) -> DeviceFacts:
     return DeviceFacts("cuda", properties.name, properties.total_memory, str(properties.uuid))
 
 
-def make_grammars(config: WorkerConfig, tokenizer: ModelTokenizer) -> GrammarCompiler | None:
-    """None for a model without end-of-text token: a constrained answer could not end."""
+def make_grammars(
+    config: WorkerConfig, tokenizer: ModelTokenizer, on_grammars: OnGrammars = lambda _: None
+) -> GrammarCompiler | None:
+    """None for a model without end-of-text token: a constrained answer could not end.
+
+    Args:
+        on_grammars: called in this thread with what may be warmed up, before this process imports the libraries itself.
+    """
     if not tokenizer.eos_token_ids:
         return None
     limits = GrammarLimits(time_cap_s=config.grammar_time_cap_s)
@@ -266,15 +292,17 @@ def make_grammars(config: WorkerConfig, tokenizer: ModelTokenizer) -> GrammarCom
         return AfterText(program, text, token_bytes.of, tokenizer.vocab_size, tokenizer.eos_token_ids)
 
     loaders = Loaders(lambda: vocabulary_of(tokenizer))
+    compiler = GrammarCompiler(
+        lambda: ChildProcess(config.grammar_backend, config.model, limits), loaders.load, after_text, limits
+    )
     if config.grammar_warm_up:
+        on_grammars(compiler)
         # Here and not beside the first requests: while a thread imports for seconds, each launch of a step is late.
         try:
             loaders.warm_up(config.grammar_backend)
         except ImportError as error:
             log.warning("grammars cannot be compiled", error=str(error))
-    return GrammarCompiler(
-        lambda: ChildProcess(config.grammar_backend, config.model, limits), loaders.load, after_text, limits
-    )
+    return compiler
 
 
 def identity_key(config: WorkerConfig) -> bytes:

@@ -31,7 +31,7 @@ from diptych.kvtransfer.faults import FaultSpec
 from diptych.kvtransfer.layout import layout_hash
 from diptych.worker.config import WorkerConfig
 from diptych.worker.defaults import slab_quotas
-from diptych.worker.model import load_model
+from diptych.worker.model import load_model, warmed_up_on
 from diptych.worker.runtime import MakeServices, WorkerRuntime
 from diptych.worker.step_gate import hold_steps
 
@@ -97,7 +97,7 @@ async def serve(config: WorkerConfig, make_services: MakeServices) -> int:
     """As run_process, on a running loop."""
     signals = Signals()
     sys.setswitchinterval(switch_interval_s(config.device))
-    loading = asyncio.create_task(asyncio.to_thread(load_model, config))
+    loading = asyncio.create_task(asyncio.to_thread(load_model, config, warmed_up_on(asyncio.get_running_loop())))
     await _first(loading, signals.once.wait())
     if not loading.done():
         # The loading thread cannot be stopped and needs no cleanup.

@@ -23,7 +23,7 @@ from diptych.common.secret import create_secret
 from diptych.common.store.memory import MemoryStore
 from diptych.router import server as router
 from diptych.router.server import RouterAddresses
-from diptych.worker.model import load_model
+from diptych.worker.model import load_model, warmed_up_on
 from diptych.worker.process import make_transfer, switch_interval_s
 from diptych.worker.runtime import WorkerRuntime
 
@@ -52,7 +52,7 @@ async def _serve(config: ServeConfig, model: Path, name: str, secret: Path) -> i
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, on_signal, number)
     router_config, worker_config = config.parts(model=str(model), name=name, secret_file=str(secret))
-    loaded = await asyncio.to_thread(load_model, worker_config)
+    loaded = await asyncio.to_thread(load_model, worker_config, warmed_up_on(asyncio.get_running_loop()))
     store = MemoryStore(MonotonicClock())
     runtime = WorkerRuntime(worker_config, loaded, make_transfer=make_transfer, make_services=services_of, store=store)
 

@@ -109,14 +109,16 @@ def test_a_loopback_kv_address_is_never_advertised_beside_one_that_others_reach(
     assert "kv_host" in str(caught.value)
 
 
-@pytest.mark.parametrize(("warm_up", "called"), [(True, ["auto"]), (False, [])])
+@pytest.mark.parametrize(("warm_up", "called"), [(True, ["process", "auto"]), (False, [])])
 def test_18_3_grammar_libraries_are_imported_while_the_model_is_loaded(monkeypatch, warm_up, called) -> None:
-    """Not on a thread beside the first requests, whose steps it delayed for four seconds."""
+    """Not on a thread beside the first requests, whose steps it delayed for four seconds. The compiling process comes up
+    meanwhile: begun after the weights, it kept an 8B worker from being ready for 1.5 s."""
     calls: list[str] = []
     monkeypatch.setattr(model.Loaders, "warm_up", lambda self, backend: calls.append(backend))
     monkeypatch.setattr(model, "TokenBytes", lambda tokenizer: None)
     tokenizer = SimpleNamespace(eos_token_ids=(2,), vocab_size=8)
-    assert make_grammars(WorkerConfig(grammar_warm_up=warm_up), tokenizer) is not None  # type: ignore[arg-type]
+    config = WorkerConfig(grammar_warm_up=warm_up)
+    assert make_grammars(config, tokenizer, lambda _: calls.append("process")) is not None  # type: ignore[arg-type]
     assert calls == called
 
 
