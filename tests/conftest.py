@@ -58,6 +58,20 @@ def pytest_configure_node(node: Any) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     _OF_USERS.intersection_update(getattr(config, "workerinput", {}).get("variables_of_users", _OF_USERS))
+    if config.get_verbosity() > 0 and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(FailuresAtOnce(config))
+
+
+class FailuresAtOnce:
+    """With -v a failure is shown when it happens: a run of an hour may be ended before its summary."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._config = config
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        terminal = self._config.pluginmanager.get_plugin("terminalreporter")
+        if report.failed and terminal is not None:
+            terminal.write_line(f"\n{report.longreprtext}\n", red=True)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -10,6 +10,7 @@ Each condition runs the part of the suite that it can affect:
 * Instructions (lanes-8, lanes-16, no-compiler): every test that compiles or loads C, also in a child process: what
   reaches `diptych.common.compiled.find_compiler`. A run with a print there showed which folders do not (WITHOUT_C). Those
   of faults and of strangers load it, too, but what they see are processes and messages: time's conditions run them.
+  At the width that the machine's own kernels have, the conditions of time have run all but UNTIMED: there only the rest.
 * All at once (together, together-no-compiler): SMOKE, one test or a few of every kind in which the others found
   something.
 
@@ -40,6 +41,7 @@ from pathlib import Path
 import psutil
 
 from diptych.common import child
+from diptych.common.compiled import LANES_VARIABLE
 
 sys.path.insert(0, str(Path(__file__).resolve().parent / "support"))
 from diptych_tests import machine  # noqa: E402
@@ -82,6 +84,15 @@ WITHOUT_C = {
     "tests/unit/rpc": "conversion of messages",
     "tests/unit/worker": "parts of a worker, with a fake runner",
 }
+# Forms of requests and answers: the same C computes under all of them, and tests/e2e/test_identity.py compares what it computes.
+FORMS = tuple(
+    f"tests/e2e/test_{name}.py"
+    for name in (
+        "api_audit", "api_fuzz_live", "api_grid", "bad_input", "boards", "cancel", "clients", "doctor", "ipv6", "metrics_add_up",
+        "rolling_restart", "start_hangs", "status_page", "supervisor", "traces", "up", "up_router_processes", "up_secured",
+    )
+)  # fmt: skip
+WITHOUT_C |= dict.fromkeys(FORMS, "forms of requests and answers, and processes")
 SMOKE = (
     "tests/unit/engine_exec/test_exec_native.py",
     "tests/unit/router/placement/test_router_native.py",
@@ -120,7 +131,14 @@ class Condition:
     one_core: bool = False
     busy_loops: int = 0
     env: Mapping[str, str] = field(default_factory=dict)
-    limit_s: float = 1500.0
+    limit_s: float = 2700.0
+
+    @property
+    def parts(self) -> Sequence[str]:
+        """What it runs of the suite."""
+        if self.env.get(LANES_VARIABLE) == str(machine.register_lanes()):
+            return [folder for folder in UNTIMED if folder not in WITHOUT_C]
+        return ["tests", *(f"--ignore={folder}" for folder in self.leave_out)]
 
 
 NO_COMPILER = {"CC": "no-compiler-here"}
@@ -131,18 +149,18 @@ CONDITIONS = (
     Condition("busy", "two busy loops beside it", UNTIMED, busy_loops=TWO_LOOPS),
     Condition(
         "lanes-8", "vectors of 8 floats, as AVX2 has them", WITHOUT_C,
-        beside="throttled", env={"DIPTYCH_NATIVE_LANES": "8"},
+        beside="throttled", env={LANES_VARIABLE: "8"},
     ),
     Condition(
         "lanes-16", "vectors of 16 floats, as AVX-512 has them", WITHOUT_C,
-        beside="throttled", env={"DIPTYCH_NATIVE_LANES": "16"},
+        beside="throttled", env={LANES_VARIABLE: "16"},
     ),
     Condition(
         "no-compiler", "no C compiler: torch and numpy serve", WITHOUT_C, beside="one-core", env=NO_COMPILER,
     ),
     Condition(
         "together", "throttled, on one core, beside two busy loops, with vectors of 8 floats",
-        smoke=True, quarter=True, one_core=True, busy_loops=TWO_LOOPS, env={"DIPTYCH_NATIVE_LANES": "8"},
+        smoke=True, quarter=True, one_core=True, busy_loops=TWO_LOOPS, env={LANES_VARIABLE: "8"},
     ),
     Condition(
         "together-no-compiler", "throttled, on one core, beside two busy loops, without a compiler",
@@ -292,7 +310,7 @@ def selection(condition: Condition, smoke: bool, given: Sequence[str]) -> list[s
         return list(given)
     if smoke or condition.smoke:
         return list(SMOKE)
-    return ["tests", *(f"--ignore={folder}" for folder in condition.leave_out)]
+    return list(condition.parts)
 
 
 def progress_of(log: Path) -> str:

@@ -22,7 +22,7 @@ def _compiler_version() -> str:
 
 
 @cache
-def _register_lanes() -> int:
+def register_lanes() -> int:
     """Floats of this CPU's widest register."""
     info = Path("/proc/cpuinfo")
     flags = (
@@ -35,7 +35,7 @@ def facts() -> list[str]:
     """Vectors, compiler, cores, load."""
     asked = os.environ.get(LANES_VARIABLE)
     return [
-        f"vectors: {_register_lanes()} floats a register" + (f", {LANES_VARIABLE}={asked}" if asked else ""),
+        f"vectors: {register_lanes()} floats a register" + (f", {LANES_VARIABLE}={asked}" if asked else ""),
         f"compiler: {_compiler_version()}",
         f"cores: {len(os.sched_getaffinity(0))} of {os.cpu_count()} ({platform.machine()})",
         "load: {:.2f} {:.2f} {:.2f} (1, 5, 15 minutes)".format(*os.getloadavg()),

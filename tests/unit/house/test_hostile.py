@@ -42,11 +42,17 @@ def test_every_folder_and_file_that_it_names_is_there():
         assert (ROOT / name).exists(), name
 
 
-def test_each_condition_takes_its_part_the_smoke_or_what_is_given():
+@pytest.mark.parametrize("lanes", [8, 16])
+def test_each_condition_takes_its_part_the_smoke_or_what_is_given(monkeypatch, lanes):
+    monkeypatch.setattr(hostile.machine, "register_lanes", lambda: lanes)
     by_name = {condition.name: condition for condition in hostile.CONDITIONS}
     for timed in ("throttled", "one-core", "busy"):
         assert "--ignore=tests/sim" in hostile.selection(by_name[timed], False, [])
-    assert "--ignore=tests/unit/engine_exec" not in hostile.selection(by_name["lanes-8"], False, [])
+    own, other = sorted((by_name["lanes-8"], by_name["lanes-16"]), key=lambda one: one.name != f"lanes-{lanes}")
+    assert "--ignore=tests/unit/engine_exec" not in hostile.selection(other, False, [])
+    assert hostile.selection(other, False, [])[0] == "tests"
+    # The conditions of time run at this width what they do not leave out; every test that loads C is in one of both.
+    assert hostile.selection(own, False, []) == ["tests/kernels", "tests/unit/engine_exec", "tests/unit/house"]
     assert hostile.selection(by_name["together"], False, []) == list(hostile.SMOKE)
     assert hostile.selection(by_name["busy"], True, []) == list(hostile.SMOKE)
     assert hostile.selection(by_name["together"], False, ["tests/sim"]) == ["tests/sim"]
