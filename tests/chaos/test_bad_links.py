@@ -119,7 +119,7 @@ async def test_a_partition_between_router_and_decode(tmp_path: Path, way: str) -
 async def test_delay_jitter_and_slices_between_decode_and_prefill(tmp_path: Path) -> None:
     """KV over UCX arrives, later; no slab is read twice, and nothing is computed at decode instead."""
     async with (
-        fake_model_cluster(tmp_path, proxied=("prefill-0", KV_LINK), **BIG) as cluster,
+        fake_model_cluster(tmp_path, proxied=("prefill-0", KV_LINK), **BIG | {"read_base_s": 3600.0}) as cluster,
         cluster.client() as client,
     ):
         for name in ("prefill-0", KV_LINK):
