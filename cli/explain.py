@@ -77,6 +77,19 @@ def _claim_line(claim: Any) -> str:
     return f"claim:    {made}; claims had kept {kept}"
 
 
+def _first_token_parts(why: Any) -> str:
+    """What the time to the first token was spent on; empty: not known, or it is that of several attempts."""
+    if not why.first_token_s or why.attempts:
+        return ""
+    if why.local_prefill:
+        parts = {"waiting for KV blocks": why.reserved_s, "computing": why.first_token_s - why.reserved_s}
+    else:
+        parts = {"prefill's queue": why.prefill_queue_s, "computing": why.prefill_compute_s}
+        parts["between prefill and decode"] = why.first_token_s - sum(parts.values())
+    parts["router"] = why.ttft_s - why.first_token_s
+    return ", ".join(f"{what} {max(0.0, seconds):.3f} s" for what, seconds in parts.items())
+
+
 def lines_of(why: Any) -> list[str]:
     """A types.proto Explanation as text: prediction, outcome, and the cost of every candidate."""
     lines = [f"policy {why.policy or 'unknown'}, index {why.index_mode or 'unknown'}"]
@@ -88,6 +101,8 @@ def lines_of(why: Any) -> list[str]:
             f"seen:     first token after {why.ttft_s:.3f} s, {why.cached_tokens} tokens cached;"
             f" prefill {why.prefill}, decode {why.decode}, {why.kv_bytes} bytes over {why.transport}"
         )
+        if parts := _first_token_parts(why):
+            lines.append(f"          of that: {parts}")
         if why.total_s:
             lines.append(
                 f"          the rest in {max(0.0, why.total_s - why.ttft_s):.3f} s"

@@ -43,3 +43,17 @@ def test_an_explanation_on_a_terminal():
 
 def test_an_answer_that_was_never_run_shows_no_facts():
     assert not any(line.startswith("seen") for line in lines_of(types_pb2.Explanation(policy="cost")))
+
+
+def test_the_time_to_the_first_token_is_split() -> None:
+    why = types_pb2.Explanation(decode="d0", prefill="p0", ttft_s=0.5, first_token_s=0.47)
+    why.prefill_queue_s, why.prefill_compute_s = 0.1, 0.35
+    assert [line.strip() for line in lines_of(why) if "of that" in line] == [
+        "of that: prefill's queue 0.100 s, computing 0.350 s, between prefill and decode 0.020 s, router 0.030 s"
+    ]
+    why.local_prefill, why.prefill, why.reserved_s = True, "d0", 0.2
+    assert [line.strip() for line in lines_of(why) if "of that" in line] == [
+        "of that: waiting for KV blocks 0.200 s, computing 0.270 s, router 0.030 s"
+    ]
+    why.attempts.add(decode="d1", failure="WORKER_LOST")
+    assert not any("of that" in line for line in lines_of(why)), "its parts are of one attempt, and the time of both"
