@@ -1,1 +1,1 @@
-BENCH_HELP = "Measure any OpenAI-compatible server, or our own gRPC API, under load."
+BENCH_HELP = "Measure an OpenAI-compatible or gRPC server under load."

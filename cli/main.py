@@ -129,7 +129,7 @@ def _add_worker(role: str, run: Callable[[WorkerConfig], int]) -> Callable[[type
 
 
 _SETTINGS_COMMANDS: Mapping[str, tuple[str, Callable[[typer.Typer, str], None]]] = {
-    "up": ("Start a cluster on this machine and supervise it; Ctrl-C stops it.", _add_up),
+    "up": ("Start a cluster on this machine; Ctrl-C stops it.", _add_up),
     "serve": ("Serve one model in one process, without a cluster.", _add_serve),
     "router": ("Run a router.", _add_router),
     "prefill": ("Run a prefill worker.", _add_worker("prefill", _worker)),
@@ -198,7 +198,7 @@ def _register_small(app: typer.Typer) -> None:
         tls_ca: TLS_CA = None,
         tls_server_name: TLS_SERVER_NAME = "",
     ) -> None:
-        """Chat with the cluster in the terminal; in a pipe, every line is one message. DIPTYCH_API_KEY holds the API key."""
+        """Chat with the cluster in the terminal. In a pipe, every line is one message. DIPTYCH_API_KEY holds the API key."""
         from diptych.cli.chat import run_chat
 
         wishes: dict[str, Any] = {"system": system, "max_tokens": max_tokens or None, "temperature": temperature}
@@ -239,7 +239,7 @@ def _register_small(app: typer.Typer) -> None:
         address: Annotated[str, typer.Argument(help="host:port of a gRPC server, or an http(s):// URL.")],
         timeout_s: Annotated[float, typer.Option(help="Deadline of the check, in seconds.")] = 3.0,
     ) -> None:
-        """Check whether one server serves: exit code 0 or 1, for health checks."""
+        """Check whether one server serves. Exit code 0 or 1, for health checks."""
         from diptych.cli.health import run_health
 
         raise typer.Exit(run_health(address, timeout_s))
@@ -263,7 +263,7 @@ def _register_small(app: typer.Typer) -> None:
         prefill_rate: Annotated[float, typer.Option(help="Tokens/s; with --copy-rate: show when swapping pays.")] = 0.0,
         copy_rate: Annotated[float, typer.Option(help="GiB/s between the cache and the host tier.")] = 0.0,
     ) -> None:
-        """Show the size of a token's KV cache, for any Hugging Face config."""
+        """Show the size of a token's KV cache. Of any Hugging Face config."""
         from diptych.cli.capacity import run_capacity
 
         if bool(model) == bool(named):

@@ -30,7 +30,7 @@ def register(app: typer.Typer) -> None:
         tls_server_name: TLS_SERVER_NAME = "",
         secret_file: SECRET_FILE = "",
     ) -> None:
-        """Move a running request to another decode worker; its stream goes on, and loses nothing."""
+        """Move a running request to another decode worker. Its stream goes on, and loses nothing."""
         if not address and state_here() is None:
             from diptych.common.paths import run_dir
 

@@ -35,7 +35,7 @@ def register(app: typer.Typer) -> None:
         cluster_tls_name: CLUSTER_TLS_NAME = "",
         secret_file: SECRET_FILE = "",
     ) -> None:
-        """Find out what slows a cluster down; each finding has a next step. Exit code 1 when a finding is bad."""
+        """Find out what slows a cluster down. Each finding has a next step. Exit code 1 when a finding is bad."""
         from diptych.cli.doctor.command import run_doctor
         from diptych.cli.router_access import worker_access
         from diptych.cli.status_client import StatusClient
@@ -85,7 +85,7 @@ def register(app: typer.Typer) -> None:
         cluster_tls_name: CLUSTER_TLS_NAME = "",
         secret_file: SECRET_FILE = "",
     ) -> None:
-        """Make a running worker a prefill or a decode worker: it drains, and serves as the other one. A restart undoes it."""
+        """Make a running worker a prefill or a decode worker. It drains, and serves as the other one. A restart undoes it."""
         from diptych.cli.role import run_role
         from diptych.cli.router_access import worker_access
         from diptych.cli.status_client import StatusClient
@@ -106,7 +106,7 @@ def register(app: typer.Typer) -> None:
         tls_ca: TLS_CA = None,
         tls_server_name: TLS_SERVER_NAME = "",
     ) -> None:
-        """Run a command that restarts a worker, and wait until the router uses its new incarnation: one step of a roll-out."""
+        """Restart a worker by a command, one step of a roll-out. Waits until the router uses its new incarnation."""
         from diptych.cli.restart import run_restart
         from diptych.cli.status_client import StatusClient
 

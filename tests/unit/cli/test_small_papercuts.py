@@ -151,6 +151,12 @@ def test_5_8_make_down_knows_a_set_up_that_has_not_ended(tmp_path: Path, there: 
     assert words in done.stdout
 
 
+def test_the_list_of_commands_cuts_no_sentence() -> None:
+    shown = CliRunner().invoke(main.build_app(), ["--help"], terminal_width=80).output
+    assert "explain" in shown
+    assert not [line for line in shown.partition("Commands:")[2].splitlines() if "..." in line]
+
+
 def test_make_help_lists_every_target_in_one_column() -> None:
     root = Path(__file__).resolve().parents[3]
     shown = subprocess.run(["make", "help"], cwd=root, capture_output=True, text=True, check=True).stdout.splitlines()
