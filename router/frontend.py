@@ -326,6 +326,7 @@ class Frontend:
             relay.close()
             timer.left()
             span.left()
+            relay.trace.settle()
 
     async def _run_shadow(self, request: ValidatedRequest) -> AsyncIterator[GenerateEvent]:
         """As `generate`, without effect on metrics."""

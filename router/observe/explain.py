@@ -12,6 +12,8 @@ from diptych.router.requests.messages import Retention
 from diptych.rpc.v1 import types_pb2
 
 _MAX_CANDIDATES = 32
+_KEPT_CANDIDATES = 8
+"""Of a request that has ended."""
 
 
 @dataclass(slots=True)
@@ -44,6 +46,16 @@ class RequestTrace:
     tokens_at: float | None = None
     """When the last message with tokens came."""
     retention: Retention | None = None
+
+    def settle(self) -> None:
+        """The request has ended. Of its placement remains what an explanation shows."""
+        if self.placement is not None:
+            self.placement = self.placement.without_records(_KEPT_CANDIDATES)
+
+    def on_facts(self, facts: types_pb2.Explanation) -> None:
+        """The answer has ended well. Copied: a part of a message keeps all of it, with tokens and log probabilities."""
+        self.facts = types_pb2.Explanation()
+        self.facts.CopyFrom(facts)
 
     def on_tokens(self, now: float) -> None:
         """A message with tokens came."""

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, cast
 
 from diptych.common.store.worker_record import WorkerRecord
 from diptych.router.placement.pulls import PlannedPull
@@ -99,6 +99,13 @@ class Terms:
         return computes.hit_tokens if self.pull is None else self.pull.num_tokens
 
 
+@dataclass(frozen=True, slots=True)
+class WorkerName:
+    """What remains of a worker's record in a placement of the past."""
+
+    worker_id: str
+
+
 class Views(Protocol):
     """See ClusterSnapshot."""
 
@@ -126,6 +133,21 @@ class Placement:
     policy: str = "cost"
     colocated: bool = False
 
+    def without_records(self, most: int) -> Placement:
+        """For an explanation, with the `most` cheapest candidates and the chosen one: of a request that has ended, the records
+        of all workers as they were then would be kept only for this."""
+        terms = self.best(most)
+        if self.chosen not in terms:
+            terms[-1:] = [self.chosen]
+        holders = {
+            one.pull.holder: self.snapshot.record(one.pull.holder).worker_id for one in terms if one.pull is not None
+        }
+        kept = [_without_records(one) for one in terms]
+        return Placement(
+            kept[terms.index(self.chosen)], _Names(holders), (), lambda most: kept[:most], self.notes, self.policy,
+            self.colocated,
+        )  # fmt: skip
+
     @property
     def prefill(self) -> tuple[WorkerView, ...]:
         """The workers of `order`."""
@@ -142,6 +164,30 @@ class Placement:
     @property
     def local_prefill(self) -> bool:
         return self.chosen.prefill is None
+
+
+@dataclass(frozen=True, slots=True)
+class _Names:
+    """See Views: names of some workers, by index."""
+
+    names: dict[int, str]
+
+    def view(self, index: int) -> WorkerView:
+        return WorkerView(self.record(index))
+
+    def record(self, index: int) -> WorkerRecord:
+        return cast(WorkerRecord, WorkerName(self.names[index]))
+
+
+def _without_records(terms: Terms) -> Terms:
+    def named(view: WorkerView) -> WorkerView:
+        return WorkerView(cast(WorkerRecord, WorkerName(view.worker_id)), view.hit_tokens, view.tier_tokens)
+
+    prefill = None if terms.prefill is None else named(terms.prefill)
+    return Terms(
+        prefill, named(terms.decode), terms.queue_ms, terms.prefill_ms, terms.transfer_ms, terms.decode_load_ms,
+        terms.stall_ms, terms.pull,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

@@ -267,7 +267,8 @@ class Lookaside:
             return
         finished, counts = status.finished, status.finished.usage
         usage = UsageInfo(counts.prompt_tokens, counts.completion_tokens, counts.cached_tokens)
-        trace.facts, trace.cached_tokens = finished.explanation, usage.cached_tokens
+        trace.on_facts(finished.explanation)
+        trace.cached_tokens = usage.cached_tokens
         if trace.placement is not None:
             prefill = finished.explanation.prefill
             record_outcome(cluster, trace.placement, reason="", prefill=prefill, faults=status.prefill_faults)
@@ -341,6 +342,7 @@ class Lookaside:
         self._outcomes[outcome].inc()
         self._cluster.reservations.release(attempt)
         self._cluster.placer.end(grant.decision.request_id, self._clock.now())
+        grant.decision.trace.settle()
 
     def _log(self, grant: _Grant, reason: str) -> None:
         decision, end = grant.decision, grant.end

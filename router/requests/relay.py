@@ -663,7 +663,7 @@ class Relay:
             )
         self.kv_bytes = message.explanation.kv_bytes
         trace = self._trace
-        trace.facts = message.explanation
+        trace.on_facts(message.explanation)
         if not self._is_continued:
             trace.cached_tokens = usage.cached_tokens
         self._decision.outcome = "finished"
