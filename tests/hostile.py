@@ -41,7 +41,6 @@ from pathlib import Path
 import psutil
 
 from diptych.common import child
-from diptych.common.compiled import LANES_VARIABLE
 
 sys.path.insert(0, str(Path(__file__).resolve().parent / "support"))
 from diptych_tests import machine  # noqa: E402
@@ -136,7 +135,7 @@ class Condition:
     @property
     def parts(self) -> Sequence[str]:
         """What it runs of the suite."""
-        if self.env.get(LANES_VARIABLE) == str(machine.register_lanes()):
+        if self.env.get("DIPTYCH_NATIVE_LANES") == str(machine.register_lanes()):
             return [folder for folder in UNTIMED if folder not in WITHOUT_C]
         return ["tests", *(f"--ignore={folder}" for folder in self.leave_out)]
 
@@ -149,18 +148,18 @@ CONDITIONS = (
     Condition("busy", "two busy loops beside it", UNTIMED, busy_loops=TWO_LOOPS),
     Condition(
         "lanes-8", "vectors of 8 floats, as AVX2 has them", WITHOUT_C,
-        beside="throttled", env={LANES_VARIABLE: "8"},
+        beside="throttled", env={"DIPTYCH_NATIVE_LANES": "8"},
     ),
     Condition(
         "lanes-16", "vectors of 16 floats, as AVX-512 has them", WITHOUT_C,
-        beside="throttled", env={LANES_VARIABLE: "16"},
+        beside="throttled", env={"DIPTYCH_NATIVE_LANES": "16"},
     ),
     Condition(
         "no-compiler", "no C compiler: torch and numpy serve", WITHOUT_C, beside="one-core", env=NO_COMPILER,
     ),
     Condition(
         "together", "throttled, on one core, beside two busy loops, with vectors of 8 floats",
-        smoke=True, quarter=True, one_core=True, busy_loops=TWO_LOOPS, env={LANES_VARIABLE: "8"},
+        smoke=True, quarter=True, one_core=True, busy_loops=TWO_LOOPS, env={"DIPTYCH_NATIVE_LANES": "8"},
     ),
     Condition(
         "together-no-compiler", "throttled, on one core, beside two busy loops, without a compiler",

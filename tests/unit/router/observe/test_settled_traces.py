@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
+from types import FunctionType, ModuleType
 
 from diptych.bench.router.decision import NUM_TOKENS, Setup
 from diptych.common.request import Prompt
@@ -18,9 +19,10 @@ def reached(root: object) -> list[object]:
     waiting: list[object] = [root]
     while waiting:
         one = waiting.pop()
-        if id(one) not in seen and not isinstance(one, type):
+        if id(one) not in seen and not isinstance(one, type | ModuleType):
             seen[id(one)] = one
-            waiting += gc.get_referents(one)
+            # Not the globals of a function: they lead to all that there is.
+            waiting += (one.__closure__ or ()) if isinstance(one, FunctionType) else gc.get_referents(one)
     return list(seen.values())
 
 
