@@ -2,7 +2,8 @@
 
 Banned are: code execution from data; TLS without its checks, and broken hashes; forks,
 since in a copy of a process with UCX, gRPC or CUDA their handlers run
-(common/child.py starts children); and sleeps in tests, whose outcome would depend on the machine's speed. A loop that
+(common/child.py starts children); children that could outlive who started them;
+and sleeps in tests, whose outcome would depend on the machine's speed. A loop that
 polls a condition may sleep (better: diptych_tests.waiting); where another sleep decides nothing, the line says why:
 `# sleep: REASON`.
 """
@@ -26,6 +27,8 @@ LOOP_FORKS = {
     "ProcessPoolExecutor",
 }
 """uvloop's forks run Python's at-fork hooks in the copy. Allowed in benchmarks and tests."""
+MAY_OUTLIVE = ("common/child.py", "cli/up/command.py", "tests/")
+"""common/child.py itself; `up --detach`, which is meant to; tests, which end clusters in fixtures."""
 IMPORTS = {"__import__", "importlib.import_module", "import_module"}
 SLEEPS = {"time.sleep", "asyncio.sleep"}
 MAY_SLEEP = ("tests/support/diptych_tests/waiting.py", "tests/conftest.py", "tests/sim/")
@@ -123,6 +126,8 @@ def findings(source: str, filename: str) -> list[str]:
                 report(node, f"{call}()")
             if call in FORKING_CALLS or (serves and call.split(".")[-1] in LOOP_FORKS):
                 report(node, f"{call}() forks; see common/child.py")
+            if call == "subprocess.Popen" and not filename.startswith(MAY_OUTLIVE):
+                report(node, f"{call}(): what it starts outlives this process when it is killed; see common/child.py")
             if any(keyword.arg == "preexec_fn" for keyword in node.keywords):
                 report(node, "preexec_fn: a fork with code of ours in the copy; see common/child.py")
             if call == "torch.load" and _keyword(node, "weights_only") is not True:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import psutil
 
+from diptych.common import child
 from diptych.common.errors import ConfigError
 
 START_S = 120.0
@@ -33,7 +34,7 @@ def running_command(
     its output when it prints no addresses within START_S.
     """
     with tempfile.NamedTemporaryFile() as output:
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=env)
+        process = child.start(command, stdout=output, stderr=subprocess.STDOUT, env=env)
         try:
             yield psutil.Process(process.pid), _addresses(process, Path(output.name), module)
         finally:

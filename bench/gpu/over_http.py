@@ -43,6 +43,7 @@ from diptych.bench.gpu.http_client import Answer, ask
 from diptych.bench.gpu.random_model import BIG, SMALL, TINY, write_model, write_window_model
 from diptych.cli.up.processes import free_port
 from diptych.cli.up.readiness import is_ready
+from diptych.common import child
 from diptych.engine.exec.cuda.late_kernels import LATE
 
 START_S = 240.0
@@ -115,9 +116,7 @@ class Server:
         with self.log.open("wb") as log:
             command = [sys.executable, "-P", "-m", "diptych.cli", *self.command[1:]]
             env = os.environ | self._env | {"DIPTYCH_RUN_DIR": str(self._folder / "run")}
-            self._process = subprocess.Popen(
-                command, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=env
-            )
+            self._process = child.start(command, stdout=log, stderr=subprocess.STDOUT, env=env)
         while not is_ready("127.0.0.1", self.port)[0]:
             if self._process.poll() is not None or time.monotonic() - begun > START_S:
                 raise RuntimeError(f"{' '.join(self.command)}: not ready\n{self.text()[-6000:]}")

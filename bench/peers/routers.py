@@ -34,6 +34,7 @@ from diptych.cli.models.store import resolve_model
 from diptych.cli.progress import progress_on
 from diptych.cli.temporary import temporary_folder
 from diptych.cli.up.processes import free_port
+from diptych.common import child
 from diptych.common.errors import ConfigError
 from diptych.common.secret import create_secret
 
@@ -73,7 +74,7 @@ SCENES = (
 @contextlib.contextmanager
 def _peer(name: str, command: Sequence[str], port: int, logs: Path) -> Iterator[Contender]:
     with (logs / f"{name}.log").open("w") as log:
-        process = subprocess.Popen(list(command), stdout=log, stderr=log, stdin=subprocess.DEVNULL)
+        process = child.start(list(command), stdout=log, stderr=log)
         try:
             until = time.monotonic() + START_S
             while not _answers(port):

@@ -29,6 +29,7 @@ import httpx
 
 from diptych.bench.result import RESULTS, surroundings, write
 from diptych.cli.up.processes import free_port
+from diptych.common import child
 from diptych.loadtest.svg import bars
 
 RESULT = RESULTS / "router" / "beside.json"
@@ -57,9 +58,9 @@ class Cluster:
         self.url = f"http://127.0.0.1:{port}"
         flags = ["--http-port", str(port), "--grpc-port", str(grpc_port), "--prefill-workers", str(prefill_workers)]
         self._log = (folder / "up.log").open("wb")
-        self._process = subprocess.Popen(
+        self._process = child.start(
             [*_DIPTYCH, "up", *flags, *pool, "--keys-file", str(folder / "keys.json")],
-            env=self._env, stdout=self._log, stderr=subprocess.STDOUT, start_new_session=True,
+            env=self._env, stdout=self._log, stderr=subprocess.STDOUT, new_session=True,
         )  # fmt: skip
 
     def _add(self, folder: Path, tenant: str) -> str:

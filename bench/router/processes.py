@@ -159,7 +159,7 @@ def _run(cluster: _Cluster, router: _Router, face: str, kind: str, args: argpars
         router.http if face == "HTTP" else router.grpc, users, args.prompt_tokens, KINDS[kind], begin, begin + args.seconds
     )  # fmt: skip
     command = [sys.executable, "-P", "-m", "diptych.bench.router.processes_client", json.dumps(asdict(load))]
-    clients = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) for _ in range(num_clients)]
+    clients = [child.start(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) for _ in range(num_clients)]
     try:
         measured = [*router.processes, *cluster.workers, *(psutil.Process(client.pid) for client in clients)]
         time.sleep(max(0.0, begin - time.monotonic()))

@@ -14,6 +14,7 @@ from pathlib import Path
 import httpx
 
 from diptych.cli.bench.run import Place, finish, now, opened, run_async
+from diptych.common import child
 from diptych.loadtest import live
 from diptych.loadtest.config import BenchConfig
 from diptych.loadtest.mock_server import Script
@@ -61,12 +62,12 @@ def mock_process(script: Script, core: int | None = None) -> Iterator[str]:
     """The mock server as a child process on a core of its own; yields its URL."""
     flags = [f"--{f.name.replace('_', '-')}={getattr(script, f.name)}" for f in dataclasses.fields(script)]
     command = [sys.executable, "-P", "-m", "diptych.loadtest.mock_server", *flags]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    process = child.start(command, stdout=subprocess.PIPE)
     try:
         if core is not None:
             os.sched_setaffinity(process.pid, {core})
         assert process.stdout is not None
-        yield process.stdout.readline().strip()
+        yield process.stdout.readline().decode().strip()
     finally:
         process.terminate()
         process.wait(timeout=10)
