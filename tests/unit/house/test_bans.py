@@ -32,6 +32,7 @@ def bans() -> ModuleType:
         "os.fork()",
         "subprocess.Popen(['ls'], preexec_fn=f)",
         "await asyncio.create_subprocess_exec('ls')",
+        "subprocess.Popen(['ls'], start_new_session=True)",
     ],
 )
 def test_banned(bans, source):
@@ -45,7 +46,6 @@ def test_banned(bans, source):
         "yaml.safe_load(text)",
         "subprocess.run(['ls'])",
         "model.eval()",
-        "subprocess.Popen(['ls'], start_new_session=True)",
     ],
 )
 def test_allowed(bans, source):
