@@ -73,7 +73,7 @@ SCENES = (
 
 @contextlib.contextmanager
 def _peer(name: str, command: Sequence[str], port: int, logs: Path) -> Iterator[Contender]:
-    with (logs / f"{name}.log").open("w") as log:
+    with (logs / f"{name}.log").open("wb") as log:
         process = child.start(list(command), stdout=log, stderr=log)
         try:
             until = time.monotonic() + START_S
