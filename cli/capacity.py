@@ -10,7 +10,7 @@ from typing import Any
 from diptych.common.errors import ConfigError
 from diptych.common.kv_groups import PoolDemand
 from diptych.engine.capacity import CacheOf, cache_of, capacity_line, held_lines, kibibytes
-from diptych.engine.sched.swap_cost import Rates, break_even_copy_bytes_per_s, break_even_tokens
+from diptych.engine.sched.lifecycle.swap_cost import Rates, break_even_copy_bytes_per_s, break_even_tokens
 from diptych.worker.defaults import CPU
 
 _GIB = 1 << 30

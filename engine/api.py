@@ -28,7 +28,7 @@ from diptych.engine.messages import (
     PrefillComplete,
     TokensOut,
 )
-from diptych.engine.sched.output import DetokenizerFactory
+from diptych.engine.sched.requests.output import DetokenizerFactory
 
 _T = TypeVar("_T")
 _QUERY_DEADLINE_S = 10.0

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from diptych.engine.messages import RangeUnpacked, UnpackRange
 from diptych.engine.runner import CopyHandle
-from diptych.engine.sched.remote import UnpackJob
+from diptych.engine.sched.handoff.remote import UnpackJob
 from diptych.engine.sched.scheduler import Scheduler
 
 

@@ -30,10 +30,10 @@ class EngineConfig:
         max_mixed_prefill_tokens: prompt tokens of a step in which sequences decode; 0: as of any other step.
         initial_prefill_tokens_per_s: the first guess of that rate.
         long_prefill_token_threshold: prompt tokens of one request in one step; 0: no such cap.
-        scheduling_policy: sojourn, fcfs, priority, sjf or fair; see engine.sched.policies.
+        scheduling_policy: sojourn, fcfs, priority, sjf or fair; see engine.sched.batching.policies.
         sjf_aging_tokens_per_s: under sjf, the work that a second of waiting outweighs.
         tenant_cache_share: part of the pool that one tenant's cached blocks may take.
-        claim_share: part of the pool that requests may claim, see engine.sched.retention; 0: claims have no effect.
+        claim_share: part of the pool that requests may claim, see engine.sched.cache.retention; 0: claims have no effect.
         num_host_blocks: slots of the host tier; at most what the runner has.
         num_disk_blocks: blocks in files; needs a BlockStore.
         preemption_mode: auto (by measured cost), recompute or swap (recompute where the host tier is full).

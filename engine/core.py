@@ -46,11 +46,11 @@ from diptych.engine.messages import (
 )
 from diptych.engine.runner import OutOfDeviceMemory, RunnerCapabilities, StepAborted
 from diptych.engine.sched import async_scheduling as ahead
-from diptych.engine.sched.admission import ModelLimits
-from diptych.engine.sched.output import DetokenizerFactory
-from diptych.engine.sched.packing import PackJob
+from diptych.engine.sched.batching.step import SchedulerOutput
+from diptych.engine.sched.handoff.packing import PackJob
+from diptych.engine.sched.requests.admission import ModelLimits
+from diptych.engine.sched.requests.output import DetokenizerFactory
 from diptych.engine.sched.scheduler import Drafter, Scheduler
-from diptych.engine.sched.step import SchedulerOutput
 
 _log = logging.getLogger(__name__)
 _FEW_DECODES = 8
@@ -238,8 +238,8 @@ class EngineCore:
 
     def step(self, cancelled: Container[str] = ()) -> bool:
         """Schedule, compute, take the results, pack. On a device that takes steps ahead: the first call launches a
-        step, the next one launches another behind it (see engine.sched.ahead) and takes the first one's results, and so
-        on.
+        step, the next one launches another behind it (see engine.sched.async_scheduling) and takes the first one's
+        results, and so on.
 
         Args:
             cancelled: attempts that were cancelled meanwhile (another thread may add to it): a step of such attempts

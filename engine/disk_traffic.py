@@ -4,7 +4,7 @@ A block that entered the prefix cache is copied into a free buffer between two s
 busy engine take at most SHARE of its time; what left the cache before is not written.
 
 A request whose blocks are in files waits outside of the queue until they have been read, or until computing them would have
-taken as long (engine.sched.restores). Steps of other requests go on meanwhile.
+taken as long (engine.sched.lifecycle.restores). Steps of other requests go on meanwhile.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from diptych.common.errors import InternalError, RequestCancelledError
 from diptych.engine.disk_messages import BlocksRead, BlockStore, BlocksWritten
 from diptych.engine.executor import Executor, ExecutorLost
 from diptych.engine.messages import EngineRequest, UnpackRange
-from diptych.engine.sched.restores import Restore
+from diptych.engine.sched.lifecycle.restores import Restore
 from diptych.engine.sched.scheduler import Scheduler
 
 _log = logging.getLogger(__name__)

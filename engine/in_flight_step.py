@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from diptych.engine.runner import StepInFlight
-from diptych.engine.sched.step import SchedulerOutput
+from diptych.engine.sched.batching.step import SchedulerOutput
 
 FIRST_MARGIN_S = 0.003
 LEAST_MARGIN_S = 0.0005

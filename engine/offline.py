@@ -25,7 +25,7 @@ from diptych.engine.messages import (
     TokenLogprobs,
     TokensOut,
 )
-from diptych.engine.sched.output import DetokenizerFactory
+from diptych.engine.sched.requests.output import DetokenizerFactory
 from diptych.engine.sched.scheduler import Drafter
 
 

@@ -87,7 +87,8 @@ class TierStats:
 
 @dataclass(frozen=True, slots=True)
 class ClaimStats:
-    """Claims on cached blocks of the first KV group (engine.sched.retention). In blocks; of the whole run, but for `by_rank`."""
+    """Claims on cached blocks of the first KV group (engine.sched.cache.retention). In blocks; of the whole run, but
+    for `by_rank`."""
 
     by_rank: tuple[tuple[int, int], ...] = ()
     """(rank of the tenant, blocks that are claimed now)."""

@@ -33,7 +33,7 @@ from diptych.engine.grammar.compiler import ChildProcess, GrammarCompiler, Gramm
 from diptych.engine.grammar.program import AfterText, Program
 from diptych.engine.grammar.vocabulary import vocabulary_of
 from diptych.engine.runner import ModelRunner
-from diptych.engine.sched.output import DetokenizerFactory
+from diptych.engine.sched.requests.output import DetokenizerFactory
 from diptych.kvtransfer import ciphers
 from diptych.worker.config import AUTO, WorkerConfig
 from diptych.worker.defaults import DeviceFacts, ModelFacts, settled, slab_quotas

@@ -48,7 +48,7 @@ from diptych.engine.executor import LocalExecutor
 from diptych.engine.grammar.compiler import GrammarCompiler
 from diptych.engine.messages import EngineEvent, EngineRequest, KvMode
 from diptych.engine.runner import ModelRunner
-from diptych.engine.sched.swap_cost import Rates, describe
+from diptych.engine.sched.lifecycle.swap_cost import Rates, describe
 from diptych.kvtransfer.api import Transfer
 from diptych.rpc import convert
 from diptych.rpc.call_token import TokenInterceptor

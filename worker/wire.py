@@ -10,7 +10,7 @@ from diptych.common.request import ADAPTER, CHOICE, RESUME
 from diptych.common.sampling import LATER_FIELDS
 from diptych.common.tiers import TierState
 from diptych.engine.messages import BlockCounts
-from diptych.engine.sched.swap_cost import Rates, break_even_tokens
+from diptych.engine.sched.lifecycle.swap_cost import Rates, break_even_tokens
 from diptych.kvtransfer.api import KvAddress, SlabCounts
 from diptych.kvtransfer.handle import SlabHandle
 from diptych.rpc.fields import same_fields

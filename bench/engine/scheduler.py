@@ -23,7 +23,7 @@ from diptych.common.request import Prompt
 from diptych.common.sampling import SamplingParams
 from diptych.engine.config import EngineConfig
 from diptych.engine.messages import EngineRequest, StepResult
-from diptych.engine.sched.admission import ModelLimits
+from diptych.engine.sched.requests.admission import ModelLimits
 from diptych.engine.sched.scheduler import Scheduler
 
 BLOCK_SIZE = 16

@@ -6,7 +6,7 @@ admission and the tenants' turns are the router's code.
 A worker computes prompts at a fixed rate, in steps and in the engine's order (common/equal_shares.py); a decode worker
 only its local ones, and its step grows with its sequences. Where its pool is bounded, a request waits there for blocks before
 its prompt is computed anywhere. Both keep a prefix cache with the engine's order of evictions and claims
-(engine.sched.retention), and publish its events; leases are read every `lease_s`.
+(engine.sched.cache.retention), and publish its events; leases are read every `lease_s`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from diptych.common.request import CacheClaim, Prompt
 from diptych.common.store.interface import KvEvent
 from diptych.common.store.worker_record import WorkerLoad, WorkerRecord
 from diptych.engine.config import EngineConfig
-from diptych.engine.sched.retention import Claims, EvictionOrder
+from diptych.engine.sched.cache.retention import Claims, EvictionOrder
 from diptych.router.fairness.admission import Admission, AdmissionDecision, Verdict
 from diptych.router.fairness.capacity_gate import CapacityGate
 from diptych.router.fairness.fair_queue import Entry

@@ -22,10 +22,10 @@ from dataclasses import replace
 from itertools import chain
 
 from diptych.engine.messages import KvMode
-from diptych.engine.sched.lifecycle import Lifecycle
-from diptych.engine.sched.request import Request, State
+from diptych.engine.sched.batching.step import SchedulerOutput
+from diptych.engine.sched.lifecycle.lifecycle import Lifecycle
+from diptych.engine.sched.requests.request import Request, State
 from diptych.engine.sched.scheduler import Scheduler
-from diptych.engine.sched.step import SchedulerOutput
 from diptych.engine.step_messages import UNKNOWN_TOKEN, ScheduledSeq
 
 

@@ -6,8 +6,8 @@ from collections import Counter
 
 from diptych.common.tiers import DEVICE
 from diptych.engine.messages import EngineAudit, EngineStats, KvMode
-from diptych.engine.sched.lifecycle import Lifecycle
-from diptych.engine.sched.request import State
+from diptych.engine.sched.lifecycle.lifecycle import Lifecycle
+from diptych.engine.sched.requests.request import State
 from diptych.engine.stats import TierStats
 
 

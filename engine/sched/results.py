@@ -14,13 +14,13 @@ from diptych.engine.messages import (
     TokenLogprobs,
     TokensOut,
 )
-from diptych.engine.sched.beam_search import Child
-from diptych.engine.sched.beams import Beams, stopped
-from diptych.engine.sched.choices import Draws
-from diptych.engine.sched.lifecycle import Lifecycle
-from diptych.engine.sched.output import OutputProcessor
-from diptych.engine.sched.request import Request, State
-from diptych.engine.sched.step import SchedulerOutput
+from diptych.engine.sched.batching.step import SchedulerOutput
+from diptych.engine.sched.lifecycle.lifecycle import Lifecycle
+from diptych.engine.sched.requests.beam_search import Child
+from diptych.engine.sched.requests.beams import Beams, stopped
+from diptych.engine.sched.requests.choices import Draws
+from diptych.engine.sched.requests.output import OutputProcessor
+from diptych.engine.sched.requests.request import Request, State
 
 
 def apply_step_result(live: Lifecycle, out: SchedulerOutput, result: StepResult, duration_s: float) -> None:

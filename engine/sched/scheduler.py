@@ -11,7 +11,7 @@ in which they are due. A step that ends a prompt computes little of a prompt tha
 token is sent soon. A request that lacks blocks is passed by those that fit, as long as they use nothing that it lacks.
 
 `schedule` changes no `num_computed`: a step that is given up has no effect. `apply` makes a step take effect. The
-owners of the collections, and the moves between them, are in `engine.sched.lifecycle`."""
+owners of the collections, and the moves between them, are in `engine.sched.lifecycle.lifecycle`."""
 
 from __future__ import annotations
 
@@ -39,19 +39,20 @@ from diptych.engine.messages import (
     StepResult,
     UnpackRange,
 )
-from diptych.engine.sched import preemption, report, results
-from diptych.engine.sched.admission import ModelLimits, check_request
-from diptych.engine.sched.layer_groups import LayerGroups
-from diptych.engine.sched.lifecycle import Lifecycle
-from diptych.engine.sched.output import DetokenizerFactory
-from diptych.engine.sched.packing import PackJob
-from diptych.engine.sched.passing import Passing
-from diptych.engine.sched.publishing import publish_cached
-from diptych.engine.sched.pulls import NewBlocks, begin_pull, end_pull
-from diptych.engine.sched.remote import UnpackJob
-from diptych.engine.sched.request import Request, State
-from diptych.engine.sched.restores import Restore, end_restore, plan_restore
-from diptych.engine.sched.step import SchedulerOutput
+from diptych.engine.sched import report, results
+from diptych.engine.sched.batching.step import SchedulerOutput
+from diptych.engine.sched.handoff.layer_groups import LayerGroups
+from diptych.engine.sched.handoff.packing import PackJob
+from diptych.engine.sched.handoff.remote import UnpackJob
+from diptych.engine.sched.lifecycle import preemption
+from diptych.engine.sched.lifecycle.lifecycle import Lifecycle
+from diptych.engine.sched.lifecycle.passing import Passing
+from diptych.engine.sched.lifecycle.publishing import publish_cached
+from diptych.engine.sched.lifecycle.pulls import NewBlocks, begin_pull, end_pull
+from diptych.engine.sched.lifecycle.restores import Restore, end_restore, plan_restore
+from diptych.engine.sched.requests.admission import ModelLimits, check_request
+from diptych.engine.sched.requests.output import DetokenizerFactory
+from diptych.engine.sched.requests.request import Request, State
 
 _FILL_S = 0.05
 """Time that a step that ends a prompt may spend on other prompts, under a policy that passes. On a GPU it is ample."""
@@ -150,7 +151,7 @@ class Scheduler:
         return end_pull(self.live, attempt)
 
     def plan_restore(self, wanted: EngineRequest, now: float) -> Restore | None:
-        """See engine.sched.restores. No step is needed for it."""
+        """See engine.sched.lifecycle.restores. No step is needed for it."""
         if self.live.knows(wanted.attempt):
             return None  # `add` says so
         try:
@@ -163,7 +164,7 @@ class Scheduler:
         return plan_restore(self.live, wanted, header, self._arrivals, now, rates)
 
     def end_restore(self, name: str) -> tuple[int, NewBlocks | None]:
-        """See engine.sched.restores."""
+        """See engine.sched.lifecycle.restores."""
         return end_restore(self.live, name)
 
     def _is_new(self, attempt: str) -> bool:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from diptych.cli.worker_roles import services_of
-from diptych.engine.sched.kv_cache_manager import KvCacheManager
+from diptych.engine.sched.cache.kv_cache_manager import KvCacheManager
 from diptych.rpc.v1 import decode_pb2, types_pb2
 from diptych.worker import wire
 from diptych.worker.process import make_transfer

@@ -17,7 +17,7 @@ from diptych.common.block_identity import block_keys
 from diptych.common.clock import MonotonicClock
 from diptych.common.errors import ConfigError
 from diptych.common.store.memory import MemoryStore
-from diptych.engine.sched import restores
+from diptych.engine.sched.lifecycle import restores
 from diptych.engine.stats import TierStats
 from diptych.router.placement.block_table import as_keys
 from diptych.router.placement.index import BlockIndex, IndexMode

@@ -18,11 +18,12 @@ from handoff_sim.engine import BLOCK
 from diptych.common import kv_groups
 from diptych.common.errors import TransferError
 from diptych.engine.messages import RangePacked
-from diptych.engine.sched import kv_cache_manager, scheduler
-from diptych.engine.sched.kv_cache_manager import KvCacheManager
-from diptych.engine.sched.layer_groups import LayerGroups
-from diptych.engine.sched.packing import PackJob
-from diptych.engine.sched.remote import RemoteRequests
+from diptych.engine.sched import scheduler
+from diptych.engine.sched.cache import kv_cache_manager
+from diptych.engine.sched.cache.kv_cache_manager import KvCacheManager
+from diptych.engine.sched.handoff.layer_groups import LayerGroups
+from diptych.engine.sched.handoff.packing import PackJob
+from diptych.engine.sched.handoff.remote import RemoteRequests
 from diptych.kvtransfer import reader as read_side
 from diptych.kvtransfer.handle import Refusal
 from diptych.kvtransfer.ledger import DropPeer, SlabState

@@ -22,7 +22,7 @@ from diptych.engine.messages import (
     ScheduledSeq,
     TokensOut,
 )
-from diptych.engine.sched.beam_search import BeamSearch
+from diptych.engine.sched.requests.beam_search import BeamSearch
 
 EOS = 0
 

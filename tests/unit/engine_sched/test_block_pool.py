@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from diptych.common.tiers import TierDump
 from diptych.engine.messages import BlocksEvicted, BlocksStored, CacheCleared
-from diptych.engine.sched.block_pool import BlockPool
+from diptych.engine.sched.cache.block_pool import BlockPool
 from diptych.engine.stats import AGE_BUCKETS_S
 
 

@@ -25,8 +25,8 @@ from diptych.engine.messages import (
     TierStored,
 )
 from diptych.engine.offline import OfflineEngine
-from diptych.engine.sched.disk_tier import DiskTier
-from diptych.engine.sched.eviction import OldestUseLastBlockFirst
+from diptych.engine.sched.cache.disk_tier import DiskTier
+from diptych.engine.sched.cache.eviction import OldestUseLastBlockFirst
 
 PROMPT = tuple(range(100, 141))
 """Ten blocks and a token."""

@@ -8,8 +8,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_stat
 from diptych.common.errors import ConfigError
 from diptych.engine.fake_runner import FakeRunner
 from diptych.engine.messages import Failed, Finished, TierEvicted, TierStored, TokensOut
-from diptych.engine.sched.block_pool import BlockPool
-from diptych.engine.sched.host_tier import HostTier
+from diptych.engine.sched.cache.block_pool import BlockPool
+from diptych.engine.sched.cache.host_tier import HostTier
 
 
 def key(i: int) -> bytes:

@@ -15,7 +15,7 @@ from diptych.engine.executor import LocalExecutor
 from diptych.engine.fake_runner import FakeRunner
 from diptych.engine.messages import KvMode
 from diptych.engine.offline import OfflineEngine
-from diptych.engine.sched.throughput import ThroughputEstimator
+from diptych.engine.sched.batching.throughput import ThroughputEstimator
 
 BLOCK = 16
 IDENTITY = IdentityHeader(b"k" * 32, "m", "t", "u", BLOCK)

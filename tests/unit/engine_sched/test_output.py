@@ -8,8 +8,8 @@ import pytest
 from diptych.common.errors import InvalidRequestError
 from diptych.common.sampling import FinishReason, SamplingParams
 from diptych.common.text.detokenizer import StopChecker
-from diptych.engine.sched.admission import ModelLimits, make_output
-from diptych.engine.sched.output import OutputProcessor
+from diptych.engine.sched.requests.admission import ModelLimits, make_output
+from diptych.engine.sched.requests.output import OutputProcessor
 
 EOS = 0
 
@@ -122,7 +122,7 @@ def test_stop_strings_without_a_tokenizer_are_refused():
 
 def test_the_real_detokenizer_fits_the_protocol():
     from diptych.common.text.detokenizer import RequestDetokenizer as Real
-    from diptych.engine.sched.output import RequestDetokenizer
+    from diptych.engine.sched.requests.output import RequestDetokenizer
 
     names = [n for n in vars(RequestDetokenizer) if not n.startswith("_")]
     assert names

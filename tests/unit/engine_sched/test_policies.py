@@ -8,7 +8,7 @@ import pytest
 from diptych.common.sampling import SamplingParams
 from diptych.engine.fake_runner import FakeRunner
 from diptych.engine.messages import Admitted, Finished, KvMode
-from diptych.engine.sched.swap_cost import (
+from diptych.engine.sched.lifecycle.swap_cost import (
     Rates,
     break_even_copy_bytes_per_s,
     break_even_tokens,

@@ -9,9 +9,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_stat
 
 from diptych.common.request import CacheClaim
 from diptych.engine.messages import Admitted, Finished
-from diptych.engine.sched.block_pool import BlockPool
-from diptych.engine.sched.host_tier import HostTier
-from diptych.engine.sched.retention import LET_GO, UNCLAIMED, Claims, EvictionOrder
+from diptych.engine.sched.cache.block_pool import BlockPool
+from diptych.engine.sched.cache.host_tier import HostTier
+from diptych.engine.sched.cache.retention import LET_GO, UNCLAIMED, Claims, EvictionOrder
 
 ONE, OTHER = b"1" * 16, b"2" * 16
 

@@ -11,8 +11,8 @@ from diptych.engine.config import EngineConfig
 from diptych.engine.fake_runner import FakeRunner
 from diptych.engine.messages import Admitted, BlocksStored, Cancel, Failed, Finished, KvMode, TokensOut
 from diptych.engine.runner import StepAborted
-from diptych.engine.sched.request import LEGAL_MOVES, IllegalMoveError, State
-from diptych.engine.sched.throughput import ThroughputEstimator
+from diptych.engine.sched.batching.throughput import ThroughputEstimator
+from diptych.engine.sched.requests.request import LEGAL_MOVES, IllegalMoveError, State
 
 
 def recording(kit, num_blocks=64, **fields):

@@ -96,12 +96,12 @@ def test_no_runner_is_probed() -> None:
     """A runner declares what it can do: RunnerCapabilities."""
     assert list(probes("if isinstance(self.model.runner, Async): pass", "elsewhere.py"))
     root = ENGINE.parent
-    files = [*ENGINE.glob("*.py"), *(ENGINE / "sched").glob("*.py")]
+    files = [*ENGINE.glob("*.py"), *(ENGINE / "sched").rglob("*.py")]
     files += [path for room in ("worker", "prefill", "decode") for path in (root / room).glob("*.py")]
     assert not [found for path in files for found in probes(path.read_text(), path.name)]
 
 
 def test_no_module_changes_what_another_one_owns() -> None:
-    files = [*(ENGINE / "sched").glob("*.py"), *ENGINE.glob("*.py")]
+    files = [*(ENGINE / "sched").rglob("*.py"), *ENGINE.glob("*.py")]
     assert len(files) > 30
     assert not [found for path in files for found in breaches(path.read_text(), path.name)]

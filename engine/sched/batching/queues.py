@@ -7,8 +7,8 @@ from collections.abc import Callable, Collection, Iterator
 from itertools import chain
 
 from diptych.engine.messages import KvMode
-from diptych.engine.sched.policies import Key, Policy
-from diptych.engine.sched.request import Request, State
+from diptych.engine.sched.batching.policies import Key, Policy
+from diptych.engine.sched.requests.request import Request, State
 
 
 class _Sorted:

@@ -6,8 +6,8 @@ from diptych.common.block_identity import IdentityHeader
 from diptych.common.request import Prompt
 from diptych.common.sampling import SamplingParams
 from diptych.engine.messages import Admitted, EngineRequest, KvMode, PrefillComplete, PublishCached
-from diptych.engine.sched.lifecycle import Lifecycle
-from diptych.engine.sched.request import Request
+from diptych.engine.sched.lifecycle.lifecycle import Lifecycle
+from diptych.engine.sched.requests.request import Request
 
 
 def publish_cached(live: Lifecycle, command: PublishCached, header: IdentityHeader, arrival: int, now: float) -> None:

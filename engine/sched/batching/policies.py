@@ -14,7 +14,7 @@ life, so the first one always continues, and every request eventually becomes th
 from __future__ import annotations
 
 from diptych.common.equal_shares import EqualShares
-from diptych.engine.sched.request import Request
+from diptych.engine.sched.requests.request import Request
 
 Key = tuple[float, ...]
 

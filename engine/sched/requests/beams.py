@@ -15,10 +15,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from diptych.common.errors import InternalError, InvalidRequestError
 from diptych.common.sampling import FinishReason, SamplingParams
 from diptych.engine.messages import Candidate, ChoiceFinished, EngineEvent, Finished, TokensOut
-from diptych.engine.sched.admission import ModelLimits, make_output
-from diptych.engine.sched.beam_search import Answer, BeamSearch, Child
-from diptych.engine.sched.output import DetokenizerFactory, Finish
-from diptych.engine.sched.request import Request, State
+from diptych.engine.sched.requests.admission import ModelLimits, make_output
+from diptych.engine.sched.requests.beam_search import Answer, BeamSearch, Child
+from diptych.engine.sched.requests.output import DetokenizerFactory, Finish
+from diptych.engine.sched.requests.request import Request, State
 
 NOTHING_LEFT = "allowed_token_ids, bad_words, logit_bias and min_tokens leave no token to go on with"
 
@@ -160,7 +160,7 @@ class BeamGroups:
 
 
 def end_ids(sampling: SamplingParams, eos_token_ids: frozenset[int]) -> frozenset[int]:
-    """Tokens that end an answer, by the rule of engine.sched.output."""
+    """Tokens that end an answer, by the rule of engine.sched.requests.output."""
     ignored = sampling.ignore_eos and sampling.grammar is None
     return frozenset(sampling.stop_token_ids) | (frozenset() if ignored else eos_token_ids)
 

@@ -10,7 +10,7 @@ A block is in exactly one place:
 
 An evicted block's bytes may go to the host tier: `take_copies` has the copies in order, and the engine carries them out
 before anything is computed or written. With a quota, a tenant that exceeds it evicts its own cached blocks. The order of
-evictions, which claims of requests change, is that of engine.sched.retention.
+evictions, which claims of requests change, is that of engine.sched.cache.retention.
 
 A reservation is a count of free blocks without ids: `reserve` makes room for it by evicting, so
 
@@ -36,10 +36,10 @@ from diptych.engine.messages import (
     CacheEvent,
     CopyKind,
 )
-from diptych.engine.sched.block_ages import BlockAges
-from diptych.engine.sched.disk_tier import DiskTier
-from diptych.engine.sched.host_tier import HostTier
-from diptych.engine.sched.retention import Claims, EvictionOrder
+from diptych.engine.sched.cache.block_ages import BlockAges
+from diptych.engine.sched.cache.disk_tier import DiskTier
+from diptych.engine.sched.cache.host_tier import HostTier
+from diptych.engine.sched.cache.retention import Claims, EvictionOrder
 from diptych.engine.stats import ClaimStats
 
 

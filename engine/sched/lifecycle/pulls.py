@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from diptych.common.block_identity import IdentityHeader
 from diptych.common.sampling import SamplingParams
 from diptych.engine.messages import EngineRequest, KvMode, PullBlocks, Pulled, PullStarted
-from diptych.engine.sched.lifecycle import Lifecycle
-from diptych.engine.sched.request import Request, State
+from diptych.engine.sched.lifecycle.lifecycle import Lifecycle
+from diptych.engine.sched.requests.request import Request, State
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 
 from diptych.engine.messages import UnpackRange
 from diptych.engine.runner import CopyHandle
-from diptych.engine.sched.admission import ModelLimits
-from diptych.engine.sched.kv_cache_manager import KvCacheManager
-from diptych.engine.sched.request import Request
+from diptych.engine.sched.cache.kv_cache_manager import KvCacheManager
+from diptych.engine.sched.requests.admission import ModelLimits
+from diptych.engine.sched.requests.request import Request
 
 
 @dataclass(frozen=True, slots=True)

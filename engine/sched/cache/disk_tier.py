@@ -15,8 +15,8 @@ from diptych.common.secret import tenant_folder
 from diptych.common.tiers import DISK
 from diptych.engine.disk_messages import DiskBlock
 from diptych.engine.messages import TierEvicted, TierStored
-from diptych.engine.sched.eviction import OldestUseLastBlockFirst
-from diptych.engine.sched.tier_events import TierEvents
+from diptych.engine.sched.cache.eviction import OldestUseLastBlockFirst
+from diptych.engine.sched.cache.tier_events import TierEvents
 
 
 class DiskTier:

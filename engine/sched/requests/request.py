@@ -20,7 +20,7 @@ from enum import Enum
 
 from diptych.common.block_identity import BlockHasher, IdentityHeader
 from diptych.engine.messages import EngineRequest, KvMode, ScheduledSeq
-from diptych.engine.sched.output import OutputProcessor
+from diptych.engine.sched.requests.output import OutputProcessor
 
 
 class State(Enum):

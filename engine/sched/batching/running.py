@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from itertools import chain, islice
 
-from diptych.engine.sched.request import Request
+from diptych.engine.sched.requests.request import Request
 
 
 class RunningSet:

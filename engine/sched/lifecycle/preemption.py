@@ -6,9 +6,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from diptych.engine.messages import KvMode
-from diptych.engine.sched.lifecycle import Lifecycle
-from diptych.engine.sched.policies import Policy
-from diptych.engine.sched.request import Request
+from diptych.engine.sched.batching.policies import Policy
+from diptych.engine.sched.lifecycle.lifecycle import Lifecycle
+from diptych.engine.sched.requests.request import Request
 
 
 def choose_victim(needy: Request, running: Iterable[Request], policy: Policy) -> Request:

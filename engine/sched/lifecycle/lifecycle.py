@@ -23,20 +23,20 @@ from diptych.common.errors import DiptychError
 from diptych.common.sampling import FinishReason
 from diptych.engine.config import EngineConfig
 from diptych.engine.messages import Finished, KvMode, Preempted, PrefillComplete
-from diptych.engine.sched.admission import ModelLimits, make_output
-from diptych.engine.sched.beams import BeamGroups
-from diptych.engine.sched.choices import ChoiceGroups
-from diptych.engine.sched.kv_cache_manager import KvCacheManager
-from diptych.engine.sched.outbox import Outbox
-from diptych.engine.sched.output import DetokenizerFactory
-from diptych.engine.sched.packing import Packing
-from diptych.engine.sched.policies import make_policy
-from diptych.engine.sched.queues import WaitingQueues
-from diptych.engine.sched.remote import RemoteRequests
-from diptych.engine.sched.request import Request, State
-from diptych.engine.sched.running import RunningSet
-from diptych.engine.sched.swap_cost import Rates, restore_is_cheaper, swap_is_cheaper
-from diptych.engine.sched.throughput import MIN_MEASURED_TOKENS, ThroughputEstimator
+from diptych.engine.sched.batching.policies import make_policy
+from diptych.engine.sched.batching.queues import WaitingQueues
+from diptych.engine.sched.batching.running import RunningSet
+from diptych.engine.sched.batching.throughput import MIN_MEASURED_TOKENS, ThroughputEstimator
+from diptych.engine.sched.cache.kv_cache_manager import KvCacheManager
+from diptych.engine.sched.handoff.packing import Packing
+from diptych.engine.sched.handoff.remote import RemoteRequests
+from diptych.engine.sched.lifecycle.outbox import Outbox
+from diptych.engine.sched.lifecycle.swap_cost import Rates, restore_is_cheaper, swap_is_cheaper
+from diptych.engine.sched.requests.admission import ModelLimits, make_output
+from diptych.engine.sched.requests.beams import BeamGroups
+from diptych.engine.sched.requests.choices import ChoiceGroups
+from diptych.engine.sched.requests.output import DetokenizerFactory
+from diptych.engine.sched.requests.request import Request, State
 
 
 class Lifecycle:

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from diptych.common.errors import InternalError
 from diptych.common.sampling import FinishReason, SamplingParams
 from diptych.engine.messages import ChoiceFinished, EngineEvent, Finished, FirstToken, TokenLogprobs, TokensOut
-from diptych.engine.sched.output import Finish
-from diptych.engine.sched.request import Request
+from diptych.engine.sched.requests.output import Finish
+from diptych.engine.sched.requests.request import Request
 
 Draws = list[tuple[int, TokenLogprobs | None]]
 """One token for each choice, in the order of their numbers."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from diptych.engine.messages import KvMode
-from diptych.engine.sched import preemption
-from diptych.engine.sched.lifecycle import Lifecycle
-from diptych.engine.sched.request import Request, State
+from diptych.engine.sched.lifecycle import preemption
+from diptych.engine.sched.lifecycle.lifecycle import Lifecycle
+from diptych.engine.sched.requests.request import Request, State
 
 MOST_PASSED = 16
 """In one step: each is looked up in the cache."""

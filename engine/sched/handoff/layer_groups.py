@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from diptych.engine.messages import KvMode
 from diptych.engine.overlap import borders
-from diptych.engine.sched.packing import Packing, PackJob
-from diptych.engine.sched.request import Request
-from diptych.engine.sched.step import SchedulerOutput
+from diptych.engine.sched.batching.step import SchedulerOutput
+from diptych.engine.sched.handoff.packing import Packing, PackJob
+from diptych.engine.sched.requests.request import Request
 
 
 class LayerGroups:

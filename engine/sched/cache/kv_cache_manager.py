@@ -18,10 +18,10 @@ from collections.abc import Callable, Container, Iterable, Sequence
 from diptych.common.kv_format import KvFormat, KvGroup
 from diptych.common.kv_groups import hit_end, longest_hit, most_blocks_held
 from diptych.engine.messages import BlockCopy, CopyKind, KvMode
-from diptych.engine.sched.block_pool import BlockPool
-from diptych.engine.sched.disk_tier import DiskTier
-from diptych.engine.sched.host_tier import HostTier
-from diptych.engine.sched.request import Request, State
+from diptych.engine.sched.cache.block_pool import BlockPool
+from diptych.engine.sched.cache.disk_tier import DiskTier
+from diptych.engine.sched.cache.host_tier import HostTier
+from diptych.engine.sched.requests.request import Request, State
 
 
 class KvCacheManager:

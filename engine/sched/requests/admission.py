@@ -11,7 +11,7 @@ from diptych.common.kv_groups import holds
 from diptych.common.sampling import SamplingParams
 from diptych.engine.config import EngineConfig
 from diptych.engine.messages import EngineRequest, KvMode
-from diptych.engine.sched.output import DetokenizerFactory, LateStops, OutputProcessor, RequestDetokenizer
+from diptych.engine.sched.requests.output import DetokenizerFactory, LateStops, OutputProcessor, RequestDetokenizer
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from diptych.engine.messages import ScheduledSeq
-from diptych.engine.sched.request import Request
+from diptych.engine.sched.requests.request import Request
 
 
 @dataclass(slots=True)

@@ -23,7 +23,7 @@ from diptych.common.kv_format import KvFormat
 from diptych.common.kv_groups import expected_ranges
 from diptych.engine.messages import RangePacked, SlabGrant
 from diptych.engine.overlap import Overlap
-from diptych.engine.sched.request import Request, State
+from diptych.engine.sched.requests.request import Request, State
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 
 from diptych.common.tiers import HOST
 from diptych.engine.messages import TierEvicted, TierStored
-from diptych.engine.sched.tier_events import TierEvents
+from diptych.engine.sched.cache.tier_events import TierEvents
 
 
 class HostTier:

@@ -18,10 +18,10 @@ from diptych.common.request import Prompt
 from diptych.common.sampling import SamplingParams
 from diptych.engine.disk_messages import DiskBlock
 from diptych.engine.messages import EngineRequest, KvMode
-from diptych.engine.sched.lifecycle import Lifecycle
-from diptych.engine.sched.pulls import NewBlocks, finish_pull
-from diptych.engine.sched.request import Request
-from diptych.engine.sched.swap_cost import Rates, restore_is_cheaper
+from diptych.engine.sched.lifecycle.lifecycle import Lifecycle
+from diptych.engine.sched.lifecycle.pulls import NewBlocks, finish_pull
+from diptych.engine.sched.lifecycle.swap_cost import Rates, restore_is_cheaper
+from diptych.engine.sched.requests.request import Request
 
 LEAST_S = 0.05
 """No restore is given up before."""

@@ -1,0 +1,1 @@
+"""KV that leaves a PREFILL request and arrives at a REMOTE one."""
