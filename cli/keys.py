@@ -43,7 +43,7 @@ def add(
     file: _File = None,
 ) -> None:
     """Create a key and print it. It is shown only once and not stored."""
-    from diptych.router.api.auth_keys import add_key
+    from diptych.router.api.auth.keys import add_key
 
     key, entry = add_key(
         keys_file(file),
@@ -63,7 +63,7 @@ def add(
 @app.command("list")
 def show(file: _File = None) -> None:
     """One line a key: id, tenant, day, quota, note."""
-    from diptych.router.api.auth_keys import load_keys
+    from diptych.router.api.auth.keys import load_keys
 
     for entry in load_keys(keys_file(file)).entries.values():
         day = time.strftime("%Y-%m-%d", time.gmtime(entry.created))
@@ -75,7 +75,7 @@ def show(file: _File = None) -> None:
 @app.command()
 def revoke(key_id: Annotated[str, typer.Argument(help="See `diptych keys list`.")], file: _File = None) -> None:
     """Revoke a key; it stops working within a second."""
-    from diptych.router.api.auth_keys import revoke_key
+    from diptych.router.api.auth.keys import revoke_key
 
     entry = revoke_key(keys_file(file), key_id)
     print(f"key {entry.id} of tenant {entry.tenant} is revoked", file=sys.stderr)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from diptych.common.addresses import is_loopback
 from diptych.common.errors import ConfigError
-from diptych.router.api.http_options import HttpOptions
+from diptych.router.api.http.options import HttpOptions
 from diptych.router.placement.rollout import Rollout
 
 PLACEMENT_POLICIES = ("cost", "round-robin", "random", "least-loaded", "power-of-two", "session-affinity")

@@ -34,17 +34,17 @@ from diptych.common.observe.tracing import tracing
 from diptych.common.secret import load_secret
 from diptych.common.store.interface import Store
 from diptych.common.tls import ServerTls, load_server_tls
-from diptych.router.api.auth import Authenticator
-from diptych.router.api.auth_grpc import KeyInterceptor
-from diptych.router.api.auth_limits import MeteredRouterApi, TenantQuotas
-from diptych.router.api.grpc_operations import MoveRequest, OperationsService
-from diptych.router.api.grpc_service import SERVICE, RouterService
-from diptych.router.api.http_app import create_app, guarded
-from diptych.router.api.http_body import Bodies
-from diptych.router.api.http_guard import MAX_HEADER_BYTES
-from diptych.router.api.http_options import HttpOptions
-from diptych.router.api.http_protocol import HttpProtocol
+from diptych.router.api.auth.authenticator import Authenticator
+from diptych.router.api.auth.limits import MeteredRouterApi, TenantQuotas
+from diptych.router.api.grpc.key_interceptor import KeyInterceptor
+from diptych.router.api.grpc.operations import MoveRequest, OperationsService
+from diptych.router.api.grpc.service import SERVICE, RouterService
+from diptych.router.api.http.app import create_app, guarded
+from diptych.router.api.http.guard import MAX_HEADER_BYTES
+from diptych.router.api.http.options import HttpOptions
+from diptych.router.api.http.protocol import HttpProtocol
 from diptych.router.api.interface import RouterApi
+from diptych.router.api.json_body import Bodies
 from diptych.router.config import RouterConfig
 from diptych.router.fairness.budgets import SharedQuotas
 from diptych.router.frontend import Frontend

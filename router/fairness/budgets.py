@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 from diptych.common.errors import QuotaExceededError
 from diptych.common.store.interface import BudgetStore, StoreError
-from diptych.router.api.auth_limits import PERIOD_S, TenantQuotas
+from diptych.router.api.auth.limits import PERIOD_S, TenantQuotas
 
 SLICE_S = 1.0
 INTERVAL_S = 0.25

@@ -13,8 +13,8 @@ from typing import Any
 from fastapi import FastAPI
 from starlette.responses import Response
 
-from diptych.router.api.auth import current_caller
-from diptych.router.api.http_errors import json_response
+from diptych.router.api.auth.authenticator import current_caller
+from diptych.router.api.openai.errors import json_response
 from diptych.router.processes.siblings import Siblings
 
 Status = Callable[[str], dict[str, Any]]

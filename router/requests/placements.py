@@ -16,8 +16,8 @@ import grpc
 import structlog
 
 from diptych.common.errors import DiptychError, InternalError, NoWorkerError, OverloadedError
-from diptych.router.api.auth import current_caller
-from diptych.router.api.grpc_requests import parse, spec_from
+from diptych.router.api.auth.authenticator import current_caller
+from diptych.router.api.grpc.requests import parse, spec_from
 from diptych.router.api.interface import RouterApi
 from diptych.router.api.packed_ids import PackedIds
 from diptych.router.requests.lookaside import MAX_UNREDEEMED

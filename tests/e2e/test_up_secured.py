@@ -16,7 +16,7 @@ import trustme
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from diptych.client import AuthenticationError, Client, Tls
-from diptych.router.api.auth_keys import add_key
+from diptych.router.api.auth.keys import add_key
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.slow]
 

@@ -18,10 +18,10 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from starlette.routing import BaseRoute, Mount, Route
 
 from diptych.common.secret import call_key, call_token
-from diptych.router.api.auth import Authenticator
-from diptych.router.api.auth_keys import add_key
+from diptych.router.api.auth.authenticator import Authenticator
+from diptych.router.api.auth.keys import add_key
 from diptych.router.api.fake import FakeRouterApi, hello_script
-from diptych.router.api.http_app import create_app
+from diptych.router.api.http.app import create_app
 from diptych.router.server import ApiServers
 from diptych.rpc import v1
 from diptych.rpc.call_token import HEADER

@@ -56,14 +56,14 @@ from diptych.kvtransfer.peer_book import PeerBook, pack_parts, unpack_parts
 from diptych.kvtransfer.transports import nixl, ucx
 from diptych.loadtest.target import TargetError
 from diptych.loadtest.target_openai import OpenAITarget
-from diptych.router.api.auth import Authenticator
-from diptych.router.api.auth_keys import KeySet, load_keys
+from diptych.router.api.auth.authenticator import Authenticator
+from diptych.router.api.auth.keys import KeySet, load_keys
 from diptych.router.api.fake import FakeRouterApi, hello_script
-from diptych.router.api.grpc_requests import parse
-from diptych.router.api.http_body import parse_object
-from diptych.router.api.openai_fields import UnknownFields
-from diptych.router.api.openai_requests import chat_call, completion_call
-from diptych.router.api.openai_responses import responses_call
+from diptych.router.api.grpc.requests import parse
+from diptych.router.api.json_body import parse_object
+from diptych.router.api.openai.fields import UnknownFields
+from diptych.router.api.openai.requests import chat_call, completion_call
+from diptych.router.api.openai.responses import responses_call
 from diptych.router.preprocess.structured import grammar_request
 from diptych.router.requests.messages import ModelFeatures
 from diptych.router.tools.reasoning import ReasoningSplitter

@@ -32,7 +32,7 @@ from diptych.common.tls import ClusterTls, ServerTls
 from diptych.kvtransfer.api import KvAddress
 from diptych.kvtransfer.encryption import PURPOSE as KV
 from diptych.kvtransfer.handle import SlabHandle
-from diptych.router.api.auth_keys import KeyEntry, KeySet, add_key
+from diptych.router.api.auth.keys import KeyEntry, KeySet, add_key
 from diptych.router.config import RouterConfig
 from diptych.rpc.operator import operator_key
 from diptych.rpc.v1 import worker_pb2
@@ -155,7 +155,7 @@ SERVER = """
 import asyncio, json, sys
 from pathlib import Path
 from diptych.common.observe.logging import setup_logging
-from diptych.router.api.auth import Authenticator
+from diptych.router.api.auth.authenticator import Authenticator
 from diptych.router.api.fake import FakeRouterApi, hello_script
 from diptych.router.server import ApiServers
 

@@ -19,8 +19,8 @@ from diptych.common.errors import (
 )
 from diptych.common.secret import derive_key
 from diptych.common.ticket import PURPOSE
-from diptych.router.api.auth import Authenticator
-from diptych.router.api.auth_keys import add_key
+from diptych.router.api.auth.authenticator import Authenticator
+from diptych.router.api.auth.keys import add_key
 from diptych.router.observe import access_log
 from diptych_tests.http_api import api_servers
 

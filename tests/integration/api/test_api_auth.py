@@ -22,10 +22,10 @@ from starlette.routing import Route
 from diptych.client import AsyncClient, AuthenticationError, QuotaExceededError, Tls
 from diptych.common.errors import ConfigError
 from diptych.common.tls import load_server_tls
-from diptych.router.api.auth import Authenticator
-from diptych.router.api.auth_keys import add_key, public_id, revoke_key
+from diptych.router.api.auth.authenticator import Authenticator
+from diptych.router.api.auth.keys import add_key, public_id, revoke_key
 from diptych.router.api.fake import FakeRouterApi, hello_script
-from diptych.router.api.http_app import create_app
+from diptych.router.api.http.app import create_app
 from diptych.rpc.channels import open_channel
 from diptych_tests.http_api import api_servers
 

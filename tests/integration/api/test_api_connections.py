@@ -12,7 +12,7 @@ import grpc.aio
 import pytest
 
 from diptych.router.api.fake import FakeRouterApi, hello_script
-from diptych.router.api.http_options import HttpOptions
+from diptych.router.api.http.options import HttpOptions
 from diptych_tests.http_api import WAIT_S, http, serving
 
 CHAT = "/v1/chat/completions"

@@ -36,7 +36,7 @@ from diptych.client import (
     WorkerLostError,
 )
 from diptych.router.api.fake import MODEL, REQUEST_ID, FakeRouterApi, Step, hello_script
-from diptych.router.api.grpc_service import SERVICE
+from diptych.router.api.grpc.service import SERVICE
 from diptych.router.requests.messages import TokenEvent
 from diptych.rpc.channels import open_channel
 from diptych.rpc.errors import from_rpc_error

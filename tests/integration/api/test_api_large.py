@@ -15,11 +15,11 @@ from diptych.client import AsyncClient, InvalidRequestError
 from diptych.common.clock import FakeClock
 from diptych.common.errors import OverloadedError, PromptTooLongError, RequestDeadlineError
 from diptych.common.text.tokenizer import GenerationDefaults
-from diptych.router.api import grpc_service as service
-from diptych.router.api import http_app as openai_api
-from diptych.router.api import http_body
+from diptych.router.api import json_body
 from diptych.router.api.fake import FakeRouterApi, hello_script
-from diptych.router.api.http_body import MAX_VALUES, count_values
+from diptych.router.api.grpc import service
+from diptych.router.api.http import app as http_app
+from diptych.router.api.json_body import MAX_VALUES, count_values
 from diptych.router.preprocess.bounded_executor import LONG_BYTES, MAX_WAITING_BYTES, BoundedExecutor
 from diptych.router.preprocess.preprocessor import PreprocessLimits, RequestPreprocessor
 from diptych.router.preprocess.text_bound import TextBound
@@ -43,8 +43,8 @@ def threads(monkeypatch):
 
         return instead
 
-    monkeypatch.setattr(http_body, "parse_object", watched(http_body.parse_object))
-    monkeypatch.setattr(openai_api, "completion_call", watched(openai_api.completion_call))
+    monkeypatch.setattr(json_body, "parse_object", watched(json_body.parse_object))
+    monkeypatch.setattr(http_app, "completion_call", watched(http_app.completion_call))
     monkeypatch.setattr(service, "spec_from", watched(service.spec_from))
     return seen
 

@@ -14,8 +14,8 @@ from google.protobuf.descriptor_pool import DescriptorPool
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
 from diptych.common.errors import ConfigError
-from diptych.router.api.auth import Authenticator
-from diptych.router.api.auth_keys import add_key
+from diptych.router.api.auth.authenticator import Authenticator
+from diptych.router.api.auth.keys import add_key
 from diptych.router.api.fake import FakeRouterApi, hello_script
 from diptych.router.config import RouterConfig
 from diptych_tests.http_api import api_servers

@@ -9,8 +9,8 @@ from fastapi import FastAPI
 
 from diptych.common.errors import ConfigError
 from diptych.router.api.fake import FakeRouterApi, hello_script
-from diptych.router.api.http_options import HttpOptions
-from diptych.router.api.http_routes import add_index, routes_of
+from diptych.router.api.http.options import HttpOptions
+from diptych.router.api.http.routes import add_index, routes_of
 from diptych.router.config import RouterConfig
 from diptych.router.observe.status_page import add_status
 from diptych_tests.http_api import http

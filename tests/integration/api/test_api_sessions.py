@@ -9,8 +9,8 @@ from typing import Any
 import httpx
 
 from diptych.client import AsyncClient, Client, ClosedSession
-from diptych.router.api.auth import Authenticator
-from diptych.router.api.auth_keys import add_key
+from diptych.router.api.auth.authenticator import Authenticator
+from diptych.router.api.auth.keys import add_key
 from diptych.router.api.fake import FakeRouterApi, hello_script
 from diptych_tests.http_api import WAIT_S, api_servers, http
 

@@ -7,7 +7,7 @@ import httpx
 import pytest
 
 from diptych.router.api.fake import MODEL, FakeRouterApi, hello_script
-from diptych.router.api.grpc_service import SERVICE
+from diptych.router.api.grpc.service import SERVICE
 from diptych.router.observe.metrics import RouterMetrics
 from diptych.router.server import ApiServers
 from diptych.rpc.channels import open_channel

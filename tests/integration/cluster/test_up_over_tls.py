@@ -12,8 +12,8 @@ import trustme
 
 from diptych.cli.up.readiness import first_answer, is_ready
 from diptych.common.tls import load_server_tls
-from diptych.router.api.auth import Authenticator
-from diptych.router.api.auth_keys import add_key
+from diptych.router.api.auth.authenticator import Authenticator
+from diptych.router.api.auth.keys import add_key
 from diptych.router.api.fake import FakeRouterApi, hello_script
 from diptych_tests.http_api import api_servers
 

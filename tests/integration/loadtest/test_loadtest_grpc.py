@@ -10,8 +10,8 @@ from diptych.loadtest import live
 from diptych.loadtest.config import BenchConfig, make_target
 from diptych.loadtest.result import RunRecord, measure
 from diptych.loadtest.target import TargetError
-from diptych.router.api.auth import Authenticator
-from diptych.router.api.auth_keys import add_key
+from diptych.router.api.auth.authenticator import Authenticator
+from diptych.router.api.auth.keys import add_key
 from diptych.router.api.fake import MODEL, FakeRouterApi, hello_script
 from diptych_tests.http_api import api_servers
 

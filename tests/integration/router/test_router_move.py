@@ -12,8 +12,8 @@ from diptych.cli.main import build_app
 from diptych.cli.move import ask
 from diptych.cli.router_access import RouterAccess
 from diptych.common.errors import AuthenticationError, DiptychError, InvalidRequestError, NoWorkerError, OverloadedError
-from diptych.router.api.auth import Authenticator
-from diptych.router.api.auth_keys import add_key
+from diptych.router.api.auth.authenticator import Authenticator
+from diptych.router.api.auth.keys import add_key
 from diptych.router.requests.messages import FinishedEvent, StartedEvent, TokenEvent, UncheckedRequest
 from diptych.router.server import ApiServers
 from diptych.rpc.operator import operator_key

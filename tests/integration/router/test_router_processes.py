@@ -16,7 +16,7 @@ import pytest
 from diptych.cli.up.processes import free_port
 from diptych.common import child
 from diptych.common.store.redis_store import RedisStore
-from diptych.router.api.auth_keys import add_key
+from diptych.router.api.auth.keys import add_key
 from diptych.rpc.v1 import router_pb2
 from diptych_tests import router_fleet, waiting
 

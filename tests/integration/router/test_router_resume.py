@@ -13,9 +13,9 @@ import openai
 import pytest
 
 from diptych.common.errors import InvalidRequestError, QuotaExceededError
-from diptych.router.api.auth_limits import MeteredRouterApi, TenantQuotas
-from diptych.router.api.http_options import HttpOptions
-from diptych.router.api.http_response import GenerationResponse
+from diptych.router.api.auth.limits import MeteredRouterApi, TenantQuotas
+from diptych.router.api.http.options import HttpOptions
+from diptych.router.api.http.response import GenerationResponse
 from diptych.router.server import ApiServers
 from diptych_tests import waiting
 from diptych_tests.event_stream import messages, numbers_of, plain, undisturbed, undisturbed_after

@@ -11,7 +11,7 @@ import httpx
 import openai
 
 from diptych.router.api.fake import FakeRouterApi
-from diptych.router.api.http_options import HttpOptions
+from diptych.router.api.http.options import HttpOptions
 from diptych.router.server import ApiServers, RouterAddresses
 
 WAIT_S = 60.0

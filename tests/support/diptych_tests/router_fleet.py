@@ -11,7 +11,7 @@ from diptych.common.clock import FakeClock, MonotonicClock
 from diptych.common.secret import create_secret, derive_key
 from diptych.common.store.memory import MemoryStore
 from diptych.common.text.revision import tokenizer_revision
-from diptych.router.api.grpc_service import RouterService
+from diptych.router.api.grpc.service import RouterService
 from diptych.router.cluster.fake_decode import FakeDecode
 from diptych.router.config import RouterConfig
 from diptych.router.frontend import Frontend

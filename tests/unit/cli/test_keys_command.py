@@ -11,7 +11,7 @@ from diptych.cli.main import build_app
 from diptych.cli.router_access import RouterAccess
 from diptych.cli.up.config import UpConfig
 from diptych.common.errors import ConfigError
-from diptych.router.api.auth_keys import load_keys
+from diptych.router.api.auth.keys import load_keys
 
 
 def test_add_list_revoke(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from diptych.common.errors import IncompatibleWorkersError, InvalidRequestError,
 from diptych.common.request import Prompt
 from diptych.common.sampling import SamplingParams, later_fields
 from diptych.common.store.memory import MemoryStore
-from diptych.router.api.grpc_requests import spec_from
+from diptych.router.api.grpc.requests import spec_from
 from diptych.router.cluster.cluster import Cluster
 from diptych.router.cluster.compatibility import RouterCheck
 from diptych.router.placement.placer import Candidate, Placer, PromptBlocks

@@ -23,10 +23,10 @@ ANSWERS = """
 from diptych.client.request import build_request
 from diptych.common.errors import InvalidRequestError
 from diptych.common.sampling import SAMPLING, SamplingParams, check_sampling
-from diptych.router.api.grpc_requests import spec_from
-from diptych.router.api.openai_fields import UnknownFields
-from diptych.router.api.openai_requests import chat_call, completion_call
-from diptych.router.api.openai_responses import responses_call
+from diptych.router.api.grpc.requests import spec_from
+from diptych.router.api.openai.fields import UnknownFields
+from diptych.router.api.openai.requests import chat_call, completion_call
+from diptych.router.api.openai.responses import responses_call
 from diptych.router.requests.messages import ModelFeatures
 from diptych.rpc.convert import sampling_from_proto, sampling_to_proto
 

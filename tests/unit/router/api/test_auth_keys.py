@@ -10,9 +10,9 @@ import pytest
 
 from diptych.common.clock import FakeClock
 from diptych.common.errors import AuthenticationError, ConfigError, QuotaExceededError
-from diptych.router.api.auth import Authenticator, Caller
-from diptych.router.api.auth_keys import add_key, load_keys, public_id, revoke_key
-from diptych.router.api.auth_limits import MAX_TENANTS, MeteredRouterApi, TenantQuotas
+from diptych.router.api.auth.authenticator import Authenticator, Caller
+from diptych.router.api.auth.keys import add_key, load_keys, public_id, revoke_key
+from diptych.router.api.auth.limits import MAX_TENANTS, MeteredRouterApi, TenantQuotas
 from diptych.router.api.fake import FakeRouterApi
 from diptych.router.api.interface import accepted
 from diptych.router.config import RouterConfig
@@ -35,7 +35,7 @@ def test_the_file_holds_hashes_only_and_is_its_owners(file: Path) -> None:
 
 
 def test_two_files_hash_the_same_key_differently(tmp_path: Path) -> None:
-    from diptych.router.api.auth_keys import hash_of
+    from diptych.router.api.auth.keys import hash_of
 
     hashes = set()
     for name in ("a", "b"):

@@ -4,7 +4,7 @@ import pytest
 
 from diptych.common.observe.metrics import Metrics
 from diptych.router.api.fake import FakeRouterApi
-from diptych.router.api.http_app import create_app
+from diptych.router.api.http.app import create_app
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/tokenize"])

@@ -8,7 +8,7 @@ import pytest
 
 from diptych.common.observe.metrics import Metrics
 from diptych.router.api.fake import FakeRouterApi
-from diptych.router.api.http_app import create_app
+from diptych.router.api.http.app import create_app
 
 
 async def status_of(length: bytes) -> int:

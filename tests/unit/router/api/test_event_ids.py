@@ -13,11 +13,11 @@ from diptych.common.errors import InternalError
 from diptych.common.request import Prompt
 from diptych.common.sampling import FinishReason, SamplingParams, TokenLogprobs
 from diptych.common.text.token_bytes import ByteTokens
-from diptych.router.api.event_ids import EventIds
-from diptych.router.api.openai_fields import UnknownFields
-from diptych.router.api.openai_format import ResponseContext
-from diptych.router.api.openai_requests import chat_call, completion_call
-from diptych.router.api.openai_responses import responses_call
+from diptych.router.api.http.event_ids import EventIds
+from diptych.router.api.openai.fields import UnknownFields
+from diptych.router.api.openai.format import ResponseContext
+from diptych.router.api.openai.requests import chat_call, completion_call
+from diptych.router.api.openai.responses import responses_call
 from diptych.router.requests.messages import (
     ChoiceFinishedEvent,
     FinishedEvent,

@@ -11,9 +11,9 @@ import pytest
 
 from diptych.common.errors import NoWorkerError
 from diptych.router.api.fake import FakeRouterApi, Step, hello_script
-from diptych.router.api.http_response import GenerationResponse
-from diptych.router.api.openai_fields import UnknownFields, reject_unsupported
-from diptych.router.api.openai_requests import chat_call
+from diptych.router.api.http.response import GenerationResponse
+from diptych.router.api.openai.fields import UnknownFields, reject_unsupported
+from diptych.router.api.openai.requests import chat_call
 from diptych.router.requests.messages import ModelFeatures, TokenEvent
 from diptych_tests import waiting
 

@@ -14,8 +14,8 @@ import uvicorn
 from starlette.types import Receive, Scope, Send
 from uvicorn.server import ServerState
 
-from diptych.router.api.http_options import HttpOptions
-from diptych.router.api.http_protocol import LINGER_S, HttpProtocol
+from diptych.router.api.http.options import HttpOptions
+from diptych.router.api.http.protocol import LINGER_S, HttpProtocol
 from diptych.router.config import RouterConfig
 
 HEAD_S, IDLE_S = 30.0, 5.0

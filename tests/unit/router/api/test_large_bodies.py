@@ -7,8 +7,8 @@ import pytest
 from diptych.common.errors import InvalidRequestError
 from diptych.common.sampling import check_sampling
 from diptych.common.sampling_table import MAX_STOP_TOKEN_IDS
-from diptych.router.api.openai_requests import ChatCompletionRequest, CompletionRequest, validate
-from diptych.router.api.openai_tokenize import DetokenizeRequest
+from diptych.router.api.openai.requests import ChatCompletionRequest, CompletionRequest, validate
+from diptych.router.api.openai.tokenize import DetokenizeRequest
 from diptych.router.cluster.decode_stream import DecodeStream
 from diptych.rpc.channels import MAX_MESSAGE_BYTES
 from diptych.rpc.v1 import decode_pb2

@@ -12,10 +12,10 @@ from diptych.common.errors import InternalError
 from diptych.common.request import Prompt
 from diptych.common.sampling import FinishReason, SamplingParams, TokenLogprobs
 from diptych.common.text.token_bytes import ByteTokens
-from diptych.router.api.openai_fields import UnknownFields
-from diptych.router.api.openai_format import ResponseContext, ResponseFormatter
-from diptych.router.api.openai_logprobs import TokenNames, chat_logprobs
-from diptych.router.api.openai_requests import completion_call
+from diptych.router.api.openai.fields import UnknownFields
+from diptych.router.api.openai.format import ResponseContext, ResponseFormatter
+from diptych.router.api.openai.logprobs import TokenNames, chat_logprobs
+from diptych.router.api.openai.requests import completion_call
 from diptych.router.requests.messages import (
     FinishedEvent,
     GenerateEvent,

@@ -13,8 +13,8 @@ import pytest
 from diptych.common.request import Prompt
 from diptych.common.sampling import FinishReason, SamplingParams, TokenLogprobs
 from diptych.common.text.token_bytes import ByteTokens
-from diptych.router.api.openai_answers import DONE, explanation_object
-from diptych.router.api.openai_format import ChatForm, CompletionForm, ResponseContext, ResponseOptions
+from diptych.router.api.openai.answers import DONE, explanation_object
+from diptych.router.api.openai.format import ChatForm, CompletionForm, ResponseContext, ResponseOptions
 from diptych.router.requests.messages import (
     ChoiceFinishedEvent,
     FinishedEvent,

@@ -7,8 +7,8 @@ from diptych.common.clock import FakeClock
 from diptych.common.errors import InvalidRequestError, ModelNotFoundError, PromptTooLongError
 from diptych.common.secret import further_salt, tenant_of, tenant_salt
 from diptych.common.text.tokenizer import GenerationDefaults
-from diptych.router.api.openai_fields import UnknownFields
-from diptych.router.api.openai_requests import chat_call, completion_call
+from diptych.router.api.openai.fields import UnknownFields
+from diptych.router.api.openai.requests import chat_call, completion_call
 from diptych.router.preprocess.preprocessor import PreprocessLimits, RequestPreprocessor
 from diptych.router.requests.messages import ModelFeatures, UncheckedRequest
 from diptych.rpc.v1 import router_pb2

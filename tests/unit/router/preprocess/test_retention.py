@@ -10,10 +10,10 @@ from diptych.client.request import build_request
 from diptych.common.errors import InvalidRequestError
 from diptych.common.request import CacheClaim
 from diptych.common.secret import session_key
-from diptych.router.api.grpc_requests import spec_from
-from diptych.router.api.openai_fields import UnknownFields
-from diptych.router.api.openai_requests import chat_call, completion_call
-from diptych.router.api.openai_responses import responses_call
+from diptych.router.api.grpc.requests import spec_from
+from diptych.router.api.openai.fields import UnknownFields
+from diptych.router.api.openai.requests import chat_call, completion_call
+from diptych.router.api.openai.responses import responses_call
 from diptych.router.preprocess.retention import RetentionLimits, retention_of
 from diptych.router.requests.messages import ModelFeatures, Retention, UncheckedRequest
 

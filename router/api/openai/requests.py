@@ -14,14 +14,14 @@ from diptych.common.errors import InvalidRequestError
 from diptych.common.grammar import Grammar
 from diptych.common.request import DEFAULT_CACHE_PRIORITY
 from diptych.common.sampling import SAMPLING
-from diptych.router.api.openai_fields import (
+from diptych.router.api.openai.fields import (
     CHAT_NOT_BUILT,
     COMPLETION_NOT_BUILT,
     HARMLESS,
     UnknownFields,
     reject_unsupported,
 )
-from diptych.router.api.openai_format import (
+from diptych.router.api.openai.format import (
     ChatForm,
     CompletionForm,
     ResponseContext,

@@ -6,7 +6,7 @@ from __future__ import annotations
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from diptych.common.ids import new_request_id
-from diptych.router.api.http_guard import OPEN_PATHS, PROBE_PATHS
+from diptych.router.api.http.guard import OPEN_PATHS, PROBE_PATHS
 from diptych.router.observe.access_log import Access, logged
 
 _PROBES = OPEN_PATHS | PROBE_PATHS | {"/status", "/status.json"}

@@ -19,7 +19,7 @@ import msgspec
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from diptych.common.ids import new_request_id
-from diptych.router.api.http_errors import error_object
+from diptych.router.api.openai.errors import error_object
 from diptych.router.observe.access_log import Access
 
 LINGER_S = 5.0

@@ -8,8 +8,8 @@ from __future__ import annotations
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from diptych.common.errors import AuthenticationError, DiptychError
-from diptych.router.api.auth import ANYBODY, Authenticator, current_caller
-from diptych.router.api.http_errors import error_response
+from diptych.router.api.auth.authenticator import ANYBODY, Authenticator, current_caller
+from diptych.router.api.openai.errors import error_response
 from diptych.router.observe.access_log import current_access
 from diptych.router.observe.status_page import STATIC_PATHS
 

@@ -16,9 +16,9 @@ import msgspec
 
 from diptych.common.errors import DiptychError
 from diptych.common.sampling import FinishReason
-from diptych.router.api.http_errors import error_body
-from diptych.router.api.openai_answers import explanation_object
-from diptych.router.api.openai_format import ResponseContext, ResponseOptions, make_choice
+from diptych.router.api.openai.answers import explanation_object
+from diptych.router.api.openai.errors import error_body
+from diptych.router.api.openai.format import ResponseContext, ResponseOptions, make_choice
 from diptych.router.requests.messages import FinishedEvent, GenerateEvent, TokenEvent
 from diptych.router.tools.pieces import CallArguments, CallStart, Content, Piece
 

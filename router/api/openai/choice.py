@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from diptych.common.sampling import FinishReason, TokenLogprobs
-from diptych.router.api.openai_answers import stop_reason
+from diptych.router.api.openai.answers import stop_reason
 from diptych.router.requests.messages import ChoiceFinishedEvent, FinishedEvent, TokenEvent
 from diptych.router.tools.json_scanner import ValueScanner
 from diptych.router.tools.pieces import CallArguments, CallStart, Content, Piece, Reasoning, ToolParser

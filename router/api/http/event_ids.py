@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from diptych.router.api.openai_choice import Choice
+from diptych.router.api.openai.choice import Choice
 from diptych.router.requests.messages import (
     ChoiceFinishedEvent,
     FinishedEvent,

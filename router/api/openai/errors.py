@@ -15,7 +15,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from diptych.common.errors import DiptychError
-from diptych.router.api.http_unsupported import no_route_message, not_allowed
+from diptych.router.api.openai.unsupported import no_route_message, not_allowed
 from diptych.router.observe.access_log import current_access
 
 DEFAULT_RETRY_AFTER_S = 1.0

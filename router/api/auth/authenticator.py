@@ -13,7 +13,7 @@ from pathlib import Path
 import structlog
 
 from diptych.common.errors import AuthenticationError, ConfigError
-from diptych.router.api.auth_keys import KeySet, load_keys, public_id
+from diptych.router.api.auth.keys import KeySet, load_keys, public_id
 from diptych.router.fairness.fair_queue import Share
 
 log = structlog.get_logger(__name__)

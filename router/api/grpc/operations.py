@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 
 import grpc
 
-from diptych.router.api.grpc_requests import parse
+from diptych.router.api.grpc.requests import parse
 from diptych.rpc.errors import errors_to_status
 from diptych.rpc.operator import METADATA, SERVICE, check_proof
 from diptych.rpc.v1 import router_pb2

@@ -16,13 +16,13 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from diptych.common.errors import DiptychError, InternalError
-from diptych.router.api.event_ids import EventIds
-from diptych.router.api.http_errors import error_response, json_response, warning_headers
-from diptych.router.api.http_protocol import CHUNKS
+from diptych.router.api.http.event_ids import EventIds
+from diptych.router.api.http.protocol import CHUNKS
 from diptych.router.api.interface import RouterApi, accepted
-from diptych.router.api.openai_answers import PING
-from diptych.router.api.openai_format import ResponseContext, ResponseFormatter
-from diptych.router.api.openai_requests import ParsedRequest
+from diptych.router.api.openai.answers import PING
+from diptych.router.api.openai.errors import error_response, json_response, warning_headers
+from diptych.router.api.openai.format import ResponseContext, ResponseFormatter
+from diptych.router.api.openai.requests import ParsedRequest
 from diptych.router.requests.batch import all_accepted
 from diptych.router.requests.messages import FinishedEvent, GenerateEvent
 

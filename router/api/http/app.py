@@ -19,11 +19,16 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from diptych.common.errors import DiptychError, InvalidRequestError, ModelNotFoundError
 from diptych.common.observe.metrics import CONTENT_TYPE, Metrics
 from diptych.common.observe.tracing import TRACEPARENT
-from diptych.router.api import http_errors
-from diptych.router.api.auth import Authenticator, current_caller
-from diptych.router.api.auth_limits import MeteredRouterApi
-from diptych.router.api.http_body import Bodies, read_body
-from diptych.router.api.http_errors import (
+from diptych.router.api.auth.authenticator import Authenticator, current_caller
+from diptych.router.api.auth.limits import MeteredRouterApi
+from diptych.router.api.http.guard import GuardMiddleware
+from diptych.router.api.http.request_id import RequestIdMiddleware
+from diptych.router.api.http.response import GenerationResponse
+from diptych.router.api.http.routes import add_index
+from diptych.router.api.interface import RouterApi
+from diptych.router.api.json_body import Bodies, read_body
+from diptych.router.api.openai import errors
+from diptych.router.api.openai.errors import (
     WARNING_HEADER,
     bug_response,
     error_response,
@@ -32,13 +37,8 @@ from diptych.router.api.http_errors import (
     retry_headers,
     warning_headers,
 )
-from diptych.router.api.http_guard import GuardMiddleware
-from diptych.router.api.http_request_id import RequestIdMiddleware
-from diptych.router.api.http_response import GenerationResponse
-from diptych.router.api.http_routes import add_index
-from diptych.router.api.interface import RouterApi
-from diptych.router.api.openai_fields import UnknownFields
-from diptych.router.api.openai_requests import (
+from diptych.router.api.openai.fields import UnknownFields
+from diptych.router.api.openai.requests import (
     ChatCompletionRequest,
     CompletionRequest,
     ParsedRequest,
@@ -47,8 +47,8 @@ from diptych.router.api.openai_requests import (
     note_unknown,
     validate,
 )
-from diptych.router.api.openai_responses import ResponsesRequest, responses_call
-from diptych.router.api.openai_tokenize import DetokenizeRequest, TokenizeRequest, tokenize_spec
+from diptych.router.api.openai.responses import ResponsesRequest, responses_call
+from diptych.router.api.openai.tokenize import DetokenizeRequest, TokenizeRequest, tokenize_spec
 from diptych.router.observe.access_log import current_access
 from diptych.router.observe.status_page import Status, add_status
 from diptych.router.processes.siblings import Siblings
@@ -125,7 +125,7 @@ def create_app(
         siblings: the other processes of this router, which /metrics and /status.json speak for, too.
     """
     app = _App(title="Diptych", version=package_version(), docs_url=None, redoc_url=None)
-    http_errors.install(app)
+    errors.install(app)
     bodies = bodies or Bodies()
     unknown = UnknownFields(refuse=refuse_unknown_fields)
     _add_generation(app, router_api, bodies, quotas, unknown, parsing, event_ids=event_ids)

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from diptych.common.errors import InvalidRequestError
-from diptych.router.api.openai_requests import Items, ending, validate
+from diptych.router.api.openai.requests import Items, ending, validate
 from diptych.router.requests.messages import ModelFeatures, UncheckedRequest
 from diptych.router.tools.options import ChatMessage, Tool, template_messages, text_beside, tool_options
 

@@ -10,7 +10,7 @@ import grpc
 import grpc.aio
 
 from diptych.common.errors import AuthenticationError
-from diptych.router.api.auth import Authenticator, current_caller
+from diptych.router.api.auth.authenticator import Authenticator, current_caller
 from diptych.router.observe.access_log import Access
 from diptych.rpc.errors import abort
 from diptych.rpc.operator import SERVICE

@@ -12,9 +12,9 @@ from pydantic import BaseModel, ConfigDict
 from diptych.common.errors import InvalidRequestError
 from diptych.common.grammar import Grammar, GrammarKind
 from diptych.common.text.token_bytes import ByteTokens
-from diptych.router.api.openai_choice import Choice
-from diptych.router.api.openai_format import ResponseContext, ResponseOptions, make_choice
-from diptych.router.api.openai_requests import Items, validate
+from diptych.router.api.openai.choice import Choice
+from diptych.router.api.openai.format import ResponseContext, ResponseOptions, make_choice
+from diptych.router.api.openai.requests import Items, validate
 from diptych.router.preprocess.structured import GrammarRequest, plain_grammar, schema_grammar
 from diptych.router.requests.messages import ChoiceFinishedEvent as ChoiceEnd
 from diptych.router.requests.messages import FinishedEvent, GenerateEvent, ModelFeatures, TokenEvent, ValidatedRequest

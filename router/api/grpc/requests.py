@@ -10,7 +10,7 @@ from google.protobuf.message import DecodeError, Message
 
 from diptych.common.errors import InvalidRequestError
 from diptych.common.sampling import SAMPLING
-from diptych.router.api.grpc_tools import chat_of, grammar_of
+from diptych.router.api.grpc.tools import chat_of, grammar_of
 from diptych.router.requests.messages import FAILURE_POLICIES, ModelFeatures, UncheckedRequest
 from diptych.router.tools.options import ToolOptions, text_beside
 from diptych.rpc.convert import early_stopping_from_proto, unknown_fields

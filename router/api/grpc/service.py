@@ -12,11 +12,11 @@ from contextlib import AbstractContextManager, nullcontext
 import grpc
 
 from diptych.common.errors import InternalError
-from diptych.router.api.auth import current_caller
-from diptych.router.api.grpc_requests import parse, spec_from
-from diptych.router.api.grpc_tools import Splitter
-from diptych.router.api.http_body import Bodies
+from diptych.router.api.auth.authenticator import current_caller
+from diptych.router.api.grpc.requests import parse, spec_from
+from diptych.router.api.grpc.tools import Splitter
 from diptych.router.api.interface import RouterApi, accepted
+from diptych.router.api.json_body import Bodies
 from diptych.router.observe.access_log import Access, logged
 from diptych.router.requests.messages import (
     ChoiceFinishedEvent,

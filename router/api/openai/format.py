@@ -12,10 +12,10 @@ from typing import Any, Protocol
 from diptych.common.errors import DiptychError, InternalError
 from diptych.common.sampling import FinishReason
 from diptych.common.text.token_bytes import Tokens
-from diptych.router.api.http_errors import error_body
-from diptych.router.api.openai_answers import DONE, explanation_object, sse, usage_object
-from diptych.router.api.openai_choice import Choice
-from diptych.router.api.openai_logprobs import (
+from diptych.router.api.openai.answers import DONE, explanation_object, sse, usage_object
+from diptych.router.api.openai.choice import Choice
+from diptych.router.api.openai.errors import error_body
+from diptych.router.api.openai.logprobs import (
     CompletionLogprobs,
     PromptEntries,
     TokenNames,

@@ -14,9 +14,9 @@ from typing import Annotated, Any, Literal, NoReturn
 from pydantic import BaseModel, ConfigDict, Field
 
 from diptych.common.errors import InvalidRequestError
-from diptych.router.api.openai_fields import RESPONSES_NOT_BUILT, UnknownFields, reject_unsupported
-from diptych.router.api.openai_format import ResponseOptions
-from diptych.router.api.openai_requests import (
+from diptych.router.api.openai.fields import RESPONSES_NOT_BUILT, UnknownFields, reject_unsupported
+from diptych.router.api.openai.format import ResponseOptions
+from diptych.router.api.openai.requests import (
     Items,
     ParsedRequest,
     Sampled,
@@ -26,7 +26,7 @@ from diptych.router.api.openai_requests import (
     template_kwargs,
     validate,
 )
-from diptych.router.api.openai_responses_format import ResponsesForm
+from diptych.router.api.openai.responses_format import ResponsesForm
 from diptych.router.requests.messages import ModelFeatures, UncheckedRequest
 from diptych.router.tools.options import MAX_MESSAGES, FunctionTool, Tool, called_arguments, text_beside, tool_options
 

@@ -8,8 +8,8 @@ import math
 import pytest
 
 from diptych.common.errors import InvalidRequestError
-from diptych.router.api import http_body
-from diptych.router.api.http_body import parse_object
+from diptych.router.api import json_body
+from diptych.router.api.json_body import parse_object
 
 
 def test_numbers_that_no_field_takes_get_through_to_the_field() -> None:
@@ -58,6 +58,6 @@ def test_what_is_no_json_object_is_refused(body: bytes) -> None:
     ],
 )  # fmt: skip
 def test_what_the_quick_parser_takes_has_the_value_that_the_exact_one_gives(text: bytes) -> None:
-    quick = http_body._quickly(text)
+    quick = json_body._quickly(text)
     assert quick is None or repr(quick) == repr(json.loads(text.decode("utf-8")))
-    assert http_body._quickly(b'{"a": [1, 2.5, "x"]}') == {"a": [1, 2.5, "x"]}
+    assert json_body._quickly(b'{"a": [1, 2.5, "x"]}') == {"a": [1, 2.5, "x"]}

@@ -1,0 +1,1 @@
+"""The HTTP server: its app, the checks before routing, and one generation as a response."""
