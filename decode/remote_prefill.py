@@ -35,9 +35,9 @@ from diptych.decode.remote_prefill_facts import RemotePrefillFacts
 from diptych.decode.spans import RemotePrefillSpan
 from diptych.engine.messages import DeviceRange
 from diptych.kvtransfer.api import ReceivedSlab
-from diptych.kvtransfer.convert import RangeConverter
-from diptych.kvtransfer.handle import SlabHandle
-from diptych.kvtransfer.planner import first_token_to_ask
+from diptych.kvtransfer.slabs.convert import RangeConverter
+from diptych.kvtransfer.slabs.handle import SlabHandle
+from diptych.kvtransfer.slabs.planner import first_token_to_ask
 from diptych.rpc.convert import later_fields_of
 from diptych.rpc.v1 import prefill_pb2, types_pb2
 from diptych.worker import wire

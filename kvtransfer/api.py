@@ -16,7 +16,7 @@ from typing import Protocol
 
 from diptych.common.errors import DiptychError
 from diptych.engine.messages import Payload, RangePacked, SlabGrant
-from diptych.kvtransfer.handle import SlabHandle
+from diptych.kvtransfer.slabs.handle import SlabHandle
 
 
 @dataclass(frozen=True, slots=True)

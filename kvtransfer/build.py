@@ -8,16 +8,16 @@ from dataclasses import replace
 
 from diptych.common.errors import ConfigError, TransferError
 from diptych.kvtransfer.api import Transfer
-from diptych.kvtransfer.ciphers import OFF
 from diptych.kvtransfer.config import TransferConfig
-from diptych.kvtransfer.encryption import check_mode, encrypted
-from diptych.kvtransfer.faults import FaultyTransport
-from diptych.kvtransfer.gpu_memory import GpuMemory
-from diptych.kvtransfer.layout import RingSpec, SlabQuotas
-from diptych.kvtransfer.registry import AUTO, TransportSite, TransportSpec, candidates
-from diptych.kvtransfer.self_test import SelfTest
+from diptych.kvtransfer.fabric.registry import AUTO, TransportSite, TransportSpec, candidates
+from diptych.kvtransfer.fabric.self_test import SelfTest
+from diptych.kvtransfer.fabric.transport import Transport
+from diptych.kvtransfer.gpu.memory import GpuMemory
+from diptych.kvtransfer.slabs.layout import RingSpec, SlabQuotas
 from diptych.kvtransfer.thread import TransferThread
-from diptych.kvtransfer.transport import Transport
+from diptych.kvtransfer.wrappers.ciphers import OFF
+from diptych.kvtransfer.wrappers.encryption import check_mode, encrypted
+from diptych.kvtransfer.wrappers.faults import FaultyTransport
 
 log = logging.getLogger(__name__)
 
@@ -121,7 +121,7 @@ def _gpu_memory(transport: str) -> GpuMemory:
     """On the device that this process computes on. Raises: ConfigError."""
     import torch
 
-    from diptych.kvtransfer.gpu_rate import read_rate
+    from diptych.kvtransfer.gpu.rate import read_rate
 
     if not torch.cuda.is_available():
         raise ConfigError("transport", transport, "no CUDA device is usable here")

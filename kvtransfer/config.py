@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from diptych.common.errors import ConfigError
-from diptych.kvtransfer import registry
-from diptych.kvtransfer.ciphers import OFF
-from diptych.kvtransfer.encryption import check_mode
-from diptych.kvtransfer.faults import FaultSpec
-from diptych.kvtransfer.layout import RingSpec, SlabQuotas
+from diptych.kvtransfer.fabric import registry
+from diptych.kvtransfer.slabs.layout import RingSpec, SlabQuotas
+from diptych.kvtransfer.wrappers.ciphers import OFF
+from diptych.kvtransfer.wrappers.encryption import check_mode
+from diptych.kvtransfer.wrappers.faults import FaultSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,8 +17,8 @@ class TransferConfig:
     """Raises: ConfigError.
 
     Args:
-        transport: a name of kvtransfer/registry.py, or "auto": the first that passes its self-test here, named in the log. Both
-            workers of a pair must use the same one.
+        transport: a name of kvtransfer/fabric/registry.py, or "auto": the first that passes its self-test here, named in the log.
+            Both workers of a pair must use the same one.
         device: "cpu" or "cuda": where the pool is.
         host: address of ours that the transport binds to and advertises; no other interface listens.
         slab_bytes: whole slab with header and trailer, a multiple of the page size.

@@ -27,13 +27,13 @@ from diptych.common.errors import DiptychError, InternalError, StaleReferenceErr
 from diptych.engine.messages import RangePacked, SlabGrant
 from diptych.kvtransfer.api import KvAddress, PeerRef, ReceivedSlab, TakeOffer, TransferAudit
 from diptych.kvtransfer.config import TransferConfig
-from diptych.kvtransfer.handle import SlabHandle, new_key, sign
-from diptych.kvtransfer.layout import Ring, RingSpec, SlabQuotas, payload_capacity, write_frame
-from diptych.kvtransfer.publisher import PublishSide
-from diptych.kvtransfer.publisher_ledger import PublisherLedger
-from diptych.kvtransfer.reader import ReadSide
-from diptych.kvtransfer.reader_ledger import ReaderLedger
-from diptych.kvtransfer.transport import OfferArrived, PeerLost, ReceiveDone, Transport, peer_key
+from diptych.kvtransfer.fabric.transport import OfferArrived, PeerLost, ReceiveDone, Transport, peer_key
+from diptych.kvtransfer.ledgers.publisher import PublishSide
+from diptych.kvtransfer.ledgers.publisher_ledger import PublisherLedger
+from diptych.kvtransfer.ledgers.reader import ReadSide
+from diptych.kvtransfer.ledgers.reader_ledger import ReaderLedger
+from diptych.kvtransfer.slabs.handle import SlabHandle, new_key, sign
+from diptych.kvtransfer.slabs.layout import Ring, RingSpec, SlabQuotas, payload_capacity, write_frame
 
 log = logging.getLogger(__name__)
 TICK_S = 0.1

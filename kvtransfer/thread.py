@@ -11,7 +11,7 @@ from typing import Any
 
 from diptych.kvtransfer.config import TransferConfig
 from diptych.kvtransfer.core import TICK_S, TransferCore
-from diptych.kvtransfer.transport import Transport, Wakeup
+from diptych.kvtransfer.fabric.transport import Transport, Wakeup
 
 log = logging.getLogger(__name__)
 _SPIN_S = 0.0005

@@ -8,7 +8,7 @@ from typing import Any
 from diptych.common.errors import ConfigError, DiptychError
 from diptych.engine.messages import EngineEvent, GrantSlabs, SlabGrant
 from diptych.engine.overlap import Overlap
-from diptych.kvtransfer.layout import payload_capacity
+from diptych.kvtransfer.slabs.layout import payload_capacity
 from diptych.prefill.service import PrefillServicer, SourceServicer
 from diptych.prefill.sessions import PrefillSessions
 from diptych.rpc.stubs import add_prefill, add_source

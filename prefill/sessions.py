@@ -61,7 +61,7 @@ from diptych.engine.messages import (
     TokensOut,
 )
 from diptych.kvtransfer.api import SlabPublisher
-from diptych.kvtransfer.transport import peer_key
+from diptych.kvtransfer.fabric.transport import peer_key
 from diptych.prefill.request import PrefillSessionRequest, parse_fetch, parse_request
 from diptych.rpc.convert import logprobs_to_proto
 from diptych.rpc.v1 import prefill_pb2, types_pb2

@@ -14,7 +14,7 @@ from diptych.common.errors import ConfigError
 from diptych.common.kv_format import COMPUTE_DTYPES
 from diptych.engine.config import GRAMMAR_BACKENDS, POLICIES, PREEMPTION_MODES, EngineConfig
 from diptych.engine.overlap import MODES as OVERLAP_MODES
-from diptych.kvtransfer import ciphers
+from diptych.kvtransfer.wrappers import ciphers
 from diptych.worker.role_spec import DECODE, ROLES
 
 T = TypeVar("T")

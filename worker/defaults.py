@@ -13,8 +13,8 @@ from typing import Any
 from diptych.common.kv_format import KvFormat
 from diptych.engine.capacity import kibibytes
 from diptych.engine.config import EngineConfig
-from diptych.kvtransfer.layout import SlabQuotas
-from diptych.kvtransfer.registry import transports
+from diptych.kvtransfer.fabric.registry import transports
+from diptych.kvtransfer.slabs.layout import SlabQuotas
 from diptych.worker.config import AUTO, MOST, WorkerConfig
 from diptych.worker.role_spec import ROLES
 

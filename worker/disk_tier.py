@@ -12,7 +12,7 @@ from diptych.common.compat import Compat
 from diptych.common.errors import ConfigError
 from diptych.kvtransfer.disk.block_folder import HEAD_BYTES, BlockFolder, identity_of
 from diptych.kvtransfer.disk.block_store import DiskBlockStore
-from diptych.kvtransfer.layout import layout_hash
+from diptych.kvtransfer.slabs.layout import layout_hash
 from diptych.worker.config import WorkerConfig
 
 log = structlog.get_logger(__name__)

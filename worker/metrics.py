@@ -27,7 +27,7 @@ from diptych.common.observe.series import Counter
 from diptych.engine.messages import EngineStats
 from diptych.engine.stats import AGE_BUCKETS_S, Ages, ClaimStats, TierStats
 from diptych.kvtransfer.api import PeerRef, ReceivedSlab, SlabReader, TakeOffer, Transfer, TransferAudit
-from diptych.kvtransfer.handle import SlabHandle
+from diptych.kvtransfer.slabs.handle import SlabHandle
 from diptych.worker.gpu import GpuMonitor, gpu_families
 from diptych.worker.reads.block_pulls import SOURCE_ATTEMPT, PullFacts
 

@@ -34,7 +34,7 @@ from diptych.engine.grammar.program import AfterText, Program
 from diptych.engine.grammar.vocabulary import vocabulary_of
 from diptych.engine.runner import ModelRunner
 from diptych.engine.sched.requests.output import DetokenizerFactory
-from diptych.kvtransfer import ciphers
+from diptych.kvtransfer.wrappers import ciphers
 from diptych.worker.config import AUTO, WorkerConfig
 from diptych.worker.defaults import DeviceFacts, ModelFacts, settled, slab_quotas
 from diptych.worker.role_spec import DECODE, ROLES
@@ -314,7 +314,7 @@ def identity_key(config: WorkerConfig) -> bytes:
 
 def _ring_on_gpu(config: WorkerConfig) -> int:
     """Bytes of the staging ring that may be in GPU memory, once the transport is known."""
-    from diptych.kvtransfer.registry import candidates
+    from diptych.kvtransfer.fabric.registry import candidates
 
     quotas = slab_quotas(config)
     slabs = (spec.gpu_slabs(quotas) for spec in candidates(config.transport, config.device))

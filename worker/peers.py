@@ -19,8 +19,8 @@ from diptych.common.compat import Compat, differences
 from diptych.common.errors import DiptychError, IncompatibleWorkersError, StaleReferenceError, WorkerLostError
 from diptych.common.kv_format import KvFormat
 from diptych.kvtransfer.api import PeerRef
-from diptych.kvtransfer.layout import layout_hash
-from diptych.kvtransfer.planner import convertible_group
+from diptych.kvtransfer.slabs.layout import layout_hash
+from diptych.kvtransfer.slabs.planner import convertible_group
 from diptych.rpc import convert
 from diptych.rpc.channels import open_channel
 from diptych.rpc.errors import describe, typed_error

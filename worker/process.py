@@ -22,13 +22,13 @@ from diptych.common.secret import derive_key, load_secret
 from diptych.common.store.interface import Store
 from diptych.common.store.redis_store import RedisStore
 from diptych.common.tls import load_redis_tls
-from diptych.kvtransfer import registry
 from diptych.kvtransfer.api import Transfer
 from diptych.kvtransfer.build import build_transfer
 from diptych.kvtransfer.config import TransferConfig
-from diptych.kvtransfer.encryption import PURPOSE, check_mode
-from diptych.kvtransfer.faults import FaultSpec
-from diptych.kvtransfer.layout import layout_hash
+from diptych.kvtransfer.fabric import registry
+from diptych.kvtransfer.slabs.layout import layout_hash
+from diptych.kvtransfer.wrappers.encryption import PURPOSE, check_mode
+from diptych.kvtransfer.wrappers.faults import FaultSpec
 from diptych.worker.config import WorkerConfig
 from diptych.worker.defaults import slab_quotas
 from diptych.worker.model import load_model, warmed_up_on

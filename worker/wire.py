@@ -12,7 +12,7 @@ from diptych.common.tiers import TierState
 from diptych.engine.messages import BlockCounts
 from diptych.engine.sched.lifecycle.swap_cost import Rates, break_even_tokens
 from diptych.kvtransfer.api import KvAddress, SlabCounts
-from diptych.kvtransfer.handle import SlabHandle
+from diptych.kvtransfer.slabs.handle import SlabHandle
 from diptych.rpc.fields import same_fields
 from diptych.rpc.v1 import prefill_pb2, types_pb2, worker_pb2
 from diptych.worker.refs import WorkerRef

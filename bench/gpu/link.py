@@ -24,8 +24,8 @@ from diptych.common.sampling import SamplingParams
 from diptych.engine.exec.model_runner import TorchModelRunner
 from diptych.engine.exec.models.registry import describe
 from diptych.engine.messages import DeviceRange, ScheduledSeq
-from diptych.kvtransfer.gpu_memory import GpuMemory
-from diptych.kvtransfer.gpu_rate import read_rate
+from diptych.kvtransfer.gpu.memory import GpuMemory
+from diptych.kvtransfer.gpu.rate import read_rate
 
 TOKENS = 2048
 BATCH, CONTEXT = 8, 1024

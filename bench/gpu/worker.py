@@ -31,8 +31,8 @@ from diptych.engine.exec.models.registry import describe
 from diptych.engine.exec.sampler import SAMPLER_VERSION
 from diptych.engine.messages import EngineEvent, TokensOut
 from diptych.kvtransfer import core as transfer_core
-from diptych.kvtransfer import publisher as publish_side
-from diptych.kvtransfer import reader as read_side
+from diptych.kvtransfer.ledgers import publisher as publish_side
+from diptych.kvtransfer.ledgers import reader as read_side
 from diptych.prefill import sessions as handoff
 from diptych.prefill.server import PrefillService, Publishing
 from diptych.worker.config import WorkerConfig

@@ -7,7 +7,7 @@ import torch
 from diptych.common.paths import cache_dir
 from diptych.kernels import kv_pack
 from diptych.kernels.native.kv_move import SOURCES, KvMoves
-from diptych.kvtransfer.layout import payload_capacity
+from diptych.kvtransfer.slabs.layout import payload_capacity
 
 BLOCK_BYTES = 64 << 10
 BLOCK_SIZE = 16

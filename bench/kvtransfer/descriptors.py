@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from diptych.bench.kvtransfer.blocks import BLOCK_BYTES, BlockPool
-from diptych.kvtransfer.nixl_parts import load_nixl
+from diptych.kvtransfer.fabric.nixl_parts import load_nixl
 
 _DEADLINE_S = 60.0
 _DONE = b"done"

@@ -31,9 +31,9 @@ from diptych.bench.kvtransfer.blocks import BLOCK_BYTES, KEY, LAYOUT, BlockPool
 from diptych.bench.result import spread, surroundings, write
 from diptych.kvtransfer.api import KvAddress, PeerRef, Transfer
 from diptych.kvtransfer.build import build_transfer
-from diptych.kvtransfer.ciphers import MODES, OFF
 from diptych.kvtransfer.config import TransferConfig
-from diptych.kvtransfer.handle import SlabHandle, decode
+from diptych.kvtransfer.slabs.handle import SlabHandle, decode
+from diptych.kvtransfer.wrappers.ciphers import MODES, OFF
 
 RAW_BYTES = 64 << 20
 NUM_BLOCKS = 2000

@@ -17,9 +17,9 @@ from diptych.bench.kvtransfer.blocks import KEY, LAYOUT, BlockPool, blocks_per_s
 from diptych.engine.messages import RangePacked, SlabGrant
 from diptych.kvtransfer.api import Transfer
 from diptych.kvtransfer.build import build_transfer
-from diptych.kvtransfer.ciphers import OFF
 from diptych.kvtransfer.config import TransferConfig
-from diptych.kvtransfer.handle import encode
+from diptych.kvtransfer.slabs.handle import encode
+from diptych.kvtransfer.wrappers.ciphers import OFF
 
 
 class Publisher:

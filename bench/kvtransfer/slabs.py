@@ -11,10 +11,10 @@ import numpy as np
 
 from diptych.bench.result import surroundings, write
 from diptych.common.errors import ConfigError, TransferError
-from diptych.kvtransfer.layout import RingSpec
-from diptych.kvtransfer.registry import TransportSite, candidates, check
-from diptych.kvtransfer.self_test import run_self_test
-from diptych.kvtransfer.transport import Transport
+from diptych.kvtransfer.fabric.registry import TransportSite, candidates, check
+from diptych.kvtransfer.fabric.self_test import run_self_test
+from diptych.kvtransfer.fabric.transport import Transport
+from diptych.kvtransfer.slabs.layout import RingSpec
 
 SLAB_KIB = (64, 256, 1024, 4096, 16384)
 

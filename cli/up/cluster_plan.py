@@ -180,7 +180,7 @@ class ClusterPlan:
         if not self.assignments or len({assignment.gpu.visible for assignment in self.assignments.values()}) > 1:
             return ""
         # Imported here: it takes numpy, which a plan without GPUs does without.
-        from diptych.kvtransfer.registry import transport_for_a_shared_gpu
+        from diptych.kvtransfer.fabric.registry import transport_for_a_shared_gpu
 
         return transport_for_a_shared_gpu()
 

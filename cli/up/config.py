@@ -10,7 +10,7 @@ from diptych.common.addresses import is_loopback
 from diptych.common.checkpoint.modes import VERIFY_MODES
 from diptych.common.errors import ConfigError
 from diptych.common.kv_format import COMPUTE_DTYPES
-from diptych.kvtransfer import ciphers
+from diptych.kvtransfer.wrappers import ciphers
 from diptych.router.config import MOST_PROCESSES
 from diptych.worker.config import AUTO, MOST, WorkerConfig
 
@@ -169,7 +169,7 @@ class UpConfig:
                 raise ConfigError(name, getattr(self, name), f"must be one of {', '.join(filter(None, known))}")
         if self.transport:
             # Imported here: it takes numpy, which other commands do without.
-            from diptych.kvtransfer import registry
+            from diptych.kvtransfer.fabric import registry
 
             registry.check(self.transport, self.device, in_process=False)
         for name in ("prefill_gpus", "decode_gpus"):

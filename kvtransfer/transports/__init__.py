@@ -1,1 +1,1 @@
-"""One module for each transport; each registers its `TransportSpec` (kvtransfer/registry.py) when it is imported."""
+"""One module for each transport; each registers its `TransportSpec` (kvtransfer/fabric/registry.py) when it is imported."""

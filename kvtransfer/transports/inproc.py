@@ -11,9 +11,8 @@ import numpy as np
 
 from diptych.common.errors import TransferError
 from diptych.kvtransfer.api import KvAddress, PeerRef
-from diptych.kvtransfer.layout import Ring
-from diptych.kvtransfer.registry import TransportSpec, register
-from diptych.kvtransfer.transport import (
+from diptych.kvtransfer.fabric.registry import TransportSpec, register
+from diptych.kvtransfer.fabric.transport import (
     MAX_MESSAGE_BYTES,
     NoteArrived,
     PeerLost,
@@ -25,6 +24,7 @@ from diptych.kvtransfer.transport import (
     peer_key,
     sleep_on,
 )
+from diptych.kvtransfer.slabs.layout import Ring
 
 _hub: dict[bytes, InprocTransport] = {}
 _hub_lock = threading.Lock()

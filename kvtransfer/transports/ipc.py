@@ -39,15 +39,11 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from diptych.common.errors import TransferError
-from diptych.kvtransfer import handle as handles
 from diptych.kvtransfer.api import KvAddress, PeerRef
-from diptych.kvtransfer.gpu_memory import SharedMemory
-from diptych.kvtransfer.gpu_ring import GpuRing
-from diptych.kvtransfer.layout import HEADER_BYTES, TRAILER_BYTES, Ring, RingSpec, SlabQuotas, frame_generation
-from diptych.kvtransfer.net_interfaces import host_identity
-from diptych.kvtransfer.registry import Make, TransportSite, TransportSpec, register
-from diptych.kvtransfer.self_test import SelfTest, run_ipc_self_test
-from diptych.kvtransfer.transport import (
+from diptych.kvtransfer.fabric.net_interfaces import host_identity
+from diptych.kvtransfer.fabric.registry import Make, TransportSite, TransportSpec, register
+from diptych.kvtransfer.fabric.self_test import SelfTest, run_ipc_self_test
+from diptych.kvtransfer.fabric.transport import (
     MAX_MESSAGE_BYTES,
     NoteArrived,
     OfferArrived,
@@ -59,6 +55,10 @@ from diptych.kvtransfer.transport import (
     Wakeup,
     peer_key,
 )
+from diptych.kvtransfer.gpu.memory import SharedMemory
+from diptych.kvtransfer.gpu.ring import GpuRing
+from diptych.kvtransfer.slabs import handle as handles
+from diptych.kvtransfer.slabs.layout import HEADER_BYTES, TRAILER_BYTES, Ring, RingSpec, SlabQuotas, frame_generation
 
 log = logging.getLogger(__name__)
 

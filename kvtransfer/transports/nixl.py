@@ -36,13 +36,12 @@ from blake3 import blake3
 
 from diptych.common.errors import TransferError
 from diptych.kvtransfer.api import KvAddress, PeerRef
-from diptych.kvtransfer.layout import Ring
-from diptych.kvtransfer.net_interfaces import numeric, ucx_address_family
-from diptych.kvtransfer.nixl_parts import Answers, Peer, Read, load_nixl
-from diptych.kvtransfer.peer_book import TOKEN_BYTES, PeerBook, pack_parts, unpack_parts
-from diptych.kvtransfer.registry import TransportSpec, register
-from diptych.kvtransfer.tcp_counters import carried_by_tcp, tcp_bytes_received
-from diptych.kvtransfer.transport import (
+from diptych.kvtransfer.fabric.net_interfaces import numeric, ucx_address_family
+from diptych.kvtransfer.fabric.nixl_parts import Answers, Peer, Read, load_nixl
+from diptych.kvtransfer.fabric.peer_book import TOKEN_BYTES, PeerBook, pack_parts, unpack_parts
+from diptych.kvtransfer.fabric.registry import TransportSpec, register
+from diptych.kvtransfer.fabric.tcp_counters import carried_by_tcp, tcp_bytes_received
+from diptych.kvtransfer.fabric.transport import (
     MAX_MESSAGE_BYTES,
     NoteArrived,
     ReceiveDone,
@@ -53,6 +52,7 @@ from diptych.kvtransfer.transport import (
     peer_key,
     sleep_on,
 )
+from diptych.kvtransfer.slabs.layout import Ring
 
 _HEAD = struct.Struct("<4s16sBQQ")
 """magic, token, kind, connection, read_id"""

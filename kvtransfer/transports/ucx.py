@@ -31,11 +31,10 @@ import numpy as np
 
 from diptych.common.errors import ConfigError, TransferError
 from diptych.kvtransfer.api import KvAddress, PeerRef
-from diptych.kvtransfer.layout import HEADER_BYTES, Ring, read_refusal
-from diptych.kvtransfer.net_interfaces import interface_of, numeric, ucx_address_family
-from diptych.kvtransfer.peer_book import TOKEN_BYTES, PeerBook, pack_parts, unpack_parts
-from diptych.kvtransfer.registry import TransportSpec, register
-from diptych.kvtransfer.transport import (
+from diptych.kvtransfer.fabric.net_interfaces import interface_of, numeric, ucx_address_family
+from diptych.kvtransfer.fabric.peer_book import TOKEN_BYTES, PeerBook, pack_parts, unpack_parts
+from diptych.kvtransfer.fabric.registry import TransportSpec, register
+from diptych.kvtransfer.fabric.transport import (
     MAX_MESSAGE_BYTES,
     NoteArrived,
     ReceiveDone,
@@ -46,6 +45,7 @@ from diptych.kvtransfer.transport import (
     peer_key,
     sleep_on,
 )
+from diptych.kvtransfer.slabs.layout import HEADER_BYTES, Ring, read_refusal
 
 _HEAD = struct.Struct("<16sBQQ")
 """token, kind, connection, read_id"""

@@ -24,15 +24,15 @@ from typing import Any
 import numpy as np
 
 from diptych.common.errors import TransferError
-from diptych.kvtransfer.gpu_memory import DeviceMemory
-from diptych.kvtransfer.gpu_path import DIRECT, path_of
-from diptych.kvtransfer.gpu_ring import GpuRing
-from diptych.kvtransfer.layout import HEADER_BYTES, TRAILER_BYTES, Ring, read_refusal
-from diptych.kvtransfer.registry import Make, TransportSite, TransportSpec, gpu_ring, register
-from diptych.kvtransfer.self_test import SelfTest
-from diptych.kvtransfer.transport import ReceiveDone, TransportEvent, Wakeup, sleep_on
+from diptych.kvtransfer.fabric.registry import Make, TransportSite, TransportSpec, gpu_ring, register
+from diptych.kvtransfer.fabric.self_test import SelfTest
+from diptych.kvtransfer.fabric.transport import ReceiveDone, TransportEvent, Wakeup, sleep_on
+from diptych.kvtransfer.fabric.ucx_gpu_probe import run_ucx_gpu_self_test
+from diptych.kvtransfer.gpu.memory import DeviceMemory
+from diptych.kvtransfer.gpu.path import DIRECT, path_of
+from diptych.kvtransfer.gpu.ring import GpuRing
+from diptych.kvtransfer.slabs.layout import HEADER_BYTES, TRAILER_BYTES, Ring, read_refusal
 from diptych.kvtransfer.transports.ucx import _TAG_DATA, UcxTransport, _Endpoint, _Pending
-from diptych.kvtransfer.ucx_gpu_probe import run_ucx_gpu_self_test
 
 log = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ def test_two_processes_exchange_gpu_memory_directly(cuda, capsys):
     from diptych.common.errors import ConfigError
     from diptych.kvtransfer.build import build_transfer
     from diptych.kvtransfer.config import TransferConfig
-    from diptych.kvtransfer.gpu_path import DIRECT, STAGED
+    from diptych.kvtransfer.gpu.path import DIRECT, STAGED
 
     def config(require):
         return TransferConfig(

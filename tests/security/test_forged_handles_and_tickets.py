@@ -26,7 +26,7 @@ from diptych.engine.messages import RangePacked, SlabGrant
 from diptych.kvtransfer.api import PeerRef
 from diptych.kvtransfer.build import build_transfer
 from diptych.kvtransfer.config import TransferConfig
-from diptych.kvtransfer.handle import MAC_BYTES, Refusal, SlabHandle, decode, encode, verify
+from diptych.kvtransfer.slabs.handle import MAC_BYTES, Refusal, SlabHandle, decode, encode, verify
 from diptych.rpc.convert import sampling_to_proto
 from diptych.rpc.v1 import decode_pb2, prefill_pb2
 from diptych.worker.incoming import Limits

@@ -49,11 +49,11 @@ from diptych.engine.exec.checkpoint import Checkpoint
 from diptych.engine.exec.models.registry import describe
 from diptych.engine.grammar.compiler import ChildProcess, GrammarCompiler, GrammarLimits
 from diptych.engine.grammar.program import FirstToken
-from diptych.kvtransfer import encryption
-from diptych.kvtransfer.handle import SlabHandle, decode_note, encode, encode_renewal, sign
-from diptych.kvtransfer.layout import HEADER_BYTES, check_slab, message_bytes, read_refusal, write_frame
-from diptych.kvtransfer.peer_book import PeerBook, pack_parts, unpack_parts
+from diptych.kvtransfer.fabric.peer_book import PeerBook, pack_parts, unpack_parts
+from diptych.kvtransfer.slabs.handle import SlabHandle, decode_note, encode, encode_renewal, sign
+from diptych.kvtransfer.slabs.layout import HEADER_BYTES, check_slab, message_bytes, read_refusal, write_frame
 from diptych.kvtransfer.transports import nixl, ucx
+from diptych.kvtransfer.wrappers import encryption
 from diptych.loadtest.target import TargetError
 from diptych.loadtest.target_openai import OpenAITarget
 from diptych.router.api.auth.authenticator import Authenticator

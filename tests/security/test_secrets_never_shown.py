@@ -30,8 +30,8 @@ from diptych.common.store.redis_url import connect, parse_sentinel_url
 from diptych.common.ticket import PURPOSE as TICKETS
 from diptych.common.tls import ClusterTls, ServerTls
 from diptych.kvtransfer.api import KvAddress
-from diptych.kvtransfer.encryption import PURPOSE as KV
-from diptych.kvtransfer.handle import SlabHandle
+from diptych.kvtransfer.slabs.handle import SlabHandle
+from diptych.kvtransfer.wrappers.encryption import PURPOSE as KV
 from diptych.router.api.auth.keys import KeyEntry, KeySet, add_key
 from diptych.router.config import RouterConfig
 from diptych.rpc.operator import operator_key

@@ -30,7 +30,7 @@ from diptych.common.kv_groups import hit_end
 from diptych.common.request import Prompt
 from diptych.common.secret import tenant_of
 from diptych.engine.messages import EndPull, EngineEvent, Failed, PullBlocks, Pulled, PullStarted, RangeUnpacked
-from diptych.kvtransfer.handle import SlabHandle
+from diptych.kvtransfer.slabs.handle import SlabHandle
 from diptych.rpc.fields import same_fields
 from diptych.rpc.v1 import prefill_pb2, types_pb2
 from diptych.worker import wire

@@ -16,7 +16,7 @@ from diptych.common.errors import DiptychError, InternalError, RequestDeadlineEr
 from diptych.common.kv_format import KvFormat
 from diptych.engine.messages import DeviceRange
 from diptych.kvtransfer.api import ReceivedSlab, SlabReader
-from diptych.kvtransfer.handle import SlabHandle
+from diptych.kvtransfer.slabs.handle import SlabHandle
 from diptych.rpc.errors import describe, from_failure, typed_error
 from diptych.rpc.v1 import prefill_pb2
 from diptych.worker import wire

@@ -8,7 +8,7 @@ from itertools import count
 from diptych.common.errors import TransferError
 from diptych.engine.messages import RangeUnpacked, UnpackRange
 from diptych.kvtransfer.api import ReceivedSlab, SlabReader
-from diptych.kvtransfer.convert import ConvertedRange
+from diptych.kvtransfer.slabs.convert import ConvertedRange
 from diptych.worker.ports import Engine
 
 

@@ -15,10 +15,10 @@ import pytest
 from diptych.engine.fake_runner import FakeRunner
 from diptych.engine.messages import DeviceRange, ScheduledSeq, StepResult
 from diptych.kernels.kv_sum import kv_sum
-from diptych.kvtransfer import registry
-from diptych.kvtransfer.gpu_ring import GpuRing
-from diptych.kvtransfer.layout import RingSpec
-from diptych.kvtransfer.self_test import run_ipc_self_test
+from diptych.kvtransfer.fabric import registry
+from diptych.kvtransfer.fabric.self_test import run_ipc_self_test
+from diptych.kvtransfer.gpu.ring import GpuRing
+from diptych.kvtransfer.slabs.layout import RingSpec
 from diptych.kvtransfer.transports.ipc import IpcTransport
 from diptych.worker.model import LoadedModel
 from diptych_tests.host_memory import HostMemory

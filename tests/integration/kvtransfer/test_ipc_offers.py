@@ -17,10 +17,10 @@ from diptych.kernels.kv_sum import kv_sum
 from diptych.kvtransfer.api import PeerRef, ReceivedSlab
 from diptych.kvtransfer.config import TransferConfig
 from diptych.kvtransfer.core import TransferCore
-from diptych.kvtransfer.gpu_ring import GpuRing
-from diptych.kvtransfer.handle import SlabHandle
-from diptych.kvtransfer.layout import RingSpec, SlabQuotas
-from diptych.kvtransfer.transport import RequestArrived
+from diptych.kvtransfer.fabric.transport import RequestArrived
+from diptych.kvtransfer.gpu.ring import GpuRing
+from diptych.kvtransfer.slabs.handle import SlabHandle
+from diptych.kvtransfer.slabs.layout import RingSpec, SlabQuotas
 from diptych.kvtransfer.transports.ipc import IpcTransport
 from diptych_tests.device_pair import data_at, noise
 from diptych_tests.host_memory import HostMemory

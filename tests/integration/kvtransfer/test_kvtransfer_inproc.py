@@ -14,10 +14,10 @@ from diptych.common.errors import ConfigError, InternalError, StaleReferenceErro
 from diptych.engine.messages import EngineStats, RangePacked, SlabGrant
 from diptych.kvtransfer.api import PeerRef, Transfer
 from diptych.kvtransfer.build import build_transfer
-from diptych.kvtransfer.ciphers import CIPHERS
 from diptych.kvtransfer.config import TransferConfig
-from diptych.kvtransfer.faults import FaultSpec
-from diptych.kvtransfer.handle import SlabHandle
+from diptych.kvtransfer.slabs.handle import SlabHandle
+from diptych.kvtransfer.wrappers.ciphers import CIPHERS
+from diptych.kvtransfer.wrappers.faults import FaultSpec
 from diptych.worker.metrics import WorkerMetrics
 from diptych_tests import waiting
 

@@ -12,13 +12,13 @@ import pytest
 from diptych.common.clock import FakeClock
 from diptych.common.errors import ConfigError, StaleReferenceError, TransferError
 from diptych.kernels.kv_sum import kv_sum
-from diptych.kvtransfer import self_test
 from diptych.kvtransfer.api import KvAddress
 from diptych.kvtransfer.build import build_transfer
 from diptych.kvtransfer.config import TransferConfig
-from diptych.kvtransfer.gpu_ring import GpuRing
-from diptych.kvtransfer.layout import RingSpec
-from diptych.kvtransfer.self_test import run_ipc_self_test
+from diptych.kvtransfer.fabric import self_test
+from diptych.kvtransfer.fabric.self_test import run_ipc_self_test
+from diptych.kvtransfer.gpu.ring import GpuRing
+from diptych.kvtransfer.slabs.layout import RingSpec
 from diptych.kvtransfer.transports.ipc import IpcTransport
 from diptych_tests.device_pair import DevicePair, data_at, noise
 from diptych_tests.host_memory import HostMemory

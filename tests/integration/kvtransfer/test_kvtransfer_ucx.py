@@ -19,8 +19,8 @@ import pytest
 from diptych.common.errors import DiptychError, StaleReferenceError, TransferError
 from diptych.kvtransfer.api import Transfer
 from diptych.kvtransfer.build import build_transfer
-from diptych.kvtransfer.ciphers import CIPHERS
 from diptych.kvtransfer.config import TransferConfig
+from diptych.kvtransfer.wrappers.ciphers import CIPHERS
 from diptych_tests import waiting
 from diptych_tests.publisher import SIZE, Publisher, all_back, comes_to_rest, in_flight, turns, until_free
 

@@ -22,15 +22,15 @@ import pytest
 
 from diptych.common.errors import ConfigError, StaleReferenceError, TransferError
 from diptych.kernels.kv_sum import kv_sum
-from diptych.kvtransfer import gpu_path
 from diptych.kvtransfer.build import build_transfer
 from diptych.kvtransfer.config import TransferConfig
-from diptych.kvtransfer.gpu_path import DIRECT, STAGED
-from diptych.kvtransfer.gpu_ring import GpuRing
-from diptych.kvtransfer.layout import RingSpec
+from diptych.kvtransfer.fabric.ucx_gpu_probe import run_ucx_gpu_self_test, serve
+from diptych.kvtransfer.gpu import path as gpu_path
+from diptych.kvtransfer.gpu.path import DIRECT, STAGED
+from diptych.kvtransfer.gpu.ring import GpuRing
+from diptych.kvtransfer.slabs.layout import RingSpec
 from diptych.kvtransfer.transports import ucx_gpu
 from diptych.kvtransfer.transports.ucx_gpu import UcxGpuTransport
-from diptych.kvtransfer.ucx_gpu_probe import run_ucx_gpu_self_test, serve
 from diptych_tests import waiting
 from diptych_tests.device_pair import DevicePair, data_at, noise
 

@@ -16,15 +16,15 @@ from diptych.cli.doctor.facts import Facts, Host, Worker
 from diptych.cli.explain import lines_of
 from diptych.cli.up.config import UpConfig
 from diptych.common.errors import ConfigError
-from diptych.kvtransfer import registry
 from diptych.kvtransfer.api import KvAddress
 from diptych.kvtransfer.config import TransferConfig
-from diptych.kvtransfer.self_test import SelfTest, run_self_test
+from diptych.kvtransfer.fabric import registry
+from diptych.kvtransfer.fabric.self_test import SelfTest, run_self_test
 from diptych.kvtransfer.transports.inproc import InprocTransport
 from diptych.worker.config import WorkerConfig
 
 PLUGIN = """
-from diptych.kvtransfer.registry import TransportSpec
+from diptych.kvtransfer.fabric.registry import TransportSpec
 from diptych.kvtransfer.transports.inproc import InprocTransport
 
 SPEC = TransportSpec(name="relay", summary="a plug-in", make=lambda w, i, site: InprocTransport(w, i))

@@ -11,7 +11,7 @@ import pytest
 
 from diptych.common.sampling import SamplingParams
 from diptych.engine.messages import ScheduledSeq
-from diptych.kvtransfer.ciphers import CIPHERS
+from diptych.kvtransfer.wrappers.ciphers import CIPHERS
 from diptych.rpc.convert import sampling_to_proto
 from diptych.rpc.v1 import types_pb2
 from diptych.worker.runtime import WorkerRuntime

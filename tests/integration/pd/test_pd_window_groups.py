@@ -15,8 +15,8 @@ import pytest
 from diptych.common.errors import TransferError, WorkerLostError
 from diptych.common.kv_groups import PoolDemand, expected_ranges
 from diptych.engine.messages import RangePacked
-from diptych.kvtransfer import faults
-from diptych.kvtransfer.layout import HEADER_BYTES, TRAILER_BYTES
+from diptych.kvtransfer.slabs.layout import HEADER_BYTES, TRAILER_BYTES
+from diptych.kvtransfer.wrappers import faults
 from diptych.prefill.sessions import PrefillSession
 from diptych.rpc.v1 import router_pb2
 from diptych.worker import wire

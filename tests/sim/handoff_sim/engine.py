@@ -29,7 +29,7 @@ from diptych.engine.messages import (
     StepResult,
     UnpackRange,
 )
-from diptych.kvtransfer.layout import layout_hash
+from diptych.kvtransfer.slabs.layout import layout_hash
 
 BLOCK = 4
 LAYERS = 4

@@ -24,12 +24,12 @@ from diptych.engine.sched.cache.kv_cache_manager import KvCacheManager
 from diptych.engine.sched.handoff.layer_groups import LayerGroups
 from diptych.engine.sched.handoff.packing import PackJob
 from diptych.engine.sched.handoff.remote import RemoteRequests
-from diptych.kvtransfer import reader as read_side
-from diptych.kvtransfer.handle import Refusal
-from diptych.kvtransfer.ledger import DropPeer, SlabState
-from diptych.kvtransfer.publisher_ledger import Acked, PublisherLedger, Released, SendDone, Tick
-from diptych.kvtransfer.reader_ledger import FailRead, Finished, ReaderLedger, Received
-from diptych.kvtransfer.reader_ledger import Tick as ReaderTick
+from diptych.kvtransfer.ledgers import reader as read_side
+from diptych.kvtransfer.ledgers.ledger import DropPeer, SlabState
+from diptych.kvtransfer.ledgers.publisher_ledger import Acked, PublisherLedger, Released, SendDone, Tick
+from diptych.kvtransfer.ledgers.reader_ledger import FailRead, Finished, ReaderLedger, Received
+from diptych.kvtransfer.ledgers.reader_ledger import Tick as ReaderTick
+from diptych.kvtransfer.slabs.handle import Refusal
 from diptych.prefill.sessions import PrefillSessions
 from diptych.worker.reads.coverage import Coverage, KvCoverage
 from diptych.worker.reads.slab_unpacker import SlabUnpacker

@@ -21,9 +21,9 @@ from diptych.engine.overlap import Overlap
 from diptych.kvtransfer.api import SlabCounts
 from diptych.kvtransfer.config import TransferConfig
 from diptych.kvtransfer.core import TICK_S, TransferCore
-from diptych.kvtransfer.handle import SlabHandle
-from diptych.kvtransfer.layout import SlabQuotas
-from diptych.kvtransfer.ledger import SlabState
+from diptych.kvtransfer.ledgers.ledger import SlabState
+from diptych.kvtransfer.slabs.handle import SlabHandle
+from diptych.kvtransfer.slabs.layout import SlabQuotas
 from diptych.prefill.sessions import PrefillSessions
 from diptych.rpc import convert
 from diptych.rpc.fields import same_fields

@@ -9,8 +9,8 @@ import xxhash
 from handoff_sim.wire import SimTransport, _Conn, _Recv, _Send
 
 from diptych.common.errors import TransferError
-from diptych.kvtransfer import handle as handles
-from diptych.kvtransfer.transport import OfferArrived, SendDone
+from diptych.kvtransfer.fabric.transport import OfferArrived, SendDone
+from diptych.kvtransfer.slabs import handle as handles
 
 
 def has_offers(seed: int) -> bool:

@@ -11,8 +11,8 @@ import xxhash
 from diptych.common.errors import DiptychError
 from diptych.engine.messages import RangePacked, SlabGrant
 from diptych.kvtransfer.api import PeerRef
-from diptych.kvtransfer.handle import SlabHandle
-from diptych.kvtransfer.transport import peer_key
+from diptych.kvtransfer.fabric.transport import peer_key
+from diptych.kvtransfer.slabs.handle import SlabHandle
 
 if TYPE_CHECKING:
     from handoff_sim.nodes import PrefillNode

@@ -1,7 +1,7 @@
 """A KV transport that loses, delays, reorders, duplicates and damages messages, and checks accesses to memory in
 flight.
 
-It keeps the contract of kvtransfer.transport: every read completes once (or never, while its endpoint exists), and
+It keeps the contract of kvtransfer.fabric.transport: every read completes once (or never, while its endpoint exists), and
 PeerLost follows the completion of all requests of that endpoint. Bytes are read and written when the network would do
 it: late.
 """
@@ -18,10 +18,8 @@ import xxhash
 from handoff_sim.links import Links, Node
 
 from diptych.common.errors import TransferError
-from diptych.kvtransfer import handle as handles
 from diptych.kvtransfer.api import KvAddress, PeerRef
-from diptych.kvtransfer.layout import HEADER_BYTES, Ring
-from diptych.kvtransfer.transport import (
+from diptych.kvtransfer.fabric.transport import (
     NoteArrived,
     PeerLost,
     ReceiveDone,
@@ -31,6 +29,8 @@ from diptych.kvtransfer.transport import (
     Wakeup,
     peer_key,
 )
+from diptych.kvtransfer.slabs import handle as handles
+from diptych.kvtransfer.slabs.layout import HEADER_BYTES, Ring
 
 
 @dataclass(frozen=True)

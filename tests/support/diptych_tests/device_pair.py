@@ -12,10 +12,10 @@ from diptych.engine.messages import DeviceRange, RangePacked
 from diptych.kernels.kv_sum import kv_sum
 from diptych.kvtransfer.api import PeerRef
 from diptych.kvtransfer.config import TransferConfig
-from diptych.kvtransfer.gpu_ring import GpuRing
-from diptych.kvtransfer.layout import SlabQuotas
+from diptych.kvtransfer.fabric.transport import Transport
+from diptych.kvtransfer.gpu.ring import GpuRing
+from diptych.kvtransfer.slabs.layout import SlabQuotas
 from diptych.kvtransfer.thread import TransferThread
-from diptych.kvtransfer.transport import Transport
 from diptych_tests import waiting
 
 

@@ -6,7 +6,7 @@ import time
 from typing import Any
 
 from diptych.kvtransfer.api import KvAddress, PeerRef, SlabCounts, Transfer
-from diptych.kvtransfer.handle import SlabHandle, decode
+from diptych.kvtransfer.slabs.handle import SlabHandle, decode
 from diptych_tests import waiting
 from diptych_tests.line_process import LineProcess
 

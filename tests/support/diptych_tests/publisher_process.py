@@ -17,7 +17,7 @@ import xxhash
 from diptych.engine.messages import RangePacked, SlabGrant
 from diptych.kvtransfer.build import build_transfer
 from diptych.kvtransfer.config import TransferConfig
-from diptych.kvtransfer.handle import encode
+from diptych.kvtransfer.slabs.handle import encode
 from diptych_tests.line_process import commands, say
 
 

@@ -24,8 +24,8 @@ from diptych.common.text.prompt_digest import prompt_digest
 from diptych.decode.refetch_policy import PrefillRates
 from diptych.decode.remote_prefill import RemotePrefill, RemotePrefillCallbacks, RemotePrefillContext
 from diptych.kvtransfer.api import KvAddress, PeerRef, ReceivedSlab, TakeOffer
-from diptych.kvtransfer.handle import SlabHandle, sign
-from diptych.kvtransfer.layout import HEADER_BYTES, check_slab, message_bytes, write_frame
+from diptych.kvtransfer.slabs.handle import SlabHandle, sign
+from diptych.kvtransfer.slabs.layout import HEADER_BYTES, check_slab, message_bytes, write_frame
 from diptych.rpc.v1 import prefill_pb2
 from diptych.worker import peers as workers
 from diptych.worker import wire

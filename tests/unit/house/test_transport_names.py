@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 
-from diptych.kvtransfer.registry import names
+from diptych.kvtransfer.fabric.registry import names
 
 ROOT = Path(__file__).resolve().parents[3]
 ROOMS = ("cli", "worker", "decode", "prefill", "kvtransfer")

@@ -11,15 +11,15 @@ import xxhash
 from diptych.common.clock import FakeClock
 from diptych.common.errors import DiptychError
 from diptych.engine.messages import SlabGrant
-from diptych.kvtransfer import publisher_ledger as pub
-from diptych.kvtransfer import reader_ledger as rd
 from diptych.kvtransfer.api import PeerRef
-from diptych.kvtransfer.faults import FaultyTransport
-from diptych.kvtransfer.handle import SlabHandle, sign
-from diptych.kvtransfer.layout import HEADER_BYTES, Ring, RingSpec, payload_capacity, write_frame
-from diptych.kvtransfer.publisher import PublishSide
-from diptych.kvtransfer.reader import ReadSide
+from diptych.kvtransfer.ledgers import publisher_ledger as pub
+from diptych.kvtransfer.ledgers import reader_ledger as rd
+from diptych.kvtransfer.ledgers.publisher import PublishSide
+from diptych.kvtransfer.ledgers.reader import ReadSide
+from diptych.kvtransfer.slabs.handle import SlabHandle, sign
+from diptych.kvtransfer.slabs.layout import HEADER_BYTES, Ring, RingSpec, payload_capacity, write_frame
 from diptych.kvtransfer.transports.inproc import InprocTransport
+from diptych.kvtransfer.wrappers.faults import FaultyTransport
 
 KEY = b"k" * 32
 LAYOUT = 7

@@ -15,9 +15,9 @@ from diptych.engine.messages import RangePacked, SlabGrant
 from diptych.kvtransfer.api import PeerRef, ReceivedSlab, SlabCounts
 from diptych.kvtransfer.config import TransferConfig
 from diptych.kvtransfer.core import TICK_S, TransferCore
-from diptych.kvtransfer.handle import SlabHandle
-from diptych.kvtransfer.layout import SlabQuotas
-from diptych.kvtransfer.transport import peer_key
+from diptych.kvtransfer.fabric.transport import peer_key
+from diptych.kvtransfer.slabs.handle import SlabHandle
+from diptych.kvtransfer.slabs.layout import SlabQuotas
 from diptych.kvtransfer.transports.inproc import InprocTransport
 
 QUOTAS = SlabQuotas(publish=2, read=3)

@@ -10,8 +10,8 @@ import torch
 
 from diptych.common.errors import ConfigError, IncompatibleWorkersError, TransferError
 from diptych.common.kv_format import ORDERS, KvFormat, Shard, full_format, windowed_format
-from diptych.kvtransfer.convert import RangeConverter, cast
-from diptych.kvtransfer.planner import first_token_to_ask, plan_heads
+from diptych.kvtransfer.slabs.convert import RangeConverter, cast
+from diptych.kvtransfer.slabs.planner import first_token_to_ask, plan_heads
 
 DTYPES = ("float32", "float16", "bfloat16")
 LAYERS, DIM = 2, 3

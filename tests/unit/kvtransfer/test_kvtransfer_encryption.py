@@ -15,16 +15,16 @@ from hypothesis import strategies as st
 from diptych.common.compat import Compat, differences, facts
 from diptych.common.errors import ConfigError
 from diptych.common.kv_format import full_format
-from diptych.kvtransfer import encryption
 from diptych.kvtransfer.api import PeerRef
-from diptych.kvtransfer.ciphers import CIPHERS, OFF
 from diptych.kvtransfer.config import TransferConfig
-from diptych.kvtransfer.encryption import OVERHEAD_BYTES, EncryptedTransport, Opener, Sealer
-from diptych.kvtransfer.handle import Refusal, SlabHandle, encode
-from diptych.kvtransfer.layout import HEADER_BYTES, Ring, RingSpec, message_bytes, read_refusal, refusal_message
-from diptych.kvtransfer.registry import transports
-from diptych.kvtransfer.transport import NoteArrived, ReceiveDone, RequestArrived, SendDone
+from diptych.kvtransfer.fabric.registry import transports
+from diptych.kvtransfer.fabric.transport import NoteArrived, ReceiveDone, RequestArrived, SendDone
+from diptych.kvtransfer.slabs.handle import Refusal, SlabHandle, encode
+from diptych.kvtransfer.slabs.layout import HEADER_BYTES, Ring, RingSpec, message_bytes, read_refusal, refusal_message
 from diptych.kvtransfer.transports.inproc import InprocTransport
+from diptych.kvtransfer.wrappers import encryption
+from diptych.kvtransfer.wrappers.ciphers import CIPHERS, OFF
+from diptych.kvtransfer.wrappers.encryption import OVERHEAD_BYTES, EncryptedTransport, Opener, Sealer
 from diptych.worker.config import WorkerConfig
 
 SECRET = b"s" * 32

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from diptych.common.errors import StaleReferenceError, TransferError
-from diptych.kvtransfer.handle import Refusal, SlabHandle, decode, encode, refusal_error, sign, verify
+from diptych.kvtransfer.slabs.handle import Refusal, SlabHandle, decode, encode, refusal_error, sign, verify
 from diptych.worker.wire import handle_to_proto
 
 NUMBERS = st.integers(0, 2**64 - 1)

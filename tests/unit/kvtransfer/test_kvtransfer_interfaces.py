@@ -8,7 +8,7 @@ import pytest
 
 from diptych.common.addresses import is_loopback
 from diptych.common.errors import ConfigError
-from diptych.kvtransfer.net_interfaces import interface_of, numeric, why_unreachable
+from diptych.kvtransfer.fabric.net_interfaces import interface_of, numeric, why_unreachable
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,8 @@ from diptych.common.compat import Compat
 from diptych.common.errors import ConfigError, StaleReferenceError, TransferError
 from diptych.common.kv_format import Shard, full_format, windowed_format
 from diptych.kvtransfer.config import TransferConfig
-from diptych.kvtransfer.handle import Refusal
-from diptych.kvtransfer.layout import (
+from diptych.kvtransfer.slabs.handle import Refusal
+from diptych.kvtransfer.slabs.layout import (
     HEADER_BYTES,
     TRAILER_BYTES,
     Ring,

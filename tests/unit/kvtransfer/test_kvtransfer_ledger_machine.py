@@ -7,10 +7,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from diptych.common.errors import TransferError
-from diptych.kvtransfer import publisher_ledger as pub
-from diptych.kvtransfer import reader_ledger as rd
-from diptych.kvtransfer.handle import SlabHandle
-from diptych.kvtransfer.ledger import DropPeer
+from diptych.kvtransfer.ledgers import publisher_ledger as pub
+from diptych.kvtransfer.ledgers import reader_ledger as rd
+from diptych.kvtransfer.ledgers.ledger import DropPeer
+from diptych.kvtransfer.slabs.handle import SlabHandle
 
 NUM_SLABS = 4
 LEASE_S = 5.0

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from diptych.kvtransfer import publisher_ledger as pub
-from diptych.kvtransfer.handle import Refusal
-from diptych.kvtransfer.ledger import DropPeer, IllegalMoveError, SlabState, SlabTable
+from diptych.kvtransfer.ledgers import publisher_ledger as pub
+from diptych.kvtransfer.ledgers.ledger import DropPeer, IllegalMoveError, SlabState, SlabTable
+from diptych.kvtransfer.slabs.handle import Refusal
 
 
 @pytest.fixture

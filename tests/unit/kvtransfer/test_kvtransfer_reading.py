@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from diptych.common.errors import TransferError
-from diptych.kvtransfer import reader_ledger as rd
-from diptych.kvtransfer.ledger import DropPeer
+from diptych.kvtransfer.ledgers import reader_ledger as rd
+from diptych.kvtransfer.ledgers.ledger import DropPeer
 
 BAD = TransferError("damaged")
 

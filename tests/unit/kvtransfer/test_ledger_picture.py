@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 
-from diptych.kvtransfer import ledger
-from diptych.kvtransfer import publisher_ledger as publishing
-from diptych.kvtransfer import reader_ledger as reading
-from diptych.kvtransfer.ledger import LEGAL_MOVES, SlabState
+from diptych.kvtransfer.ledgers import ledger
+from diptych.kvtransfer.ledgers import publisher_ledger as publishing
+from diptych.kvtransfer.ledgers import reader_ledger as reading
+from diptych.kvtransfer.ledgers.ledger import LEGAL_MOVES, SlabState
 
 LINE = re.compile(r"^    ([A-Z_]+) +--(\w+)--> +([A-Z_]+)\b", re.MULTILINE)
 

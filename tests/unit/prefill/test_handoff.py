@@ -31,7 +31,7 @@ from diptych.engine.messages import (
     RangePacked,
     TokensOut,
 )
-from diptych.kvtransfer.handle import SlabHandle
+from diptych.kvtransfer.slabs.handle import SlabHandle
 from diptych.prefill.sessions import PrefillSessions
 from diptych.rpc.convert import sampling_to_proto
 from diptych.rpc.v1 import prefill_pb2, types_pb2

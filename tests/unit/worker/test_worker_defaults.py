@@ -8,7 +8,7 @@ import pytest
 
 from diptych.common.errors import ConfigError
 from diptych.common.kv_format import full_format
-from diptych.kvtransfer.layout import RingSpec, payload_capacity
+from diptych.kvtransfer.slabs.layout import RingSpec, payload_capacity
 from diptych.worker.config import WorkerConfig
 from diptych.worker.defaults import (
     CPU,

@@ -11,7 +11,7 @@ from diptych.common.errors import DiptychError, TransferError
 from diptych.engine.messages import EngineStats
 from diptych.engine.stats import AGE_BUCKETS_S, Ages, BlockAgeStats
 from diptych.kvtransfer.api import KvAddress, PeerRef, ReceivedSlab, TakeOffer
-from diptych.kvtransfer.handle import SlabHandle
+from diptych.kvtransfer.slabs.handle import SlabHandle
 from diptych.worker.metrics import WorkerMetrics
 
 PEER = PeerRef("prefill-0", "i", KvAddress("inproc", "", 0))

@@ -14,7 +14,7 @@ from diptych.engine.config import EngineConfig
 from diptych.engine.fake_runner import FakeRunner
 from diptych.engine.messages import EngineStats
 from diptych.kvtransfer.config import TransferConfig
-from diptych.kvtransfer.handle import SlabHandle
+from diptych.kvtransfer.slabs.handle import SlabHandle
 from diptych.worker import model, wire
 from diptych.worker.config import WorkerConfig
 from diptych.worker.liveness import why_not_live

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from diptych.common.errors import DiptychError, TransferError
 from diptych.kvtransfer.api import SlabCounts
-from diptych.kvtransfer.ledger import DropPeer, SlabState, SlabTable
+from diptych.kvtransfer.ledgers.ledger import DropPeer, SlabState, SlabTable
 
 # ---- events --------------------------------------------------------------------------------------------------------
 

@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING
 from diptych.common.errors import ConfigError
 
 if TYPE_CHECKING:
-    from diptych.kvtransfer.gpu_memory import GpuMemory
-    from diptych.kvtransfer.layout import Ring, RingSpec, SlabQuotas
-    from diptych.kvtransfer.self_test import SelfTest
-    from diptych.kvtransfer.transport import Transport
+    from diptych.kvtransfer.fabric.self_test import SelfTest
+    from diptych.kvtransfer.fabric.transport import Transport
+    from diptych.kvtransfer.gpu.memory import GpuMemory
+    from diptych.kvtransfer.slabs.layout import Ring, RingSpec, SlabQuotas
 
 GROUP = "diptych.transports"
 AUTO = "auto"
@@ -52,21 +52,21 @@ class TransportSite:
 
 
 def _host_self_test(make: Make, site: TransportSite) -> SelfTest:
-    from diptych.kvtransfer.self_test import run_self_test
+    from diptych.kvtransfer.fabric.self_test import run_self_test
 
     return run_self_test(make, site.ring.slab_bytes)
 
 
 def host_ring(site: TransportSite, quotas: SlabQuotas) -> Ring:
     """An arena in host memory."""
-    from diptych.kvtransfer.layout import Ring
+    from diptych.kvtransfer.slabs.layout import Ring
 
     return Ring(site.ring)
 
 
 def gpu_ring(site: TransportSite, quotas: SlabQuotas) -> Ring:
     """An arena whose payloads lie in `site.memory`. Raises: TransferError when there is no room."""
-    from diptych.kvtransfer.gpu_ring import GpuRing
+    from diptych.kvtransfer.gpu.ring import GpuRing
 
     assert site.memory is not None
     return GpuRing(site.ring, *site.memory.allocate(site.ring.total_bytes))

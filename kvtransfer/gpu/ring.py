@@ -11,8 +11,8 @@ import numpy as np
 
 from diptych.common.errors import TransferError
 from diptych.engine.messages import DeviceRange
-from diptych.kvtransfer.handle import SlabHandle
-from diptych.kvtransfer.layout import Ring, RingSpec, payload_capacity
+from diptych.kvtransfer.slabs.handle import SlabHandle
+from diptych.kvtransfer.slabs.layout import Ring, RingSpec, payload_capacity
 
 
 class GpuRing(Ring):

@@ -14,8 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from diptych.kvtransfer.api import KvAddress, PeerRef
-from diptych.kvtransfer.layout import HEADER_BYTES, Ring
-from diptych.kvtransfer.transport import (
+from diptych.kvtransfer.fabric.transport import (
     NoteArrived,
     PeerLost,
     ReceiveDone,
@@ -25,6 +24,7 @@ from diptych.kvtransfer.transport import (
     TransportEvent,
     Wakeup,
 )
+from diptych.kvtransfer.slabs.layout import HEADER_BYTES, Ring
 
 KINDS = ("read", "note", "request", "send_done", "receive", "peer_lost")
 _KIND_OF: dict[type, str] = {

@@ -13,7 +13,7 @@ import numpy as np
 
 from diptych.common.errors import TransferError
 from diptych.common.kv_format import ORDERS, KvFormat, dtype_bytes
-from diptych.kvtransfer.planner import convertible_group, plan_heads
+from diptych.kvtransfer.slabs.planner import convertible_group, plan_heads
 
 
 @dataclass(frozen=True, slots=True)

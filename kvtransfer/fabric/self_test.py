@@ -13,11 +13,11 @@ import numpy as np
 
 from diptych.common.errors import TransferError
 from diptych.kvtransfer.api import PeerRef
-from diptych.kvtransfer.gpu_memory import SharedMemory
-from diptych.kvtransfer.gpu_ring import GpuRing
-from diptych.kvtransfer.handle import SlabHandle, encode
-from diptych.kvtransfer.layout import Ring, RingSpec, write_frame
-from diptych.kvtransfer.transport import ReceiveDone, RequestArrived, SendDone, Transport, TransportEvent
+from diptych.kvtransfer.fabric.transport import ReceiveDone, RequestArrived, SendDone, Transport, TransportEvent
+from diptych.kvtransfer.gpu.memory import SharedMemory
+from diptych.kvtransfer.gpu.ring import GpuRing
+from diptych.kvtransfer.slabs.handle import SlabHandle, encode
+from diptych.kvtransfer.slabs.layout import Ring, RingSpec, write_frame
 
 _ROUNDS = 6
 _DEADLINE_S = 10.0

@@ -24,7 +24,7 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 
 from diptych.kvtransfer.api import KvAddress, PeerRef
-from diptych.kvtransfer.layout import Ring
+from diptych.kvtransfer.slabs.layout import Ring
 
 MAX_MESSAGE_BYTES = 4096
 """Of a request or a note; a longer one is dropped."""

@@ -9,13 +9,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from diptych.common.errors import DiptychError, StaleReferenceError, TransferError
-from diptych.kvtransfer import handle as handles
-from diptych.kvtransfer import reader_ledger as rd
-from diptych.kvtransfer import transport as wire
 from diptych.kvtransfer.api import PeerRef, SlabCounts
-from diptych.kvtransfer.handle import SlabHandle
-from diptych.kvtransfer.layout import Ring, check_slab, clear_frame, message_bytes, payload_capacity
-from diptych.kvtransfer.ledger import DropPeer
+from diptych.kvtransfer.fabric import transport as wire
+from diptych.kvtransfer.ledgers import reader_ledger as rd
+from diptych.kvtransfer.ledgers.ledger import DropPeer
+from diptych.kvtransfer.slabs import handle as handles
+from diptych.kvtransfer.slabs.handle import SlabHandle
+from diptych.kvtransfer.slabs.layout import Ring, check_slab, clear_frame, message_bytes, payload_capacity
 
 log = logging.getLogger(__name__)
 _SMOOTHING = 0.2

@@ -25,11 +25,9 @@ from typing import Any
 import numpy as np
 
 from diptych.common.errors import ConfigError
-from diptych.kvtransfer import registry
 from diptych.kvtransfer.api import KvAddress, PeerRef
-from diptych.kvtransfer.ciphers import MODES, OFF
-from diptych.kvtransfer.layout import HEADER_BYTES, Ring, RingSpec, read_refusal
-from diptych.kvtransfer.transport import (
+from diptych.kvtransfer.fabric import registry
+from diptych.kvtransfer.fabric.transport import (
     NoteArrived,
     PeerLost,
     ReceiveDone,
@@ -39,6 +37,8 @@ from diptych.kvtransfer.transport import (
     Wakeup,
     peer_key,
 )
+from diptych.kvtransfer.slabs.layout import HEADER_BYTES, Ring, RingSpec, read_refusal
+from diptych.kvtransfer.wrappers.ciphers import MODES, OFF
 
 log = logging.getLogger(__name__)
 PURPOSE = "kv encryption"

@@ -1,6 +1,6 @@
 """Self-test of GPU memory over UCX: another process, since within one UCX takes another path than between two.
 
-    python -m diptych.kvtransfer.ucx_gpu_probe HOST SLAB_BYTES DEVICE
+    python -m diptych.kvtransfer.fabric.ucx_gpu_probe HOST SLAB_BYTES DEVICE
 
 is that process: it prints its address in one line, and answers reads of its one slab until its input ends.
 """
@@ -23,14 +23,14 @@ import diptych
 from diptych.common import child as children
 from diptych.common.errors import TransferError
 from diptych.kvtransfer.api import KvAddress, PeerRef
-from diptych.kvtransfer.gpu_memory import DeviceMemory, GpuMemory
-from diptych.kvtransfer.gpu_path import DIRECT, path_of
-from diptych.kvtransfer.gpu_ring import GpuRing
-from diptych.kvtransfer.handle import SlabHandle, encode
-from diptych.kvtransfer.layout import RingSpec, payload_capacity, write_frame
-from diptych.kvtransfer.registry import TransportSite, transports
-from diptych.kvtransfer.self_test import HOPS, SelfTest, hop_s
-from diptych.kvtransfer.transport import ReceiveDone, RequestArrived, Transport
+from diptych.kvtransfer.fabric.registry import TransportSite, transports
+from diptych.kvtransfer.fabric.self_test import HOPS, SelfTest, hop_s
+from diptych.kvtransfer.fabric.transport import ReceiveDone, RequestArrived, Transport
+from diptych.kvtransfer.gpu.memory import DeviceMemory, GpuMemory
+from diptych.kvtransfer.gpu.path import DIRECT, path_of
+from diptych.kvtransfer.gpu.ring import GpuRing
+from diptych.kvtransfer.slabs.handle import SlabHandle, encode
+from diptych.kvtransfer.slabs.layout import RingSpec, payload_capacity, write_frame
 
 log = logging.getLogger(__name__)
 _DEADLINE_S = 60.0
@@ -154,7 +154,7 @@ def _expected(size: int) -> bytes:
 
 def serve(source: Transport, ring: GpuRing, memory: DeviceMemory) -> None:
     """Answer reads of slab 0 until our input ends."""
-    from diptych.kvtransfer import handle as handles
+    from diptych.kvtransfer.slabs import handle as handles
 
     memory.write(ring.payload(0).address, _expected(payload_capacity(ring.spec.slab_bytes)))
     source.register(ring)

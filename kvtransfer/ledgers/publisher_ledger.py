@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from diptych.kvtransfer.api import SlabCounts
-from diptych.kvtransfer.handle import Refusal, SlabHandle
-from diptych.kvtransfer.ledger import DropPeer, SlabState, SlabTable
+from diptych.kvtransfer.ledgers.ledger import DropPeer, SlabState, SlabTable
+from diptych.kvtransfer.slabs.handle import Refusal, SlabHandle
 
 _MOST_EXPIRED = 1024
 

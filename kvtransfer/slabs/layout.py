@@ -21,7 +21,7 @@ from blake3 import blake3
 from diptych.common.compat import Compat
 from diptych.common.errors import ConfigError, DiptychError, TransferError
 from diptych.engine.messages import Payload
-from diptych.kvtransfer.handle import Refusal, SlabHandle, refusal_error
+from diptych.kvtransfer.slabs.handle import Refusal, SlabHandle, refusal_error
 
 HEADER_BYTES = 128
 TRAILER_BYTES = 32

@@ -6,13 +6,13 @@ import logging
 from collections.abc import Callable
 
 from diptych.engine.messages import SlabGrant
-from diptych.kvtransfer import handle as handles
-from diptych.kvtransfer import publisher_ledger as pub
-from diptych.kvtransfer import transport as wire
 from diptych.kvtransfer.api import SlabCounts
-from diptych.kvtransfer.handle import Refusal, SlabHandle
-from diptych.kvtransfer.layout import Ring, refusal_message
-from diptych.kvtransfer.ledger import DropPeer
+from diptych.kvtransfer.fabric import transport as wire
+from diptych.kvtransfer.ledgers import publisher_ledger as pub
+from diptych.kvtransfer.ledgers.ledger import DropPeer
+from diptych.kvtransfer.slabs import handle as handles
+from diptych.kvtransfer.slabs.handle import Refusal, SlabHandle
+from diptych.kvtransfer.slabs.layout import Ring, refusal_message
 
 log = logging.getLogger(__name__)
 _OFFER = -1

@@ -13,8 +13,8 @@ from typing import Generic, Protocol, TypeVar
 
 from diptych.common.errors import TransferError
 from diptych.kvtransfer.api import KvAddress, PeerRef
-from diptych.kvtransfer.net_interfaces import why_unreachable
-from diptych.kvtransfer.transport import PeerLost, TransportEvent, peer_key
+from diptych.kvtransfer.fabric.net_interfaces import why_unreachable
+from diptych.kvtransfer.fabric.transport import PeerLost, TransportEvent, peer_key
 
 TOKEN_BYTES = 16
 """In front of the address: it stands in every control message, and one without it is dropped unparsed."""

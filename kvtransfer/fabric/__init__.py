@@ -1,0 +1,1 @@
+"""What transports have in common: their interface, their register, their peers and their self-tests."""

@@ -1,0 +1,1 @@
+"""Around any transport: encryption, and faults on command."""
