@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from diptych.loadtest.environment import describe_environment
+from diptych.loadtest.runs.environment import describe_environment
 
 RESULTS = Path(__file__).resolve().parent / "results"
 

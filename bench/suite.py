@@ -22,13 +22,14 @@ from diptych.cli.bench.capacity import distortion, mock_process, own_lateness, r
 from diptych.cli.bench.config import ClusterChoice
 from diptych.cli.bench.run import Place, Targets, finish, now, opened, run_async, write_reports
 from diptych.common.errors import ConfigError
-from diptych.loadtest import compare, live, report_text
 from diptych.loadtest.config import BenchConfig
-from diptych.loadtest.environment import describe_environment
 from diptych.loadtest.mock_server import Script
-from diptych.loadtest.result import begin_report, measure
-from diptych.loadtest.sweep import sweep
-from diptych.loadtest.sweep_spec import SweepSpec
+from diptych.loadtest.reports import text as report_text
+from diptych.loadtest.runs import compare, live
+from diptych.loadtest.runs.environment import describe_environment
+from diptych.loadtest.runs.result import begin_report, measure
+from diptych.loadtest.runs.sweep import sweep
+from diptych.loadtest.runs.sweep_spec import SweepSpec
 
 SLO = "ttft:3000,tpot:300"
 """Two shared cores and fp32: a prompt of 128 tokens takes about a second."""

@@ -10,15 +10,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 from diptych.common.errors import ConfigError
-from diptych.loadtest import sizes, traces, workload
-from diptych.loadtest.items import WorkItem
-from diptych.loadtest.prompts import Form, PromptMaker
-from diptych.loadtest.schedule import ClosedLoop, OpenLoop
-from diptych.loadtest.slo import Slo, parse_slo
-from diptych.loadtest.target import Sampling, Target
-from diptych.loadtest.tenant_keys import read_tenant_keys
-from diptych.loadtest.traces import ReadSpec
-from diptych.loadtest.workload import GENERATED, WorkloadSpec
+from diptych.loadtest.figures.slo import Slo, parse_slo
+from diptych.loadtest.targets.target import Sampling, Target
+from diptych.loadtest.targets.tenant_keys import read_tenant_keys
+from diptych.loadtest.workloads import sizes, traces, workload
+from diptych.loadtest.workloads.items import WorkItem
+from diptych.loadtest.workloads.prompts import Form, PromptMaker
+from diptych.loadtest.workloads.schedule import ClosedLoop, OpenLoop
+from diptych.loadtest.workloads.traces import ReadSpec
+from diptych.loadtest.workloads.workload import GENERATED, WorkloadSpec
 
 WARMUP_TOKENS = 8
 FILE_FORMATS = ("items", "mooncake", "azure", "burstgpt", "sharegpt", "prompts")
@@ -239,7 +239,7 @@ def make_target(text: str, config: BenchConfig, *, api_key: str = "") -> Target:
         label, url = "", text
     tenant_keys, ca_file = config.keys_of_tenants(), str(config.ca_file) if config.ca_file else None
     if url.startswith(("grpc://", "grpcs://")):
-        from diptych.loadtest.target_grpc import GrpcTarget
+        from diptych.loadtest.targets.grpc import GrpcTarget
 
         return GrpcTarget(
             url,
@@ -251,7 +251,7 @@ def make_target(text: str, config: BenchConfig, *, api_key: str = "") -> Target:
             ca_file=ca_file,
         )
     if url.startswith(("http://", "https://")):
-        from diptych.loadtest.target_openai import OpenAITarget
+        from diptych.loadtest.targets.openai import OpenAITarget
 
         api: Literal["completions", "chat"] = "chat" if config.api == "chat" else "completions"
         return OpenAITarget(

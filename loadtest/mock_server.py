@@ -22,7 +22,7 @@ import msgspec
 from aiohttp import web
 
 from diptych.common.addresses import host_port
-from diptych.loadtest.stats import dist
+from diptych.loadtest.figures.stats import dist
 from diptych.loadtest.virtual_loop import precise_clock
 
 MODEL = "mock"

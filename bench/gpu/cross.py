@@ -27,7 +27,7 @@ import torch
 
 from diptych.bench.gpu.pair import MIB, Client, Worker, _percent, _prompt
 from diptych.bench.gpu.rule import CostRule
-from diptych.loadtest.svg import Series, chart
+from diptych.loadtest.reports.svg import Series, chart
 
 FIRST_S, FIRST_TOKEN_S, GAP_S = 0.2, 0.00006, 0.025
 MODES = ("disaggregated", "colocated", "conditional")

@@ -31,9 +31,9 @@ from diptych.bench.result import spread, surroundings, write
 from diptych.cli.bench import cluster as bench_cluster
 from diptych.cli.bench.config import ClusterChoice
 from diptych.cli.bench.run import run_async
-from diptych.loadtest.svg import Series, chart
-from diptych.loadtest.target import Ask, Chunk, Ended, Event
-from diptych.loadtest.target_openai import OpenAITarget
+from diptych.loadtest.reports.svg import Series, chart
+from diptych.loadtest.targets.openai import OpenAITarget
+from diptych.loadtest.targets.target import Ask, Chunk, Ended, Event
 
 LENGTHS = (32, 128, 512, 1024, 2048, 4096)
 MODES = ("on", "off", "auto")

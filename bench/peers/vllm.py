@@ -25,10 +25,10 @@ from diptych.cli.bench.config import ClusterChoice
 from diptych.cli.bench.run import Place, finish, now, opened, run_async
 from diptych.cli.models.store import resolve_model
 from diptych.common.errors import ConfigError
-from diptych.loadtest import compare, live
-from diptych.loadtest.compare import Comparison
 from diptych.loadtest.config import BenchConfig
-from diptych.loadtest.result import Report, begin_report
+from diptych.loadtest.runs import compare, live
+from diptych.loadtest.runs.compare import Comparison
+from diptych.loadtest.runs.result import Report, begin_report
 
 LOADS = {"pd": "rate:0.4,users:4", "colocated": "users:1,users:8,users:32"}
 LENGTHS = {"pd": ("uniform:64,192", "32"), "colocated": ("256", "64")}

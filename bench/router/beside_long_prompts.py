@@ -30,7 +30,7 @@ import httpx
 from diptych.bench.result import RESULTS, surroundings, write
 from diptych.cli.up.processes import free_port
 from diptych.common import child
-from diptych.loadtest.svg import bars
+from diptych.loadtest.reports.svg import bars
 
 RESULT = RESULTS / "router" / "beside.json"
 SITUATIONS = ("alone", "beside others' long ones", "beside its own long ones")

@@ -19,7 +19,7 @@ from diptych.bench.result import RESULTS, surroundings, write
 from diptych.bench.router.approximate_tree import ApproximateTree
 from diptych.bench.router.simulation import Outcome, SimConfig, Simulation
 from diptych.bench.router.trace import TraceConfig, TraceRequest, make_trace, merged
-from diptych.loadtest.svg import bars
+from diptych.loadtest.reports.svg import bars
 from diptych.router.placement.policies import POLICIES, policy_by_name
 
 TREE = ApproximateTree.name

@@ -20,9 +20,9 @@ from diptych.cli.bench.run import Place, opened, run_async
 from diptych.cli.models.store import resolve_model
 from diptych.cli.progress import progress_on
 from diptych.common.errors import ConfigError
-from diptych.loadtest import live
 from diptych.loadtest.config import BenchConfig
-from diptych.loadtest.result import RunRecord, measure
+from diptych.loadtest.runs import live
+from diptych.loadtest.runs.result import RunRecord, measure
 
 SHORT, LONG = 1, 65
 _MODULE = "diptych.bench.router.relay_parts"

@@ -15,10 +15,10 @@ import httpx
 
 from diptych.cli.bench.run import Place, finish, now, opened, run_async
 from diptych.common import child
-from diptych.loadtest import live
 from diptych.loadtest.config import BenchConfig
 from diptych.loadtest.mock_server import Script
-from diptych.loadtest.result import RunRecord, begin_report, measure
+from diptych.loadtest.runs import live
+from diptych.loadtest.runs.result import RunRecord, begin_report, measure
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from diptych.cli.bench.config import ClusterChoice
     from diptych.cli.bench.run import Targets
     from diptych.loadtest.config import BenchConfig
-    from diptych.loadtest.sweep_spec import SweepSpec
+    from diptych.loadtest.runs.sweep_spec import SweepSpec
 
 _TARGET = typer.Option(
     help="http://host:port or grpc://host:port, optionally with a prefix name=; default: a cluster of the benchmark's own, "
@@ -103,7 +103,7 @@ def _add_compare(app: typer.Typer, help: str) -> None:
 def _add_sweep(app: typer.Typer, help: str) -> None:
     from diptych.cli.bench.config import ClusterChoice
     from diptych.loadtest.config import BenchConfig
-    from diptych.loadtest.sweep_spec import SweepSpec
+    from diptych.loadtest.runs.sweep_spec import SweepSpec
 
     add_bench_command(
         app,

@@ -18,13 +18,17 @@ import uvloop
 
 from diptych.cli.bench.config import ClusterChoice
 from diptych.common.errors import ConfigError
-from diptych.loadtest import compare, live, report_csv, report_html, report_json, report_text
 from diptych.loadtest.config import BenchConfig, make_target
-from diptych.loadtest.items import write_jsonl
-from diptych.loadtest.result import Report, begin_report, measure
-from diptych.loadtest.sweep import sweep as sweep_target
-from diptych.loadtest.sweep_spec import SweepSpec
-from diptych.loadtest.target import Target, TargetError
+from diptych.loadtest.reports import csv as report_csv
+from diptych.loadtest.reports import html as report_html
+from diptych.loadtest.reports import json as report_json
+from diptych.loadtest.reports import text as report_text
+from diptych.loadtest.runs import compare, live
+from diptych.loadtest.runs.result import Report, begin_report, measure
+from diptych.loadtest.runs.sweep import sweep as sweep_target
+from diptych.loadtest.runs.sweep_spec import SweepSpec
+from diptych.loadtest.targets.target import Target, TargetError
+from diptych.loadtest.workloads.items import write_jsonl
 
 T = TypeVar("T")
 

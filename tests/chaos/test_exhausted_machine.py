@@ -30,7 +30,7 @@ from diptych.cli.up.run_folder import RunFolder
 from diptych.cli.up.supervisor import ChildSpec, Supervisor
 from diptych.common.errors import ConfigError
 from diptych.loadtest.config import BenchConfig
-from diptych.loadtest.result import begin_report
+from diptych.loadtest.runs.result import begin_report
 from diptych_tests import clusters, waiting
 from diptych_tests.fake_model_cluster import FakeModelCluster, ask, body_of, check, expected, fake_model_cluster
 

@@ -54,8 +54,8 @@ from diptych.kvtransfer.slabs.handle import SlabHandle, decode_note, encode, enc
 from diptych.kvtransfer.slabs.layout import HEADER_BYTES, check_slab, message_bytes, read_refusal, write_frame
 from diptych.kvtransfer.transports import nixl, ucx
 from diptych.kvtransfer.wrappers import encryption
-from diptych.loadtest.target import TargetError
-from diptych.loadtest.target_openai import OpenAITarget
+from diptych.loadtest.targets.openai import OpenAITarget
+from diptych.loadtest.targets.target import TargetError
 from diptych.router.api.auth.authenticator import Authenticator
 from diptych.router.api.auth.keys import KeySet, load_keys
 from diptych.router.api.fake import FakeRouterApi, hello_script

@@ -6,10 +6,10 @@ import grpc.aio
 import pytest
 
 from diptych.common.errors import ConfigError, OverloadedError
-from diptych.loadtest import live
 from diptych.loadtest.config import BenchConfig, make_target
-from diptych.loadtest.result import RunRecord, measure
-from diptych.loadtest.target import TargetError
+from diptych.loadtest.runs import live
+from diptych.loadtest.runs.result import RunRecord, measure
+from diptych.loadtest.targets.target import TargetError
 from diptych.router.api.auth.authenticator import Authenticator
 from diptych.router.api.auth.keys import add_key
 from diptych.router.api.fake import MODEL, FakeRouterApi, hello_script

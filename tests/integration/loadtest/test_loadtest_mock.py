@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from diptych.loadtest import live
 from diptych.loadtest.config import BenchConfig, make_target
 from diptych.loadtest.mock_server import Script, serve
-from diptych.loadtest.result import RunRecord, measure
-from diptych.loadtest.target import TargetError
+from diptych.loadtest.runs import live
+from diptych.loadtest.runs.result import RunRecord, measure
+from diptych.loadtest.targets.target import TargetError
 from diptych.loadtest.virtual_loop import run_virtual
 
 SCRIPT = Script()  # first token 100 ms, then 20 ms a token, 4 tokens a chunk

@@ -39,7 +39,7 @@ import psutil
 
 from diptych.bench import result
 from diptych.client import AsyncClient, DiptychError
-from diptych.loadtest.svg import Series, chart
+from diptych.loadtest.reports.svg import Series, chart
 from diptych.router.api.auth.keys import add_key
 from diptych.rpc.v1 import worker_pb2, worker_pb2_grpc
 from diptych_tests import clusters, kill_run

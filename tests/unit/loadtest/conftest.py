@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from diptych.loadtest.record import Outcome, RequestRecord
-from diptych.loadtest.target import Accepted, Ask, Chunk, Ended, Event, TargetError
+from diptych.loadtest.figures.record import Outcome, RequestRecord
+from diptych.loadtest.targets.target import Accepted, Ask, Chunk, Ended, Event, TargetError
 from diptych.loadtest.virtual_loop import run_virtual
 
 

@@ -3,13 +3,13 @@ from __future__ import annotations
 import pytest
 
 from diptych.common.errors import ConfigError
-from diptych.loadtest.compare import compare
-from diptych.loadtest.record import Outcome, ServerFacts, share_out
-from diptych.loadtest.slo import attainment, parse_slo
-from diptych.loadtest.stats import by_group, summarise
-from diptych.loadtest.svg import Axis, Series, cdf, chart
-from diptych.loadtest.sweep import Point, next_rate
-from diptych.loadtest.sweep_spec import SweepSpec
+from diptych.loadtest.figures.record import Outcome, ServerFacts, share_out
+from diptych.loadtest.figures.slo import attainment, parse_slo
+from diptych.loadtest.figures.stats import by_group, summarise
+from diptych.loadtest.reports.svg import Axis, Series, cdf, chart
+from diptych.loadtest.runs.compare import compare
+from diptych.loadtest.runs.sweep import Point, next_rate
+from diptych.loadtest.runs.sweep_spec import SweepSpec
 
 SLO = parse_slo("ttft:150,tpot:25")
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from diptych.loadtest.target import Accepted, Chunk
-from diptych.loadtest.target_openai import _chunk_of, _Event
+from diptych.loadtest.targets.openai import _chunk_of, _Event
+from diptych.loadtest.targets.target import Accepted, Chunk
 
 
 @pytest.mark.parametrize("field", ["content", "reasoning", "reasoning_content"])

@@ -12,13 +12,17 @@ from html.parser import HTMLParser
 import pytest
 
 from diptych.common.errors import ConfigError
-from diptych.loadtest import compare, live, report_csv, report_html, report_json, report_text
 from diptych.loadtest.config import BenchConfig, make_target
-from diptych.loadtest.report_html import sweep_charts
-from diptych.loadtest.result import begin_report, measure
-from diptych.loadtest.runner import Progress
-from diptych.loadtest.sweep import Point, conclude, sweep
-from diptych.loadtest.sweep_spec import SweepSpec
+from diptych.loadtest.reports import csv as report_csv
+from diptych.loadtest.reports import html as report_html
+from diptych.loadtest.reports import json as report_json
+from diptych.loadtest.reports import text as report_text
+from diptych.loadtest.reports.html import sweep_charts
+from diptych.loadtest.runs import compare, live
+from diptych.loadtest.runs.result import begin_report, measure
+from diptych.loadtest.runs.runner import Progress
+from diptych.loadtest.runs.sweep import Point, conclude, sweep
+from diptych.loadtest.runs.sweep_spec import SweepSpec
 
 VLLM_KEYS = {
     *(

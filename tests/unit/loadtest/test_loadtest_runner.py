@@ -8,16 +8,16 @@ import msgspec
 import pytest
 
 from diptych.client.request_parts import add_message
-from diptych.loadtest import sizes
-from diptych.loadtest.items import Message
-from diptych.loadtest.lag import LagReport, warnings_of
-from diptych.loadtest.prompts import TOOL_NAME
-from diptych.loadtest.record import CountedBy, Outcome
-from diptych.loadtest.runner import Runner
-from diptych.loadtest.schedule import ClosedLoop, OpenLoop
-from diptych.loadtest.slo import parse_slo
-from diptych.loadtest.stats import Dist, summarise
-from diptych.loadtest.workload import WorkloadSpec, generate
+from diptych.loadtest.figures.record import CountedBy, Outcome
+from diptych.loadtest.figures.slo import parse_slo
+from diptych.loadtest.figures.stats import Dist, summarise
+from diptych.loadtest.runs.lag import LagReport, warnings_of
+from diptych.loadtest.runs.runner import Runner
+from diptych.loadtest.workloads import sizes
+from diptych.loadtest.workloads.items import Message
+from diptych.loadtest.workloads.prompts import TOOL_NAME
+from diptych.loadtest.workloads.schedule import ClosedLoop, OpenLoop
+from diptych.loadtest.workloads.workload import WorkloadSpec, generate
 from diptych.router.tools.options import ChatMessage, template_messages
 from diptych.rpc.v1 import router_pb2
 

@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 
 from diptych.common.errors import ConfigError
-from diptych.loadtest import traces
-from diptych.loadtest.items import sessions_of
-from diptych.loadtest.prompts import PromptMaker
-from diptych.loadtest.traces import ReadSpec
+from diptych.loadtest.workloads import traces
+from diptych.loadtest.workloads.items import sessions_of
+from diptych.loadtest.workloads.prompts import PromptMaker
+from diptych.loadtest.workloads.traces import ReadSpec
 
-SAMPLES = Path(traces.__file__).resolve().parent / "samples"
+SAMPLES = Path(traces.__file__).resolve().parents[1] / "samples"
 FILES = {
     "mooncake": "mooncake.jsonl",
     "azure": "azure.csv",

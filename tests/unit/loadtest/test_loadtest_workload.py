@@ -7,10 +7,10 @@ from random import Random
 import pytest
 
 from diptych.common.errors import ConfigError
-from diptych.loadtest import sizes
-from diptych.loadtest.items import read_jsonl, sessions_of, write_jsonl
-from diptych.loadtest.schedule import ClosedLoop, OpenLoop, arrivals
-from diptych.loadtest.workload import GENERATED, WorkloadSpec, generate, parse_tenants
+from diptych.loadtest.workloads import sizes
+from diptych.loadtest.workloads.items import read_jsonl, sessions_of, write_jsonl
+from diptych.loadtest.workloads.schedule import ClosedLoop, OpenLoop, arrivals
+from diptych.loadtest.workloads.workload import GENERATED, WorkloadSpec, generate, parse_tenants
 
 
 @pytest.mark.parametrize(

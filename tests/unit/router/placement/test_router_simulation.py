@@ -5,7 +5,7 @@ from diptych.bench.router.overload import Load, requests
 from diptych.bench.router.quality import COPIES, PULLS, TREE, run, summary
 from diptych.bench.router.simulation import SimConfig
 from diptych.bench.router.trace import BLOCK_SIZE, TraceConfig, make_trace, merged
-from diptych.loadtest.svg import bars
+from diptych.loadtest.reports.svg import bars
 from diptych.router.placement import cost
 from diptych.router.placement.policies import POLICIES
 

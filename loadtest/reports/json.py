@@ -9,9 +9,9 @@ from typing import Any
 
 import msgspec
 
-from diptych.loadtest.record import RequestRecord
-from diptych.loadtest.result import Report, RunRecord
-from diptych.loadtest.stats import Dist, Summary, by_group
+from diptych.loadtest.figures.record import RequestRecord
+from diptych.loadtest.figures.stats import Dist, Summary, by_group
+from diptych.loadtest.runs.result import Report, RunRecord
 
 _METRICS = (("ttft", "ttft"), ("tpot", "tpot"), ("itl", "itl"), ("e2e", "e2el"))
 _OURS = ("queue", "prefill", "transfer", "accept", "first_gap", "chunk_gap", "send_lag")

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from diptych.loadtest.compare import Comparison
-from diptych.loadtest.result import RunRecord
-from diptych.loadtest.stats import Dist
-from diptych.loadtest.sweep import Sweep
+from diptych.loadtest.figures.stats import Dist
+from diptych.loadtest.runs.compare import Comparison
+from diptych.loadtest.runs.result import RunRecord
+from diptych.loadtest.runs.sweep import Sweep
 
 WIDTH = 56
 

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import msgspec
 
-from diptych.loadtest import svg
-from diptych.loadtest.compare import Comparison
-from diptych.loadtest.record import RequestRecord
-from diptych.loadtest.report_json import summary_object
-from diptych.loadtest.result import Report, RunRecord
-from diptych.loadtest.stats import Dist, Summary, by_group, token_gaps
-from diptych.loadtest.svg import Series, Span
-from diptych.loadtest.sweep import Sweep
+from diptych.loadtest.figures.record import RequestRecord
+from diptych.loadtest.figures.stats import Dist, Summary, by_group, token_gaps
+from diptych.loadtest.reports import svg
+from diptych.loadtest.reports.json import summary_object
+from diptych.loadtest.reports.svg import Series, Span
+from diptych.loadtest.runs.compare import Comparison
+from diptych.loadtest.runs.result import Report, RunRecord
+from diptych.loadtest.runs.sweep import Sweep
 
 TIMELINE_ROWS = 40
 PHASES = (

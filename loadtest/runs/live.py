@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, TextIO
 
-from diptych.loadtest.runner import Progress, Runner
+from diptych.loadtest.runs.runner import Progress, Runner
 
 PLAIN_EVERY_S = 5.0
 RECENT = 50

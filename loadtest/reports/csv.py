@@ -5,8 +5,8 @@ from __future__ import annotations
 import csv
 from pathlib import Path
 
-from diptych.loadtest.record import RequestRecord
-from diptych.loadtest.result import Report
+from diptych.loadtest.figures.record import RequestRecord
+from diptych.loadtest.runs.result import Report
 
 COLUMNS = (
     *("run", "target", "round", "rate", "index", "kind", "session", "tenant", "warmup", "outcome", "status", "error"),

@@ -9,8 +9,8 @@ import msgspec
 
 from diptych.client import AsyncClient, Completion, DiptychError, RetryPolicy, StreamBrokenError, Tls
 from diptych.common.errors import NoWorkerError, OverloadedError, RequestDeadlineError
-from diptych.loadtest.record import Outcome, ServerFacts
-from diptych.loadtest.target import Ask, Chunk, Ended, Event, Sampling, TargetError
+from diptych.loadtest.figures.record import Outcome, ServerFacts
+from diptych.loadtest.targets.target import Ask, Chunk, Ended, Event, Sampling, TargetError
 
 
 class GrpcTarget:

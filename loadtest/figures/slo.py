@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from diptych.common.errors import ConfigError
-from diptych.loadtest.record import Outcome, RequestRecord
+from diptych.loadtest.figures.record import Outcome, RequestRecord
 
 METRICS = ("ttft", "tpot", "e2e", "itl")
 """itl: the request's longest interval per token."""

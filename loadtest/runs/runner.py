@@ -17,13 +17,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from random import Random
 
-from diptych.loadtest.items import Message, ToolCall, WorkItem, sessions_of
-from diptych.loadtest.lag import LagProbe, LagReport
-from diptych.loadtest.record import CountedBy, Outcome, RequestRecord, share_out
-from diptych.loadtest.schedule import ClosedLoop, OpenLoop, arrivals
-from diptych.loadtest.stats import dist
-from diptych.loadtest.target import Accepted, Ask, Chunk, Ended, Target, TargetError
+from diptych.loadtest.figures.record import CountedBy, Outcome, RequestRecord, share_out
+from diptych.loadtest.figures.stats import dist
+from diptych.loadtest.runs.lag import LagProbe, LagReport
+from diptych.loadtest.targets.target import Accepted, Ask, Chunk, Ended, Target, TargetError
 from diptych.loadtest.virtual_loop import precise_clock
+from diptych.loadtest.workloads.items import Message, ToolCall, WorkItem, sessions_of
+from diptych.loadtest.workloads.schedule import ClosedLoop, OpenLoop, arrivals
 
 START_DELAY_S = 0.1
 """Seconds between the start and time 0, so that the first sends are not late."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import Literal
 
-from diptych.loadtest.items import CalledFunction, Message, ToolCall
+from diptych.loadtest.workloads.items import CalledFunction, Message, ToolCall
 
 Form = Literal["ids", "text", "messages"]
 

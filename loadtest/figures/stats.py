@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from diptych.loadtest.record import Outcome, RequestRecord
-from diptych.loadtest.slo import Slo, attainment
+from diptych.loadtest.figures.record import Outcome, RequestRecord
+from diptych.loadtest.figures.slo import Slo, attainment
 
 PERCENTILES = (1, 5, 25, 50, 75, 90, 95, 99)
 

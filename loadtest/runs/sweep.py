@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from diptych.loadtest.config import BenchConfig
-from diptych.loadtest.result import Report, Watch, measure
-from diptych.loadtest.stats import Summary
-from diptych.loadtest.sweep_spec import SweepSpec
-from diptych.loadtest.target import Target
+from diptych.loadtest.figures.stats import Summary
+from diptych.loadtest.runs.result import Report, Watch, measure
+from diptych.loadtest.runs.sweep_spec import SweepSpec
+from diptych.loadtest.targets.target import Target
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,9 +17,9 @@ from random import Random
 import msgspec
 
 from diptych.common.errors import ConfigError
-from diptych.loadtest.items import WorkItem
-from diptych.loadtest.prompts import Form, Prompt, PromptMaker
-from diptych.loadtest.sizes import Distribution, fixed
+from diptych.loadtest.workloads.items import WorkItem
+from diptych.loadtest.workloads.prompts import Form, Prompt, PromptMaker
+from diptych.loadtest.workloads.sizes import Distribution, fixed
 
 GENERATED = ("random", "shared-prefix", "conversation", "agent", "longdoc")
 

@@ -6,8 +6,8 @@ from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from diptych.loadtest.items import Message
-from diptych.loadtest.record import Outcome, ServerFacts
+from diptych.loadtest.figures.record import Outcome, ServerFacts
+from diptych.loadtest.workloads.items import Message
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,13 +8,13 @@ from datetime import datetime
 from typing import Any
 
 from diptych.loadtest.config import BenchConfig
-from diptych.loadtest.environment import Environment, contended, describe_environment
-from diptych.loadtest.items import WorkItem
-from diptych.loadtest.lag import LagReport, warnings_of
-from diptych.loadtest.record import CountedBy, RequestRecord
-from diptych.loadtest.runner import Runner
-from diptych.loadtest.stats import Summary, summarise
-from diptych.loadtest.target import Target
+from diptych.loadtest.figures.record import CountedBy, RequestRecord
+from diptych.loadtest.figures.stats import Summary, summarise
+from diptych.loadtest.runs.environment import Environment, contended, describe_environment
+from diptych.loadtest.runs.lag import LagReport, warnings_of
+from diptych.loadtest.runs.runner import Runner
+from diptych.loadtest.targets.target import Target
+from diptych.loadtest.workloads.items import WorkItem
 
 UNEXPECTED_HIT_RATE = 0.02
 """Hit rate of random prompts above what chat templates and chance explain."""

@@ -6,7 +6,7 @@ import asyncio
 import time
 from dataclasses import dataclass
 
-from diptych.loadtest.stats import Dist, Summary, dist
+from diptych.loadtest.figures.stats import Dist, Summary, dist
 from diptych.loadtest.virtual_loop import precise_clock
 
 PERIOD_S = 0.01

@@ -23,8 +23,8 @@ from typing import Any
 import msgspec
 
 from diptych.common.errors import ConfigError
-from diptych.loadtest.items import Message, WorkItem, read_jsonl
-from diptych.loadtest.prompts import Prompt, PromptMaker
+from diptych.loadtest.workloads.items import Message, WorkItem, read_jsonl
+from diptych.loadtest.workloads.prompts import Prompt, PromptMaker
 
 BLOCK_TOKENS = 512
 TOKENS_PER_WORD = 1.3

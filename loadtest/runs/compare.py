@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from diptych.loadtest.config import BenchConfig
-from diptych.loadtest.result import Report, RunRecord, Watch, measure
-from diptych.loadtest.stats import Summary
-from diptych.loadtest.target import Target
+from diptych.loadtest.figures.stats import Summary
+from diptych.loadtest.runs.result import Report, RunRecord, Watch, measure
+from diptych.loadtest.targets.target import Target
 
 METRICS: tuple[tuple[str, str, str, Callable[[Summary], float]], ...] = (
     ("TTFT p50", "ms", "lower", lambda s: s.ttft.median * 1e3),

@@ -14,8 +14,8 @@ from typing import Any, Literal
 import aiohttp
 import msgspec
 
-from diptych.loadtest.record import Outcome, ServerFacts
-from diptych.loadtest.target import Accepted, Ask, Chunk, Ended, Event, Sampling, TargetError
+from diptych.loadtest.figures.record import Outcome, ServerFacts
+from diptych.loadtest.targets.target import Accepted, Ask, Chunk, Ended, Event, Sampling, TargetError
 
 REFUSALS = frozenset({429, 503, 529})
 _MAX_EVENT_BYTES = 16 * 2**20

@@ -1,0 +1,1 @@
+"""The record of a request, and the figures of many. Pure."""

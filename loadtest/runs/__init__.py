@@ -1,0 +1,1 @@
+"""One run, two targets in alternation, and a sweep of rates."""

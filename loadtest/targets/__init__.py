@@ -1,0 +1,1 @@
+"""The servers that are measured, by HTTP and by gRPC."""
