@@ -51,7 +51,7 @@ from diptych.rpc.errors import to_failure
 from diptych.rpc.v1 import decode_pb2, prefill_pb2, types_pb2
 from diptych.worker import wire
 from diptych.worker.ports import Engine
-from diptych.worker.reads.block_pulls import BlockPulls, KvSource, pull_to_proto, source_to_proto
+from diptych.worker.reads.block_pulls import BlockPulls, KvSource, source_to_proto
 from diptych.worker.refs import WorkerRef
 
 _LEG_MARGIN_S = 0.25
@@ -155,15 +155,13 @@ class Attempt:
         sub = self._sub
         try:
             so_far = (*sub.prompt.token_ids, *sub.output_token_ids)
-            facts = await pulls.pull(
+            self._facts.pulled = await pulls.pull(
                 source,
                 msgspec.structs.replace(sub.prompt, token_ids=so_far),
                 attempt=sub.attempt,
                 request_id=sub.request_id,
                 remaining_s=max(sub.remaining_s - self._elapsed(), 0.001),
             )
-            if facts is not None:
-                self._facts.pulled = pull_to_proto(facts)
         except Exception:  # a bug must not leave the request hanging
             self._log.exception("unexpected error in a pull")
         if not self._lifecycle.ended:

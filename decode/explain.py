@@ -9,6 +9,7 @@ from diptych.decode.remote_prefill_facts import RemotePrefillFacts
 from diptych.engine.messages import ChoiceFinished, Finished
 from diptych.rpc import convert
 from diptych.rpc.v1 import decode_pb2, router_pb2, types_pb2
+from diptych.worker.reads.block_pulls import PullFacts, pull_to_proto
 
 
 @dataclass(slots=True)
@@ -29,7 +30,7 @@ class Facts:
     claim: CacheClaim | None = None
     """The request's."""
     remote: RemotePrefillFacts = field(default_factory=RemotePrefillFacts)
-    pulled: types_pb2.KvPull | None = None
+    pulled: PullFacts | None = None
     """What this worker took from another one first."""
     tiers: list[types_pb2.TierTokens] = field(default_factory=list)
     """Of the tokens cached here, those from lower tiers."""
@@ -62,7 +63,8 @@ class Facts:
 
     @property
     def pulls(self) -> list[types_pb2.KvPull]:
-        return [pull for pull in (self.remote.pulled, self.pulled) if pull is not None]
+        own = None if self.pulled is None else pull_to_proto(self.pulled)
+        return [pull for pull in (self.remote.pulled, own) if pull is not None]
 
     def _notes_on_kv(self) -> list[str]:
         notes = [self.remote.converted] if self.remote.converted and self.remote.kv_bytes else []

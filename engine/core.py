@@ -131,6 +131,10 @@ class EngineCore:
         self._unpacks = AsyncUnpacks()
         self._before_packing: Callable[[], None] = lambda: None
         self._on_packed_early: Callable[[], None] = lambda: None
+        self._take_pulls: Callable[[], bool] = lambda: False
+        self._computing: SchedulerOutput | None = None
+        """The step that `execute` is in the midst of."""
+        self._holds_step = False
         self.events_may_wait = False
         """The last step had many decodes: its events may be delivered while the next one is on the device."""
 
@@ -179,8 +183,14 @@ class EngineCore:
     def on_packing(self, take_grants: Callable[[], None], packed_early: Callable[[], None]) -> None:
         """Args:
         take_grants: called before anything is packed; passes slabs that came back to `handle`.
-        packed_early: called while a step runs that has packed something: `take_events` has its ranges."""
+        packed_early: called while a step runs that has packed something, or has taken commands: `take_events` has what is to be
+            sent."""
         self._before_packing, self._on_packed_early = take_grants, packed_early
+
+    def on_layer(self, take_pulls: Callable[[], bool]) -> None:
+        """Args: take_pulls: called between two layers of a step, where the runner reports them; passes commands that need no step
+        to `handle`. Returns whether there were any."""
+        self._take_pulls = take_pulls
 
     @property
     def is_synchronous(self) -> bool:
@@ -198,6 +208,10 @@ class EngineCore:
 
     def handle(self, command: Command) -> None:
         scheduler = self.scheduler
+        if self._computing is not None and not self._holds_step and not isinstance(command, GrantSlabs):
+            # Whatever the command ends, the blocks that this step writes are free when it is over.
+            self._holds_step = True
+            scheduler.live.hold(self._computing.requests)
         match command:
             case EngineRequest() as request:
                 if self._disk is None or not self._disk.begin(request):
@@ -358,8 +372,15 @@ class EngineCore:
         def all_cancelled() -> bool:
             return all(seq.attempt in cancelled for seq in out.seqs)
 
-        on_layers = self._layer_packing(out) if self._reports_layers else None
-        result = self._attempt(out, lambda: self._executor.execute(out.seqs, all_cancelled, on_layers))
+        on_layers = self._between_layers(out) if self._reports_layers else None
+        self._computing = out
+        try:
+            result = self._attempt(out, lambda: self._executor.execute(out.seqs, all_cancelled, on_layers))
+        finally:
+            self._computing = None
+            if self._holds_step:
+                self._holds_step = False
+                self.scheduler.live.let_go(out.requests)
         if result is not None:
             self.scheduler.apply(out, result, self._clock.now() - start)
 
@@ -407,18 +428,18 @@ class EngineCore:
         self.scheduler.throughput.observe_copy(self._clock.now() - start, num_moved * self._block_bytes)
         return True
 
-    def _layer_packing(self, out: SchedulerOutput) -> Callable[[int], None] | None:
-        """What the step does between two layers: pack its last chunks' layers, where that is faster, and what waits for
-        slabs. None: nothing."""
+    def _between_layers(self, out: SchedulerOutput) -> Callable[[int], None]:
+        """What the step does between two layers: take the commands of pulls, pack its last chunks' layers, where that is faster,
+        and pack what waits for slabs."""
         groups, packing = self.scheduler.layer_groups(out), self.scheduler.packing
-        if not groups and not packing.any_late:
-            return None
 
         def on_layers(num_layers: int) -> None:
-            packed = self._pack(partial(groups.next_job, num_layers), lambda job, error: groups.give_up(job))
-            # Requests that wait for slabs only: they take no part in the step.
-            packed |= self._pack(packing.late_job, self.scheduler.pack_failed)
-            if packed:
+            some = self._take_pulls()
+            if groups:
+                some |= self._pack(partial(groups.next_job, num_layers), lambda job, error: groups.give_up(job))
+            if packing.any_late:  # requests that wait for slabs only: they take no part in the step
+                some |= self._pack(packing.late_job, self.scheduler.pack_failed)
+            if some:
                 self._on_packed_early()
 
         return on_layers
@@ -428,6 +449,7 @@ class EngineCore:
     ) -> bool:
         """Returns: whether there was anything to pack."""
         self._before_packing()
+        self._copy_blocks()  # a pull may have taken blocks from a lower tier, whose bytes are not there yet
         any_packed = False
         while (job := next_job()) is not None:
             any_packed = True

@@ -90,7 +90,10 @@ class LocalExecutor:
         on_layers: Callable[[int], None] | None = None,
     ) -> StepResult:
         self.runner.on_layers = on_layers or _ignore
-        return self.runner.execute(seqs, should_abort)
+        try:
+            return self.runner.execute(seqs, should_abort)
+        finally:
+            self.runner.on_layers = _ignore
 
     def launch(self, seqs: Sequence[ScheduledSeq], sources: Sequence[int] = ()) -> StepInFlight:
         return self.runner.launch(seqs, sources)

@@ -28,6 +28,7 @@ class FakeRunner:
     Args:
         before_execute: called with the step's sequences before anything is computed; may raise, advance a clock or
         block.
+        between_layers: called between two layers, in front of `on_layers`, with how many are computed; may block.
         windows: of each layer, 0: it sees every token; empty: all layers do.
         demand: bounds the pools of window groups.
         adapters: see RunnerCapabilities; KV depends on its row's.
@@ -46,6 +47,7 @@ class FakeRunner:
         eos_token_ids: tuple[int, ...] = (2,),
         num_host_blocks: int = 0,
         before_execute: Callable[[Sequence[ScheduledSeq]], None] | None = None,
+        between_layers: Callable[[int], None] = lambda num_layers: None,
         windows: Sequence[int] = (),
         demand: PoolDemand | None = None,
         adapters: Mapping[str, str] | None = None,
@@ -70,6 +72,7 @@ class FakeRunner:
         self.on_launched: Callable[[], None] = lambda: None
         self.on_layers: Callable[[int], None] = lambda num_layers: None
         self.before_execute = before_execute
+        self.between_layers = between_layers
         self.adapters = dict(adapters or {})
         self.bad_attempts: set[str] = set()
         self.pools = [
@@ -192,6 +195,7 @@ class FakeRunner:
         ]
         for layer in range(self.num_layers):
             if layer:
+                self.between_layers(layer)
                 self.on_layers(layer)
                 if should_abort is not None and should_abort():
                     raise StepAborted

@@ -1,8 +1,9 @@
 """The step thread: commands in, one list of events a step out.
 
-The thread blocks on its inbox when the last step found nothing to do, and never waits for the event loop. A runner that
-raises ends the requests of that step. A lost executor or a bug ends the thread: every request fails, `alive` turns
-false, and later commands are refused on the sender's thread."""
+The thread blocks on its inbox when the last step found nothing to do, and never waits for the event loop. Commands are handled
+between two steps; slabs that came back and the commands of pulls (`needs_no_step`) between two layers of a step, too, where the
+runner reports them. A runner that raises ends the requests of that step. A lost executor or a bug ends the thread: every request
+fails, `alive` turns false, and later commands are refused on the sender's thread."""
 
 from __future__ import annotations
 
@@ -10,9 +11,10 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from queue import Empty, SimpleQueue
+from typing import TypeVar
 
 from diptych.common.clock import Clock
 from diptych.common.errors import DiptychError, WorkerLostError
@@ -20,6 +22,7 @@ from diptych.engine.core import EngineCore
 from diptych.engine.messages import (
     Cancel,
     Command,
+    EndPull,
     EngineEvent,
     EngineRequest,
     EngineStats,
@@ -29,10 +32,13 @@ from diptych.engine.messages import (
     PrefillComplete,
     PublishCached,
     PullBlocks,
+    PullCommand,
     RangeUnpacked,
     UnpackRange,
+    needs_no_step,
 )
 
+_T = TypeVar("_T")
 _log = logging.getLogger(__name__)
 _COPY_POLL_S = 0.00005
 """Interval at which copies of KV are polled."""
@@ -55,11 +61,11 @@ class _Stop:
     pass
 
 
-class _Granted:
-    """There are slabs in `_grants`."""
+class _Aside:
+    """There is something in `_grants` or in `_pulls`."""
 
 
-_GRANTED = _Granted()
+_ASIDE = _Aside()
 
 
 class _Cancelled:
@@ -100,9 +106,13 @@ class StepThread:
         self._clock = clock
         self._deliver = deliver
         self._on_exit = on_exit
-        self._inbox: SimpleQueue[Command | Query | _Stop | _Granted] = SimpleQueue()
+        self._inbox: SimpleQueue[Command | Query | _Stop | _Aside] = SimpleQueue()
         self._grants: SimpleQueue[GrantSlabs] = SimpleQueue()
         """Slabs that came back: packing uses them at once, also while a step runs."""
+        self._pulls: SimpleQueue[PullCommand] = SimpleQueue()
+        """Commands of pulls: handled in their order, and before what was put into the inbox after them."""
+        self._polled_at = clock.now()
+        """When the thread last looked for commands of pulls."""
         self._cancelled = _Cancelled()
         self._alive = True
         self._stopping = False
@@ -125,7 +135,10 @@ class StepThread:
             self._cancelled.add(item.attempt)
         if isinstance(item, GrantSlabs):
             self._grants.put(item)
-            self._inbox.put(_GRANTED)
+            self._inbox.put(_ASIDE)
+        elif needs_no_step(item):
+            self._pulls.put(item)
+            self._inbox.put(_ASIDE)
         else:
             self._inbox.put(item)
         if not self._alive:
@@ -174,6 +187,7 @@ class StepThread:
         core = self._core
         core.on_launched(self._flush)
         core.on_packing(self._take_grants, self._flush)
+        core.on_layer(self._poll_pulls)
         worked = False
         while True:
             if not worked and core.is_copying:
@@ -216,6 +230,7 @@ class StepThread:
     def _drain(self, wait_s: float) -> bool:
         """Handle what is in the inbox. Returns: whether there was anything."""
         some = False
+        self._note_poll()
         try:
             item = self._inbox.get(timeout=wait_s) if wait_s else self._inbox.get_nowait()
             while True:
@@ -224,17 +239,39 @@ class StepThread:
                 item = self._inbox.get_nowait()
         except Empty:
             return some
+        finally:
+            if wait_s:
+                self._polled_at = self._clock.now()  # a command is taken at once while the thread waits for one
+
+    def _note_poll(self) -> None:
+        now = self._clock.now()
+        self._core.scheduler.throughput.observe_poll(now - self._polled_at)
+        self._polled_at = now
 
     def _take_grants(self) -> None:
         with contextlib.suppress(Empty):
             while True:
                 self._core.handle(self._grants.get_nowait())
 
-    def _take(self, item: Command | Query | _Stop | _Granted) -> None:
+    def _poll_pulls(self) -> bool:
+        """In the midst of a step. Returns: whether there was anything."""
+        self._note_poll()
+        return self._take_pulls()
+
+    def _take_pulls(self) -> bool:
+        some = False
+        with contextlib.suppress(Empty):
+            while True:
+                self._core.handle(self._pulls.get_nowait())
+                some = True
+        return some
+
+    def _take(self, item: Command | Query | _Stop | _Aside) -> None:
         if isinstance(item, _Stop):
             self._stopping = True
-        elif isinstance(item, _Granted):
+        elif isinstance(item, _Aside):
             self._take_grants()
+            self._take_pulls()
         elif isinstance(item, Query):
             self._flush()  # the events that a value depends on are delivered before it
             item.reply(item.function(self._core), None)
@@ -254,12 +291,8 @@ class StepThread:
     def _refuse_inbox(self) -> None:
         refused: list[EngineEvent] = []
         error = WorkerLostError("the engine has ended")
-        while True:
-            try:
-                item = self._inbox.get_nowait()
-            except Empty:
-                break
-            if isinstance(item, EngineRequest | PublishCached | PullBlocks):
+        for item in (*_everything(self._pulls), *_everything(self._inbox)):
+            if isinstance(item, EngineRequest | PublishCached | PullBlocks | EndPull):
                 refused.append(Failed(item.attempt, error))
             elif isinstance(item, UnpackRange):
                 refused.append(RangeUnpacked(item.attempt, item.job, False))
@@ -267,3 +300,9 @@ class StepThread:
                 item.reply(None, error)
         if refused:
             self._deliver(refused)
+
+
+def _everything(queue: SimpleQueue[_T]) -> Iterator[_T]:
+    with contextlib.suppress(Empty):
+        while True:
+            yield queue.get_nowait()

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from typing import TypeGuard
 
 from diptych.common.errors import DiptychError
 from diptych.common.request import CacheClaim, Prompt
@@ -196,6 +197,7 @@ class UnpackRange:
         last: once this range and all before it are there, the KV is complete, as with KvComplete.
         part: the rank whose layers and heads these are, where there are several.
         converted: its values are not those that this worker would have computed; nothing of the attempt is cached.
+        pull: the attempt is a pull (PullBlocks).
     """
 
     attempt: str
@@ -209,6 +211,7 @@ class UnpackRange:
     converted: bool = False
     group: int = 0
     part: int = 0
+    pull: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,6 +280,17 @@ Command = (
     | BlocksWritten
     | BlocksRead
 )
+
+
+PullCommand = PublishCached | PullBlocks | EndPull | UnpackRange
+
+
+def needs_no_step(command: object) -> TypeGuard[PullCommand]:
+    """A command of a pull, at the holder or the reader: it changes nothing that a running step uses, and nothing waits for a step
+    because of it. So the step thread handles it between two layers of a step, too."""
+    return isinstance(command, PublishCached | PullBlocks | EndPull) or (
+        isinstance(command, UnpackRange) and command.pull
+    )
 
 
 # ---- events: step thread -> event loop ---------------------------------------------------------------------------

@@ -125,6 +125,9 @@ class EngineStats:
     decode_step_s: float = 0.0
     prompt_step_s: float = 0.0
     """Of a step that computes prompts."""
+    poll_interval_s: float = 0.0
+    """While it is busy: the interval at which the step thread looks for commands of pulls, which wait so long at most. That of a
+    layer or a few where the runner reports layers, else of a step."""
     waiting_prompt_tokens: int = 0
     """Prompt tokens that are queued and not computed yet."""
     prompt_tokens_total: int = 0

@@ -410,6 +410,7 @@ class WorkerRuntime:
                 prefill_tokens_per_s=stats.prefill_tokens_per_s,
                 decode_step_s=stats.decode_step_s,
                 prompt_step_s=stats.prompt_step_s,
+                poll_interval_s=stats.poll_interval_s,
                 link_bytes_per_s=self.role.link_rates(),
                 pull_overhead_s=self.role.pull_overheads(),
                 gpu=self.gpu.load() if self.gpu is not None else None,

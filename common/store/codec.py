@@ -87,7 +87,7 @@ def decode_record(raw: bytes) -> WorkerRecord:
     for name in ("num_running", "num_waiting", "waiting_prompt_tokens"):
         if not 0 <= getattr(load, name) <= MAX_COUNT:
             raise BadRowError(f"load.{name}: out of range")
-    rates = [load.kv_usage, load.prefill_tokens_per_s, load.decode_step_s, load.prompt_step_s]
+    rates = [load.kv_usage, load.prefill_tokens_per_s, load.decode_step_s, load.prompt_step_s, load.poll_interval_s]
     rates += [*load.link_bytes_per_s.values(), *load.pull_overhead_s.values(), *(t.bytes_per_s for t in record.tiers)]
     if load.gpu is not None:
         rates += [load.gpu.busy, load.gpu.memory_usage, load.gpu.power_watts, load.gpu.sm_clock_hz]

@@ -34,6 +34,9 @@ class WorkerLoad(msgspec.Struct, frozen=True):
     """Measured seconds of a pull from each worker id, beside the transfer of its bytes."""
     prompt_step_s: float = 0.0
     """Duration of a step that computes prompts, in seconds."""
+    poll_interval_s: float = 0.0
+    """While it is busy, how long a command of a pull waits for its engine at most; 0.0: an older version, where it waits for the
+    running step."""
     gpu: GpuLoad | None = None
     """None: it computes on a CPU, or NVML does not answer."""
 

@@ -26,6 +26,7 @@ def stats(live: Lifecycle, *, steps: int, steps_ahead: int, busy_since: float | 
         prefill_tokens_per_s=throughput.prefill_tokens_per_s,
         decode_step_s=throughput.decode_step_s,
         prompt_step_s=throughput.prompt_step_s,
+        poll_interval_s=throughput.poll_interval_s,
         waiting_prompt_tokens=load["waiting_prompt_tokens"],
         prompt_tokens_total=totals.prompt_tokens,
         cached_tokens_total=totals.cached_tokens,

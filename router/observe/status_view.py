@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from diptych.common.store.worker_record import WorkerLoad
 from diptych.router.cluster.breaker import Breakers
 from diptych.router.cluster.members import Member
 from diptych.router.placement.index import BlockIndex
@@ -35,9 +36,10 @@ def cluster_status(
 ) -> dict[str, Any]:
     """The status. `view`: the usable workers, the reasons against the others, and the incompatible pairs. `decisions`:
     placements that the tenant may see, latest first."""
+    loads = {member.record.worker_id: member.record.load for member in members}
     workers = [
         {
-            **_record(member),
+            **_record(member, loads),
             "age_s": round(now - member.read_at, 3),
             "silent_s": round(member.link.silent_s, 3),
             "why_not": view.unusable.get(member.record.worker_id, ""),
@@ -64,7 +66,7 @@ def cluster_status(
     }
 
 
-def _record(member: Member[WorkerLink]) -> dict[str, Any]:
+def _record(member: Member[WorkerLink], loads: Mapping[str, WorkerLoad]) -> dict[str, Any]:
     record, load = member.record, member.record.load
     return {
         "id": record.worker_id,
@@ -85,7 +87,7 @@ def _record(member: Member[WorkerLink]) -> dict[str, Any]:
         "prefill_tokens_per_s": load.prefill_tokens_per_s,
         "decode_step_s": load.decode_step_s,
         "link_bytes_per_s": dict(load.link_bytes_per_s),
-        "pull_pays_from_tokens": break_evens(record),
+        "pull_pays_from_tokens": break_evens(record, loads),
         "gpu": None if load.gpu is None else msgspec.structs.asdict(load.gpu),
     }
 

@@ -2,24 +2,30 @@
 them. Pure; the simulator uses it, too (docs/decisions/kv-pulls.md).
 
     pull(reader, holder)  = fixed cost of the link + bytes / rate of the link
+    fixed cost            = what was measured, at least the waits for both engines
     computing             = tokens / prefill rate of the reader
 
 A pull must be cheaper by a quarter: its prediction is the less certain one, and it costs the holder something, too.
+
+Commands of a pull wait for an engine that is busy: two at the reader, one at the holder. So long as it takes to look for them
+again (`WorkerLoad.poll_interval_s`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from diptych.common.compat import CONVERTS
-from diptych.common.store.worker_record import WorkerRecord
+from diptych.common.store.worker_record import WorkerLoad, WorkerRecord
 
 FIXED_MS = 10.0
-"""Of a pull over a link that was not measured: a call, the announcement, the acknowledgement, two steps' borders."""
+"""Of a pull over a link that was not measured, between two idle engines: a call, the announcement, the acknowledgement."""
+READER_WAITS, HOLDER_WAITS = 2, 1
+"""Commands of a pull that an engine must handle before the next message is sent: PullBlocks and UnpackRange; PublishCached."""
 DEFAULT_BYTES_PER_S = 400e6
 MOST_OF_COMPUTE = 0.8
 """A pull is planned if it is expected to take at most this part of the time of computing."""
@@ -77,14 +83,16 @@ class PullLinks:
         rates = [rate for r in records for rate in r.load.link_bytes_per_s.values() if rate > 0]
         mean = sum(rates) / len(rates) if rates else DEFAULT_BYTES_PER_S
         byte_ms = np.full((count, count), 1000.0 / mean)
-        fixed_ms = np.where(fits, FIXED_MS, np.inf)
+        waits = np.array([wait_ms(record.load) for record in records], np.float64)
+        wait = READER_WAITS * waits[:, None] + HOLDER_WAITS * waits[None, :]
+        fixed_ms = np.where(fits, FIXED_MS + wait, np.inf)
         for reader, record in enumerate(records):
             for name, rate in record.load.link_bytes_per_s.items():
                 if rate > 0 and (holder := at.get(name)) is not None:
                     byte_ms[reader, holder] = 1000.0 / rate
             for name, seconds in record.load.pull_overhead_s.items():
                 if (holder := at.get(name)) is not None and fits[reader, holder]:
-                    fixed_ms[reader, holder] = 1000.0 * seconds
+                    fixed_ms[reader, holder] = max(1000.0 * seconds, float(wait[reader, holder]))
         windows = sorted({window for record in records for window, _ in record.kv_windows})
         return PullLinks(
             fixed_ms,
@@ -110,20 +118,31 @@ class PullLinks:
         )  # fmt: skip
 
 
+def wait_ms(load: WorkerLoad) -> float:
+    """That a command of a pull may wait for the engine; 0.0: it is idle."""
+    if not load.num_running and not load.num_waiting:
+        return 0.0
+    # An older version handles it between two steps only.
+    step_s = load.prompt_step_s if load.waiting_prompt_tokens else load.decode_step_s
+    return 1000.0 * (load.poll_interval_s or step_s)
+
+
 def _pays_from(fixed_ms: float, byte_ms: float, token_bytes: float, window_bytes: float, token_ms: float) -> float:
     gain = MOST_OF_COMPUTE * token_ms - byte_ms * token_bytes
     return (fixed_ms + byte_ms * window_bytes) / gain if gain > 0.0 else float("inf")
 
 
-def break_evens(reader: WorkerRecord) -> dict[str, int]:
+def break_evens(reader: WorkerRecord, loads: Mapping[str, WorkerLoad]) -> dict[str, int]:
     """By holder, the tokens from which this worker takes KV from it instead of computing it, for the links that it has measured;
-    0: never."""
+    0: never. Args: loads: of the holders, by id, where known."""
     load, found = reader.load, {}
     windows = sum(window * size for window, size in reader.kv_windows)
     for holder, seconds in load.pull_overhead_s.items():
         if (rate := load.link_bytes_per_s.get(holder, 0.0)) and load.prefill_tokens_per_s:
             token_ms = 1000.0 / load.prefill_tokens_per_s
-            least = _pays_from(1000.0 * seconds, 1000.0 / rate, reader.kv_bytes_per_token, windows, token_ms)
+            fixed_ms = READER_WAITS * wait_ms(load) + HOLDER_WAITS * wait_ms(loads.get(holder, WorkerLoad()))
+            fixed_ms = max(1000.0 * seconds, fixed_ms)
+            least = _pays_from(fixed_ms, 1000.0 / rate, reader.kv_bytes_per_token, windows, token_ms)
             found[holder] = 0 if np.isinf(least) else max(reader.block_size, int(np.ceil(least)))
     return found
 

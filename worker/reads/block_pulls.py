@@ -2,17 +2,19 @@
 
     PullBlocks -> PullStarted(keys) -> connect -> Source.Fetch(keys)
         started: so many of them the holder has  -> Computed(handles) -> read -> verified -> UnpackRange -> acknowledged
-    finished, failed or too late -> EndPull -> Pulled: the leading blocks that are here are in the prefix cache
+    finished, failed or too late -> EndPull, and at once the request itself
+        -> Pulled: the leading blocks that are here are in the prefix cache, and the request behind it finds them
 
 A pull has no error: what has not come is computed. It ends when it has taken as long as computing would, or when its
-holder, a handle, a slab or the call is not as it should be. `PullFacts.note` says why.
+holder, a handle, a slab or the call is not as it should be. `PullFacts.note` says why. Its time is that of a timer on the event
+loop, from the first command on; the engine is not waited for: it handles EndPull before what is sent after it.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import aclosing, contextmanager, suppress
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 
 import msgspec
@@ -79,7 +81,12 @@ def parse_source(message: types_pb2.KvSource, param: str) -> KvSource:
 
 @dataclass(slots=True)
 class PullFacts:
-    """What a pull did. See proto KvPull."""
+    """What a pull did. See proto KvPull. `num_tokens` and the engine's own note are there before an event of a request that was
+    sent to the engine after the pull.
+
+    Args:
+        duration_s: that the request was held up for it.
+    """
 
     reader: str
     holder: str
@@ -89,6 +96,21 @@ class PullFacts:
     duration_s: float = 0.0
     note: str = ""
     other_bits: bool = False
+
+
+class _Pull:
+    """One pull, until the engine has ended it."""
+
+    def __init__(self, begin: PullBlocks, fetch: _Fetch, facts: PullFacts) -> None:
+        self.begin, self.fetch, self.facts = begin, fetch, facts
+        self.events: asyncio.Queue[PullStarted | Pulled | Failed] = asyncio.Queue()
+        self.last: Pulled | Failed | None = None
+        """The engine has ended it; None: it has blocks for it."""
+        self.is_ending = False
+        """EndPull was sent."""
+        self.is_left = False
+        """What the engine says now is waited for by nobody."""
+        self.is_late = False
 
 
 class BlockPulls:
@@ -107,7 +129,7 @@ class BlockPulls:
         on_pulled: Callable[[PullFacts], None] = lambda facts: None,
     ) -> None:
         self._engine, self._context, self._me, self._on_pulled = engine, context, me, on_pulled
-        self._open: dict[str, asyncio.Queue[PullStarted | Pulled | Failed]] = {}
+        self._open: dict[str, _Pull] = {}
         self._overheads: dict[str, tuple[float, float]] = {}
         """By holder: seconds, and when they were measured."""
         self._met: set[WorkerRef] = set()
@@ -128,8 +150,12 @@ class BlockPulls:
         for event in events:
             if isinstance(event, RangeUnpacked):
                 self._context.unpacker.on_unpacked(event)
-            elif isinstance(event, PullStarted | Pulled | Failed) and event.attempt in self._open:
-                self._open[event.attempt].put_nowait(event)
+            elif isinstance(event, PullStarted | Pulled | Failed) and (pull := self._open.get(event.attempt)):
+                pull.events.put_nowait(event)
+                if not isinstance(event, PullStarted):
+                    pull.last = event
+                    if pull.is_left:
+                        self._finish(pull)
 
     async def pull(
         self,
@@ -141,8 +167,8 @@ class BlockPulls:
         remaining_s: float,
         vouch: bool = False,
     ) -> PullFacts | None:
-        """Take what this worker lacks of the prompt's leading blocks. They are in its prefix cache then, and may be evicted
-        from it. Returns: None: nothing was lacking. May be cancelled.
+        """Take what this worker lacks of the prompt's leading blocks. What is sent to the engine next finds them in its prefix
+        cache, from which they may be evicted. Returns: None: nothing was lacking. May be cancelled.
 
         Args:
             attempt: unique among this worker's pulls.
@@ -155,50 +181,54 @@ class BlockPulls:
             return None
         name, began = f"pull/{attempt}", clock.now()
         limit_s = min(max(LEAST_S, source.compute_s), remaining_s)
-        facts = PullFacts(me.worker_id, source.holder.worker_id)
-        events = self._open[name] = asyncio.Queue()
         wanted = msgspec.structs.replace(prompt, token_ids=prompt.token_ids[:end])
         begin = PullBlocks(name, wanted, tenant_of(prompt.cache_salt), vouch)
-        reserved = True
+        facts = PullFacts(me.worker_id, source.holder.worker_id)
+        fetch = _Fetch(source.holder, name, request_id, end, began + limit_s)
+        pull = self._open[name] = _Pull(begin, fetch, facts)
         try:
-            self._engine.send(begin)
-            event = await events.get()
-            if isinstance(event, PullStarted) and (
-                other := self._coming.get(event.keys[event.num_cached_tokens // size])
-            ):
-                # Another pull is bringing the same blocks: what it has not brought is taken afterwards.
-                self._engine.send(EndPull(name))
-                await events.get()
-                await _until(other, limit_s)
-                self._engine.send(begin)
-                event = await events.get()
-            if isinstance(event, PullStarted):
-                facts.first_token = event.num_cached_tokens
-                with self._bringing(event.keys[event.num_cached_tokens // size :]):
-                    await self._fetch_in_time(_Fetch(source.holder, name, request_id, end, limit_s), event, facts)
-                    self._engine.send(EndPull(name))
-                    event = await events.get()
-            reserved = False
-            if isinstance(event, Failed):
-                facts.note = event.error.message
-            elif isinstance(event, Pulled):
-                if event.num_tokens == end and not event.num_new:
-                    return None
-                facts.num_tokens = event.num_new
-                facts.note = facts.note or event.note
-        finally:
+            await self._bring_in_time(pull, limit_s)
+        except BaseException:
+            self._end(pull)
             del self._open[name]
-            if reserved:  # this call was cancelled
-                self._engine.send(EndPull(name))
+            raise
         facts.duration_s = clock.now() - began
+        self._end(pull)
+        pull.is_left = True
+        if (last := pull.last) is None:
+            return facts  # the rest of them comes with the engine's answer
+        if isinstance(last, Pulled) and not facts.note and last.num_tokens == end and not last.num_new:
+            del self._open[name]
+            return None
+        self._finish(pull)
+        return facts
+
+    def _end(self, pull: _Pull) -> None:
+        if pull.last is None and not pull.is_ending:
+            pull.is_ending = True
+            self._engine.send(EndPull(pull.fetch.name))
+
+    def _finish(self, pull: _Pull) -> None:
+        """The engine has ended it, and nobody waits for it."""
+        facts, last, fetch = pull.facts, pull.last, pull.fetch
+        assert last is not None
+        del self._open[fetch.name]
+        if isinstance(last, Failed):
+            facts.note = facts.note or last.error.message
+        else:
+            facts.num_tokens = last.num_new
+            facts.note = facts.note or last.note
         if facts.note:
             log.info(
-                "not all KV was pulled", attempt=attempt, request_id=request_id, holder=facts.holder, why=facts.note
+                "not all KV was pulled",
+                attempt=fetch.name,
+                request_id=fetch.request_id,
+                holder=facts.holder,
+                why=facts.note,
             )
-        else:
-            self._observe(source.holder, facts)
+        if pull.is_late or not facts.note:
+            self._observe(pull)
         self._on_pulled(facts)
-        return facts
 
     @contextmanager
     def _bringing(self, keys: Sequence[bytes]) -> Iterator[None]:
@@ -212,25 +242,54 @@ class BlockPulls:
                 if self._coming.get(key) is ended:
                     del self._coming[key]
 
-    def _observe(self, holder: WorkerRef, facts: PullFacts) -> None:
-        rate, now = self._context.links.link(holder.worker_id), self._context.clock.now()
-        if rate and holder in self._met:
-            overhead = max(0.0, facts.duration_s - facts.kv_bytes / rate)
-            known, _ = self._overheads.get(holder.worker_id, (overhead, now))
-            self._overheads[holder.worker_id] = known + _ALPHA * (overhead - known), now
-        self._met.add(holder)
+    def _observe(self, pull: _Pull) -> None:
+        """One that was given up would have taken longer: it only raises the mean. Without these the mean would be that of the
+        fast ones, and the slow ones would be planned again and again."""
+        facts, now = pull.facts, self._context.clock.now()
+        rate, seconds = self._context.links.link(facts.holder), facts.duration_s
+        if pull.fetch.holder in self._met and (rate or pull.is_late):
+            overhead = max(0.0, seconds - facts.kv_bytes / rate) if rate else seconds
+            known, _ = self._overheads.get(facts.holder, (overhead, now))
+            if overhead >= known or not pull.is_late:
+                self._overheads[facts.holder] = known + _ALPHA * (overhead - known), now
+        self._met.add(pull.fetch.holder)
 
-    async def _fetch_in_time(self, fetch: _Fetch, started: PullStarted, facts: PullFacts) -> None:
+    async def _bring_in_time(self, pull: _Pull, limit_s: float) -> None:
+        facts, waits_for = pull.facts, pull.facts.reader
         try:
-            async with asyncio.timeout(fetch.limit_s):
-                await self._fetch(fetch, started, facts)
+            async with asyncio.timeout(limit_s):
+                started = await self._begin(pull)
+                if started is not None:
+                    waits_for = facts.holder
+                    size = self._context.kv.groups[0].block_size
+                    facts.first_token = started.num_cached_tokens
+                    with self._bringing(started.keys[started.num_cached_tokens // size :]):
+                        await self._fetch(pull.fetch, started, facts)
         except TimeoutError:
-            facts.note = f"{facts.holder} took longer than computing would have ({fetch.limit_s:.3g} s)"
+            pull.is_late = True
+            facts.note = f"{waits_for} took longer than computing would have ({limit_s:.3g} s)"
         except DiptychError as error:
             facts.note = f"{facts.holder}: {error.reason}: {error.message}"
         except Exception as error:  # a bug must not end the request
-            log.exception("unexpected error in a pull", attempt=fetch.name)
+            log.exception("unexpected error in a pull", attempt=pull.fetch.name)
             facts.note = f"{facts.holder}: unexpected error: {error!r}"
+
+    async def _begin(self, pull: _Pull) -> PullStarted | None:
+        """None: nothing is to be fetched."""
+        size = self._context.kv.groups[0].block_size
+        while True:
+            pull.last, pull.is_ending = None, False
+            self._engine.send(pull.begin)
+            event = await pull.events.get()
+            if not isinstance(event, PullStarted):
+                return None
+            other = self._coming.get(event.keys[event.num_cached_tokens // size])
+            if other is None:
+                return event
+            # Another pull is bringing the same blocks: what it has not brought is taken afterwards.
+            self._end(pull)
+            await pull.events.get()
+            await other.wait()
 
     async def _fetch(self, fetch: _Fetch, started: PullStarted, facts: PullFacts) -> None:
         """Raises: DiptychError; what has arrived is with the engine then."""
@@ -238,6 +297,7 @@ class BlockPulls:
         peer = await self._context.peers.connect(ref, SOURCE)
         if peer.kv_format is not None:
             raise IncompatibleWorkersError(f"{ref.worker_id} has another KV format")
+        left_s = max(fetch.until - self._context.clock.now(), 0.001)
         facts.other_bits = not self._context.same_bits and FULL_NAMES[DECODE] in peer.services
         request = prefill_pb2.FetchRequest(
             attempt=fetch.name,
@@ -246,7 +306,7 @@ class BlockPulls:
             cached_tokens=started.num_cached_tokens,
             source=wire.ref_to_proto(ref),
             reader=wire.ref_to_proto(self._me()),
-            remaining_s=fetch.limit_s,
+            remaining_s=left_s,
         )
         silence = LivenessTimer(self._context.silence_s)
         try:
@@ -279,7 +339,7 @@ class BlockPulls:
                 began = self._context.clock.now()
                 slab = await reads.read(peer, handle)
                 facts.kv_bytes += handle.size_bytes
-                unpacked = await self._context.unpacker.unpack(fetch.name, slab)
+                unpacked = await self._context.unpacker.unpack(fetch.name, slab, pull=True)
                 reads.unpacked(slab, began)
             reads.done_with(handle)
             if not unpacked:
@@ -288,7 +348,7 @@ class BlockPulls:
                 handle.group, handle.first_token, handle.num_tokens, handle.first_layer, handle.num_layers, handle.part
             )
 
-        call = peer.source.Fetch(request, timeout=fetch.limit_s)
+        call = peer.source.Fetch(request, timeout=request.remaining_s)
         taking: list[asyncio.Task[None]] = []
         try:
             async with aclosing(follow(call, peer.ref, silence)) as events:
@@ -301,7 +361,7 @@ class BlockPulls:
                             return
                         reads = RangeReads(
                             self._context, peer.ref, SOURCE_ATTEMPT + fetch.name, self._context.parts,
-                            KvCoverage(self._context.parts, held, found), most_s=fetch.limit_s,
+                            KvCoverage(self._context.parts, held, found), most_s=request.remaining_s,
                         )  # fmt: skip
                         arrived = KvCoverage(self._context.parts, held, found)
                         renewing = group.create_task(reads.renew(peer))
@@ -337,14 +397,7 @@ class _Fetch:
     name: str
     request_id: str
     end: int
-    limit_s: float
-
-
-async def _until(event: asyncio.Event, limit_s: float) -> None:
-    """Or until this much time has passed."""
-    with suppress(TimeoutError):
-        async with asyncio.timeout(limit_s):
-            await event.wait()
+    until: float
 
 
 async def _watch(silence: LivenessTimer, ref: WorkerRef, silence_s: float) -> None:

@@ -39,11 +39,14 @@ class SlabUnpacker:
         )
         return await answer
 
-    def unpack(self, attempt: str, slab: ReceivedSlab, *, last: bool = False) -> asyncio.Future[bool]:
+    def unpack(
+        self, attempt: str, slab: ReceivedSlab, *, last: bool = False, pull: bool = False
+    ) -> asyncio.Future[bool]:
         """Unpack a slab into the attempt's blocks. False: the engine no longer needed it. The wait may be cancelled.
 
         Args:
             last: every other range of the attempt was handed to the engine before.
+            pull: the attempt is a pull.
         Raises: TransferError: the bytes are damaged, which is only detected now if they came directly from a peer's
             GPU.
         """
@@ -61,6 +64,7 @@ class SlabUnpacker:
                 handle.num_layers,
                 group=handle.group,
                 part=handle.part,
+                pull=pull,
             )
         )
         return answer

@@ -7,6 +7,8 @@ _WEIGHT = 0.25
 _PATIENCE_S = 2.0
 """If all prompts together take longer than this, a mixed step is stretched in proportion. On an overloaded worker first
 tokens would otherwise come ever later, and steps would be too small for their fixed cost."""
+_POLLS_S = 1.0
+"""The mean interval between polls is that of about so much time."""
 MIN_MEASURED_TOKENS = 16
 """The time of a smaller chunk is overhead: its rate says nothing about a larger one."""
 
@@ -51,6 +53,8 @@ class ThroughputEstimator:
         """By the number of sequences, in powers of two."""
         self.prompt_step_s = 0.0
         """Of a step that computes prompts: a request that arrives meanwhile waits for its end."""
+        self.poll_interval_s = 0.0
+        """See EngineStats."""
 
     def decode_s(self, num_decode: int) -> float:
         """Time of a step of so many decoding sequences without prompts, as measured for this or the nearest size; 0.0:
@@ -95,6 +99,12 @@ class ThroughputEstimator:
         prefill_s = max(duration_s - self.decode_s(num_decode), duration_s / 2)
         self.prefill_tokens_per_s = self._mix(self.prefill_tokens_per_s, num_prefill / prefill_s)
         self.rate = self.prefill_tokens_per_s
+
+    def observe_poll(self, interval_s: float) -> None:
+        """The step thread looked for commands of pulls, so long after the last time. An interval counts by its length: a command
+        comes in the midst of a long one more often than of a short one."""
+        weight = interval_s / (interval_s + _POLLS_S)
+        self.poll_interval_s += weight * (interval_s - self.poll_interval_s)
 
     def observe_copy(self, duration_s: float, size_bytes: int) -> None:
         """Blocks were copied to or from the host tier."""

@@ -295,7 +295,17 @@ class Lifecycle:
         worth = mode == "swap" or swap_is_cheaper(request.num_computed, self.rates)
         return worth and self.kv.swap_out(request)
 
-    # ---- steps on a device ----
+    # ---- steps that are being computed ----
+
+    def hold(self, requests: Iterable[Request]) -> None:
+        """A step with these is being computed: the blocks of one that ends are not freed before `let_go`."""
+        for request in requests:
+            request.steps_on_device += 1
+
+    def let_go(self, requests: Iterable[Request]) -> None:
+        for request in requests:
+            request.steps_on_device -= 1
+        self.free_landed()
 
     def free_landed(self) -> None:
         """Free the blocks of ended requests whose last step has landed."""

@@ -28,6 +28,7 @@ from diptych.engine.messages import (
     ScheduledSeq,
     StepResult,
     UnpackRange,
+    needs_no_step,
 )
 from diptych.kvtransfer.slabs.layout import layout_hash
 
@@ -156,6 +157,7 @@ class SimEngine:
         runner.on_read = self._check_read
         self.core = EngineCore(LocalExecutor(runner), config, sizes.facts.identity, context.loop)
         self.core.on_packing(self._take_grants, self._deliver_early)
+        self.core.on_layer(self._take_pulls)
         self._inbox: list[Command] = []
         self._scheduled = False
         self._some_early = False
@@ -183,7 +185,7 @@ class SimEngine:
             self._ctx.loop.call_later(self._ctx.rng.random() ** 2 * 0.01, self._begin)
 
     def _begin(self) -> None:
-        """Commands that arrive during a step wait for the next one."""
+        """Commands that arrive during a step wait for the next one, but for those of pulls."""
         commands, self._inbox = self._inbox, []
         self._ctx.loop.call_later(self._ctx.rng.random() ** 2 * 0.01, self._step, commands)
 
@@ -195,9 +197,7 @@ class SimEngine:
             self._inbox[:0] = commands
             return
         for command in commands:
-            if isinstance(command, UnpackRange):
-                self._ctx.check_unpack(command)
-            self.core.handle(command)
+            self._handle(command)
         if early := self.core.take_events():  # they do not wait for the step
             self._ctx.loop.call_soon(self._deliver, early)
         coming = {command.attempt for command in self._inbox if isinstance(command, Cancel)}
@@ -231,8 +231,21 @@ class SimEngine:
             self._inbox.remove(command)
             self.core.handle(command)
 
+    def _take_pulls(self) -> bool:
+        """Commands of pulls that arrived during the step."""
+        commands = [command for command in self._inbox if needs_no_step(command)]
+        for command in commands:
+            self._inbox.remove(command)
+            self._handle(command)
+        return bool(commands)
+
+    def _handle(self, command: Command) -> None:
+        if isinstance(command, UnpackRange):
+            self._ctx.check_unpack(command)
+        self.core.handle(command)
+
     def _deliver_early(self) -> None:
-        """In the midst of a step: some layers of a prompt's last chunk are packed."""
+        """In the midst of a step: some layers of a prompt's last chunk are packed, or commands of pulls were handled."""
         self._some_early = True
         self._ctx.loop.call_soon(self._deliver, self.core.take_events())
 

@@ -2,11 +2,13 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
 from diptych.common.block_identity import IdentityHeader
+from diptych.common.clock import FakeClock
 from diptych.common.errors import InternalError, InvalidRequestError, RequestCancelledError, WorkerLostError
 from diptych.common.request import Prompt
 from diptych.common.sampling import SamplingParams
@@ -21,6 +23,7 @@ from diptych.engine.messages import (
     BlocksStored,
     CacheCleared,
     Cancel,
+    EndPull,
     EngineRequest,
     Failed,
     Finished,
@@ -29,6 +32,9 @@ from diptych.engine.messages import (
     KvComplete,
     KvMode,
     PrefillComplete,
+    PublishCached,
+    PullBlocks,
+    Pulled,
     RangePacked,
     RangeUnpacked,
     SlabGrant,
@@ -48,13 +54,13 @@ def make_request(attempt="a", num_prompt=9, max_tokens=6, **fields):
 class Bench:
     """An EngineClient that notes its events, one list a step."""
 
-    def __init__(self, runner=None, **changes):
+    def __init__(self, runner=None, clock=None, **changes):
         self.runner = runner or FakeRunner(64, BLOCK)
         self.steps = []
         self._changed = asyncio.Event()
         config = EngineConfig(num_blocks=64, block_size=BLOCK, check_invariants=True, **changes)
         identity = IdentityHeader(b"k" * 32, "model", "tokenizer", "uint8", BLOCK)
-        self.client = EngineClient(LocalExecutor(self.runner), config, identity, None, self._on_events)
+        self.client = EngineClient(LocalExecutor(self.runner), config, identity, None, self._on_events, clock=clock)
 
     def _on_events(self, events):
         self.steps.append(events)
@@ -284,6 +290,102 @@ async def test_a_first_token_of_prefills_does_not_wait_for_the_next_step():
             bench.runner.before_execute = None
             behind.go.set()
         assert token.token_ids == (7,)
+
+
+class HeldBetweenLayers:
+    """Holds the first step of a request in front of its first and of its second look between layers."""
+
+    def __init__(self):
+        self.first, self.second = Gate(), Gate()
+
+    def __call__(self, num_layers):
+        {1: self.first, 2: self.second}[num_layers](())
+
+
+LATER = EngineRequest("later", Prompt(tuple(range(500, 512))), SamplingParams(max_tokens=3, ignore_eos=True))
+
+
+def pull_of(request):
+    """The commands of a pull of its first two blocks, which brings nothing but zeros, up to its end."""
+    tokens = request.prompt.token_ids[: 2 * BLOCK]
+    payload = memoryview(bytes(2 * BLOCK * FakeRunner(1, BLOCK, num_layers=3).kv_bytes_per_token))
+    return PullBlocks("pull", Prompt(tokens)), UnpackRange("pull", 1, 0, 2 * BLOCK, payload, pull=True), EndPull("pull")
+
+
+async def test_commands_of_pulls_do_not_wait_for_the_running_step():
+    held = HeldBetweenLayers()
+    async with Bench(FakeRunner(64, BLOCK, num_layers=3, between_layers=held)) as bench:
+        bench.client.send(make_request("running"))
+        await held.first.wait_inside()
+        for command in (*pull_of(LATER), LATER):
+            bench.client.send(command)
+        bench.client.send(PublishCached("source/pull", (bytes(16),), 0, "reader"))
+        held.first.go.set()
+        await held.second.wait_inside()
+        pulled = await bench.until(lambda e: isinstance(e, Pulled))
+        assert pulled == Pulled("pull", 2 * BLOCK, 2 * BLOCK)
+        await bench.end_of("source/pull")
+        assert not any(isinstance(e, Admitted) and e.attempt == "later" for e in bench.events)
+        assert bench.client.stats().busy_since is not None, "all of that in the midst of a step"
+        held.second.go.set()
+        await bench.end_of("later")
+        admitted = await bench.until(lambda e: isinstance(e, Admitted) and e.attempt == "later")
+        assert admitted.num_cached_tokens == 2 * BLOCK
+        assert (await bench.client.audit(full=True)).violations == ()
+
+
+async def test_what_is_sent_behind_the_end_of_a_pull_finds_its_blocks():
+    """Where a step has no layers to look between, all of it is handled at its end: at once, and in this order."""
+
+    class Whole(FakeRunner):
+        @property
+        def capabilities(self):
+            return replace(super().capabilities, reports_layers=False)
+
+    gate = Gate()
+    async with Bench(Whole(64, BLOCK, num_layers=3, before_execute=gate)) as bench:
+        bench.client.send(make_request("running"))
+        await gate.wait_inside()
+        for command in (*pull_of(LATER), LATER):
+            bench.client.send(command)
+        gate.go.set()
+        await bench.end_of("later")
+        admitted = await bench.until(lambda e: isinstance(e, Admitted) and e.attempt == "later")
+        assert admitted.num_cached_tokens == 2 * BLOCK
+
+
+async def test_a_dead_engine_answers_the_commands_of_pulls():
+    bench = Bench()
+    bench.client.start()
+    await bench.client.close(DEADLINE_S)
+    begin, unpack, end = pull_of(make_request())
+    for command in (begin, unpack, end):
+        bench.client.send(command)
+    await bench.until(lambda e: e == RangeUnpacked("pull", 1, False))
+    await bench.until(lambda e: sum(isinstance(other, Failed) for other in bench.events) == 2)
+
+
+async def test_the_interval_of_polls_is_that_of_layers_and_of_whole_steps_without():
+    """In the time of a clock that rises by a second between two layers."""
+
+    async def interval(reports_layers):
+        clock = FakeClock()
+
+        class Steps(FakeRunner):
+            @property
+            def capabilities(self):
+                return replace(super().capabilities, reports_layers=reports_layers)
+
+        runner = Steps(64, BLOCK, num_layers=5, between_layers=lambda num_layers: clock.advance(1.0))
+        async with Bench(runner, clock=clock) as bench:
+            assert bench.client.stats().poll_interval_s == 0.0
+            bench.client.send(make_request(max_tokens=40))
+            await bench.end_of()
+            await bench.client.audit()
+            return bench.client.stats().poll_interval_s
+
+    assert await interval(True) == pytest.approx(1.0, rel=0.01)
+    assert await interval(False) == pytest.approx(4.0, rel=0.01)
 
 
 async def test_sixteen_streams_at_once_equal_each_alone():

@@ -11,11 +11,14 @@ from hypothesis import strategies as st
 from diptych.common.errors import RequestCancelledError
 from diptych.common.request import Prompt
 from diptych.common.text.prompt_digest import prompt_digest
+from diptych.engine.fake_runner import FakeRunner
 from diptych.engine.messages import (
+    Admitted,
     BlocksStored,
     Cancel,
     EndPull,
     Failed,
+    Finished,
     GrantSlabs,
     KvMode,
     PrefillComplete,
@@ -90,6 +93,25 @@ def nothing_held(engine) -> None:
         assert (pool.counts.running, pool.counts.reserved) == (0, 0)
     assert not engine.core.scheduler.requests
     assert not engine.core.scheduler.check()
+
+
+def in_the_midst_of_a_step(engine, *commands) -> list:
+    """The engine is given one more command between two layers each of the next step. Returns: the events that were delivered
+    before that step ended."""
+    left, early = list(commands), []
+
+    def take() -> bool:
+        if not left:
+            return False
+        engine.core.handle(left.pop(0))
+        return True
+
+    engine.core.on_layer(take)
+    engine.core.on_packing(lambda: None, lambda: early.extend(engine.core.take_events()))
+    assert engine.core.step()
+    engine.core.on_layer(lambda: False)
+    assert not left
+    return early
 
 
 def turn_1(kit, windows, tokens=TURN_1, num_blocks=64, **fields):
@@ -312,3 +334,91 @@ def test_a_pull_does_not_hide_a_wrong_block_that_rows_have_shown(kit):
     events_of(prefill, *parts, EndPull("pull"))
     reported, _ = computed_by_prefill(kit, prefill, (*history, *NEW))
     assert reported.computed_from.digest != prompt_digest((*history, *NEW), 4)
+
+
+LAYERS = 5
+
+
+def busy(kit, engine, attempt="busy"):
+    """Its prompt is computed, and it decodes."""
+    request = kit.make_request(attempt, range(800, 810), 8)
+    engine.send(request)
+    engine.core.step()
+    engine.core.take_events()
+    return request
+
+
+def test_a_holder_serves_a_fetch_between_two_layers_of_a_step(kit):
+    holder = kit.make_engine(FakeRunner(64, kit.BLOCK, num_layers=LAYERS))
+    [answer] = holder.generate([kit.make_request("turn-1", TURN_1, 11)])
+    history = (*TURN_1, *answer.token_ids)
+    other = busy(kit, holder)
+    keys = holder.core.scheduler.kv.pool.dump().tiers[0].keys[:10]
+    grants = kit.make_grants(8, 20 * holder.core.scheduler.limits.kv_bytes_per_token)
+    holder.send(GrantSlabs(grants))
+    early = in_the_midst_of_a_step(holder, PublishCached("source/pull", keys, 0, "reader"))
+    assert [type(event) for event in early] == [Admitted, RangePacked, RangePacked, PrefillComplete]
+    parts = [
+        UnpackRange("pull", i, e.first_token, e.num_tokens, grants[e.slab].payload)
+        for i, e in enumerate(event for event in early if isinstance(event, RangePacked))
+    ]
+    reader = kit.make_engine(FakeRunner(64, kit.BLOCK, num_layers=LAYERS))
+    events_of(reader, PullBlocks("pull", Prompt(history[:40])))
+    events_of(reader, *parts, EndPull("pull"))
+    request = kit.make_request("again", history, 6)
+    fresh = kit.make_engine(FakeRunner(64, kit.BLOCK, num_layers=LAYERS))
+    assert reader.generate([request])[0].token_ids == fresh.generate([request])[0].token_ids
+    running = kit.run_until_idle(holder)
+    assert any(isinstance(event, Finished) and event.attempt == other.attempt for event in running)
+    nothing_held(holder)
+
+
+def test_a_reader_takes_a_pull_between_two_layers_of_one_step(kit):
+    """All of it: the blocks are in the cache before that step ends, and the step itself is not disturbed."""
+    make = lambda: kit.make_engine(FakeRunner(64, kit.BLOCK, num_layers=LAYERS))  # noqa: E731
+    holder, reader = make(), make()
+    [answer] = holder.generate([kit.make_request("turn-1", TURN_1, 11)])
+    history = (*TURN_1, *answer.token_ids)
+    [started] = events_of(make(), PullBlocks("pull", Prompt(history[:40])))
+    parts = Source(kit, holder, slab_tokens=20).fetch(started.keys, 0)
+    assert len(parts) == 2
+    other = busy(kit, reader)
+    early = in_the_midst_of_a_step(reader, PullBlocks("pull", Prompt(history[:40])), *parts, EndPull("pull"))
+    assert [type(e) for e in early] == [PullStarted, RangeUnpacked, RangeUnpacked, Pulled, BlocksStored]
+    request = kit.make_request("again", history, 6)
+    reader.send(request)
+    events = kit.run_until_idle(reader)
+    [admitted] = [event for event in events if isinstance(event, Admitted)]
+    assert admitted.num_cached_tokens == 40
+    assert kit.tokens_of(events, "again") == make().generate([request])[0].token_ids
+    alone = make().generate([other])[0].token_ids
+    assert kit.tokens_of(events, "busy") == alone[-len(kit.tokens_of(events, "busy")) :]
+    nothing_held(reader)
+
+
+def test_blocks_of_a_step_that_runs_are_free_when_it_is_over(kit):
+    """Whatever a command between two layers ends: the other layers are still written to these blocks."""
+    engine = kit.make_engine(FakeRunner(64, kit.BLOCK, num_layers=LAYERS))
+    busy(kit, engine)
+    pool, held = engine.core.scheduler.kv.pool, []
+    engine.core._executor.runner.between_layers = lambda num_layers: held.append(pool.counts.running)
+    in_the_midst_of_a_step(engine, Cancel("busy"))
+    assert held == [3] * (LAYERS - 1)
+    assert [type(event) for event in kit.run_until_idle(engine)] == []
+    nothing_held(engine)
+
+
+def test_blocks_that_a_pull_takes_from_the_host_tier_are_there_before_they_are_packed_for_another(kit):
+    """A pull's reader may be a holder: between its two commands no step has copied the blocks."""
+    holder = kit.make_engine(
+        FakeRunner(8, kit.BLOCK, num_host_blocks=16), num_blocks=8, num_host_blocks=16, initial_copy_bytes_per_s=1e12
+    )
+    holder.generate([kit.make_request("a", 21, 3)])
+    holder.generate([kit.make_request("b", range(500, 524), 3)])  # pushes it out of the pool
+    begun = events_of(holder, PullBlocks("third", Prompt((*range(100, 120), 7, 8, 9, 10))))
+    [started] = [event for event in begun if isinstance(event, PullStarted)]
+    assert started.num_cached_tokens == 20
+    sent = Source(kit, holder).fetch(started.keys[:5], 0)
+    fresh = kit.make_engine()
+    fresh.generate([kit.make_request("a", 21, 3)])
+    assert [part.payload for part in sent] == [part.payload for part in Source(kit, fresh).fetch(started.keys[:5], 0)]

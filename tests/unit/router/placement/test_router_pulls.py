@@ -143,7 +143,43 @@ def test_the_break_even_of_each_measured_link_is_shown():
         "p0", link_bytes_per_s={"d0": 1e9, "d1": 1e6, "d2": 1e9}, pull_overhead_s={"d0": 0.5, "d1": 0.5, "d3": 0.5}
     )
     # 0.5 s / (0.8 x 10 ms - 50,000 bytes at 1 GB/s); d1 is slower than computing, d2 and d3 are not measured
-    assert break_evens(reader.record) == {"d0": 63, "d1": 0}
+    assert break_evens(reader.record, {}) == {"d0": 63, "d1": 0}
+    busy = view("d0", num_running=3, poll_interval_s=2.0).record.load  # 2 s of the holder's polls
+    assert break_evens(reader.record, {"d0": busy}) == {"d0": 252, "d1": 0}
+
+
+def between(reader: dict[str, Any], holder: dict[str, Any]) -> float:
+    """The fixed cost in ms of a pull from d0 to p0."""
+    return float(PullLinks.of([view("p0", **reader).record, view("d0", **holder).record]).fixed_ms[0, 1])
+
+
+BUSY = {"num_running": 2, "poll_interval_s": 0.02, "prompt_step_s": 0.5, "decode_step_s": 0.1}
+OLDER = {**BUSY, "poll_interval_s": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("reader", "holder", "fixed_ms"),
+    [
+        pytest.param({}, {}, FIXED_MS, id="both are idle"),
+        pytest.param({**BUSY, "num_running": 0}, {**BUSY, "num_running": 0}, FIXED_MS, id="both were busy once"),
+        pytest.param({}, BUSY, FIXED_MS + 20, id="one wait at the holder"),
+        pytest.param(BUSY, {}, FIXED_MS + 40, id="two at the reader"),
+        pytest.param({}, OLDER, FIXED_MS + 100, id="an older holder ends its step"),
+        pytest.param({}, {**OLDER, "waiting_prompt_tokens": 9}, FIXED_MS + 500, id="and its step of prompts"),
+        pytest.param({**BUSY, "pull_overhead_s": {"d0": 0.3}}, BUSY, 300, id="what was measured has the waits in it"),
+        pytest.param({**BUSY, "pull_overhead_s": {"d0": 0.001}}, BUSY, 60, id="but was measured between idle ones"),
+    ],
+)
+def test_the_waits_for_busy_engines_are_part_of_the_cost(reader, holder, fixed_ms):
+    assert between(reader, holder) == pytest.approx(fixed_ms)
+
+
+def test_a_pull_from_a_busy_holder_is_not_made_where_computing_is_faster():
+    """48 tokens take 0.48 s to compute, and 6 ms to move."""
+    assert choose([view("p0", 752)], [view("d0", 800)]).chosen.pull is not None
+    assert choose([view("p0", 752)], [view("d0", 800, num_running=1, decode_step_s=0.5)]).chosen.pull is None
+    polled = view("d0", 800, num_running=1, decode_step_s=0.5, poll_interval_s=0.02)
+    assert choose([view("p0", 752)], [polled]).chosen.pull is not None
 
 
 def test_a_link_is_known_by_its_own_measurements():
