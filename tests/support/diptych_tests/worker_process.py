@@ -82,7 +82,7 @@ def main(options: dict[str, Any]) -> None:
     fake = options.pop("fake", {})
     if proxy := fake.pop("kv_proxy", None):
         show_proxy(*proxy)
-    process.load_model = lambda config: load(config, **fake)  # type: ignore[attr-defined]
+    process.load_model = lambda config, on_grammars=None: load(config, **fake)  # type: ignore[attr-defined]
     run_worker(WorkerConfig(**options))
 
 
