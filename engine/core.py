@@ -135,6 +135,8 @@ class EngineCore:
         self._computing: SchedulerOutput | None = None
         """The step that `execute` is in the midst of."""
         self._holds_step = False
+        self._beside_s = 0.0
+        """Of that step's time, what requests took that have no part in it."""
         self.events_may_wait = False
         """The last step had many decodes: its events may be delivered while the next one is on the device."""
 
@@ -373,7 +375,7 @@ class EngineCore:
             return all(seq.attempt in cancelled for seq in out.seqs)
 
         on_layers = self._between_layers(out) if self._reports_layers else None
-        self._computing = out
+        self._computing, self._beside_s = out, 0.0
         try:
             result = self._attempt(out, lambda: self._executor.execute(out.seqs, all_cancelled, on_layers))
         finally:
@@ -382,7 +384,7 @@ class EngineCore:
                 self._holds_step = False
                 self.scheduler.live.let_go(out.requests)
         if result is not None:
-            self.scheduler.apply(out, result, self._clock.now() - start)
+            self.scheduler.apply(out, result, self._clock.now() - start - self._beside_s)
 
     def _attempt(self, out: SchedulerOutput, action: Callable[[], _T]) -> _T | None:
         """Returns: None when the step failed, and then the requests that it concerns have ended; or when it was
@@ -434,15 +436,22 @@ class EngineCore:
         groups, packing = self.scheduler.layer_groups(out), self.scheduler.packing
 
         def on_layers(num_layers: int) -> None:
-            some = self._take_pulls()
+            some = self._beside(self._take_pulls)
             if groups:
                 some |= self._pack(partial(groups.next_job, num_layers), lambda job, error: groups.give_up(job))
-            if packing.any_late:  # requests that wait for slabs only: they take no part in the step
-                some |= self._pack(packing.late_job, self.scheduler.pack_failed)
+            if packing.any_late:  # requests that wait for slabs only
+                some |= self._beside(lambda: self._pack(packing.late_job, self.scheduler.pack_failed))
             if some:
                 self._on_packed_early()
 
         return on_layers
+
+    def _beside(self, work: Callable[[], bool]) -> bool:
+        """Do something in the midst of a step for requests that take no part in it."""
+        began = self._clock.now()
+        some = work()
+        self._beside_s += self._clock.now() - began
+        return some
 
     def _pack(
         self, next_job: Callable[[], PackJob | None], on_failure: Callable[[PackJob, DiptychError], None]

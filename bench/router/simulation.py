@@ -43,6 +43,8 @@ from diptych.router.requests.submission import COLOCATED_MARGIN
 
 _NO_BOUND = 10**6
 """Blocks, more than any run holds."""
+_POLL_S = 1e-6
+"""Of an engine for commands of pulls: what they wait for is in `pull_fixed_s`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,6 +281,7 @@ class Simulation:
                 ),
                 prefill_tokens_per_s=config.prefill_tokens_per_s,
                 decode_step_s=self._step_s(worker),
+                poll_interval_s=_POLL_S,
                 link_bytes_per_s=dict.fromkeys(self._workers, config.link_bytes_per_s)
                 if worker.role == "decode"
                 else {},

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from types import ModuleType
 from typing import Any
 
 import pytest
 
 from diptych.cli.worker_roles import services_of
+from diptych.engine.messages import EndPull, EngineRequest, PullBlocks
 from diptych.engine.sched.cache.kv_cache_manager import KvCacheManager
 from diptych.rpc.v1 import decode_pb2, types_pb2
 from diptych.worker import wire
@@ -60,10 +62,14 @@ async def first_turn(pd: ModuleType, cluster: Any, router: Any) -> tuple[list[in
     return [*history, *NEW], (len(history) - 1) // BLOCK * BLOCK
 
 
+def second_decode(pd: ModuleType) -> AbstractAsyncContextManager[WorkerRuntime]:
+    return other_decode(pd, pd.fake_model())
+
+
 @asynccontextmanager
-async def second_decode(pd: ModuleType) -> AsyncIterator[WorkerRuntime]:
+async def other_decode(pd: ModuleType, model: Any) -> AsyncIterator[WorkerRuntime]:
     worker = WorkerRuntime(
-        pd.worker_config("decode", "decode-1"), pd.fake_model(), make_transfer=make_transfer, make_services=services_of
+        pd.worker_config("decode", "decode-1"), model, make_transfer=make_transfer, make_services=services_of
     )
     await worker.start()
     try:
@@ -220,6 +226,100 @@ async def test_whatever_happens_to_a_pull_the_answer_is_the_same(
         assert pull.num_tokens == 0
         await cluster.nothing_left()
     assert [answer.token_ids] == await undisturbed(pd, turn_2)
+
+
+class Endless:
+    """Once it is armed, a step has layers without end, until `end`."""
+
+    def __init__(self) -> None:
+        self.armed = False
+        self.began, self._end = threading.Event(), threading.Event()
+        self.runner: Any = None
+
+    def model(self, pd: ModuleType) -> Any:
+        model = pd.fake_model(before_execute=self._before, between_layers=self._between)
+        self.runner = model.runner
+        return model
+
+    def _before(self, seqs: Any) -> None:
+        if self.armed:
+            self.began.set()
+
+    def _between(self, num_layers: int) -> None:
+        while self.began.is_set() and not self._end.wait(0.001):
+            self.runner.on_layers(num_layers)
+
+    def end(self) -> None:
+        self._end.set()
+
+
+async def test_a_holder_in_a_long_step_serves_a_pull(pd: ModuleType) -> None:
+    """And the reader takes it in a long step of its own: what was pulled is there before either of them ends."""
+    busy_holder, busy_reader = Endless(), Endless()
+    async with (
+        pd.cluster(prefill=lambda: busy_reader.model(pd)) as cluster,
+        other_decode(pd, busy_holder.model(pd)) as holder,
+        pd.FakeRouter(holder.address) as to_holder,
+        pd.FakeRouter(cluster.decode.address) as router,
+    ):
+        prefill = cluster.prefill[0]
+        await to_holder.run(pd.submit_message(holder, [], attempt="h", prompt=PROMPT, local=True, local_max=200))
+        try:
+            busy_holder.armed = busy_reader.armed = True
+            to_holder.submit(pd.submit_message(holder, [], attempt="b1", prompt=NEW, local=True, local_max=200))
+            router.submit(submit(cluster, "b2", NEW))
+            for busy in (busy_holder, busy_reader):
+                assert await asyncio.to_thread(busy.began.wait, pd.DEADLINE_S)
+            answer = router.submit(submit(cluster, "a", PROMPT, for_prefill=source(holder, 96)))
+            pulls = prefill.role.services["source"]._reading.pulls  # type: ignore[attr-defined]
+            taken: list[Any] = []
+            pulls._on_pulled = taken.append
+            await waiting.until(lambda: bool(taken), "the engine has the blocks")
+            assert (taken[0].num_tokens, taken[0].note) == (96, "")
+            assert holder.engine.stats().busy_since is not None
+            assert prefill.engine.stats().busy_since is not None
+        finally:
+            busy_holder.end()
+            busy_reader.end()
+        for ended in ("b2", "a"):
+            await router.ended(ended)
+        await to_holder.ended("b1")
+        [pull] = answer.explanation.pulls
+        assert pull.num_tokens == answer.explanation.cached_tokens_prefill == 96
+        await cluster.nothing_left()
+        await cluster.settle(holder)
+    assert [answer.token_ids] == await undisturbed(pd, PROMPT)
+
+
+async def test_a_pull_is_given_up_while_the_readers_own_step_goes_on(pd: ModuleType, monkeypatch: Any) -> None:
+    """By a timer of the event loop, and the request is with the engine at once."""
+    monkeypatch.setattr("diptych.worker.reads.block_pulls.LEAST_S", 1e-6)
+    gate = pd.Gate(after=10**6)
+    async with (
+        pd.cluster(prefill=lambda: pd.fake_model(before_execute=gate)) as cluster,
+        second_decode(pd) as holder,
+        pd.FakeRouter(holder.address) as to_holder,
+        pd.FakeRouter(cluster.decode.address) as router,
+    ):
+        prefill = cluster.prefill[0]
+        await to_holder.run(pd.submit_message(holder, [], attempt="h", prompt=PROMPT, local=True, local_max=200))
+        sent: list[Any] = []
+        send = prefill.engine.send
+        monkeypatch.setattr(prefill.engine, "send", lambda command: (sent.append(command), send(command)))
+        gate.close(after=0)
+        router.submit(submit(cluster, "busy", NEW))
+        await gate.wait()
+        answer = router.submit(submit(cluster, "a", PROMPT, for_prefill=source(holder, 96, compute_s=0.0)))
+        await waiting.until(lambda: len(sent) == 4, "the request is with the engine")
+        assert [type(command) for command in sent] == [EngineRequest, PullBlocks, EndPull, EngineRequest]
+        gate.open()
+        for ended in ("busy", "a"):
+            await router.ended(ended)
+        [pull] = answer.explanation.pulls
+        assert pull.num_tokens == 0
+        assert "prefill-0 took longer than computing would have" in pull.note
+        await cluster.nothing_left()
+    assert [answer.token_ids] == await undisturbed(pd, PROMPT)
 
 
 async def test_part_of_it_is_used(pd: ModuleType) -> None:

@@ -422,3 +422,13 @@ def test_blocks_that_a_pull_takes_from_the_host_tier_are_there_before_they_are_p
     fresh = kit.make_engine()
     fresh.generate([kit.make_request("a", 21, 3)])
     assert [part.payload for part in sent] == [part.payload for part in Source(kit, fresh).fetch(started.keys[:5], 0)]
+
+
+def test_a_step_is_not_slower_for_the_pulls_that_it_served(kit):
+    """By its own account: the rate of prompts, which routers place by, would fall."""
+    clock = kit.FakeClock()
+    engine = kit.make_engine(FakeRunner(64, kit.BLOCK, num_layers=LAYERS, between_layers=lambda _: clock.advance(0.25)))
+    engine.core._clock = clock
+    engine.core.on_layer(lambda: bool(clock.advance(7.0)))
+    engine.generate([kit.make_request("a", 32, 1)])
+    assert engine.stats().prefill_tokens_per_s == pytest.approx(32 / (0.25 * (LAYERS - 1)))
