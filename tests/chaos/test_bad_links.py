@@ -30,7 +30,8 @@ KV: dict[str, Any] = {"num_layers": 4, "head_dim": 128}
 BIG: dict[str, Any] = {"fake": KV, "slab_bytes": 40 << 10, "read_base_s": 2.0}
 KV_LINK = "prefill-0 kv"
 TURNS = {"placement_policy": "round-robin"}
-"""Of these models, the cost of a prompt depends on the machine's load: a worker may never be chosen by it."""
+"""Of these models, the cost of a prompt depends on the machine's load: by it a worker may never be chosen, or decode may
+compute the prompt itself and no KV crosses the link."""
 BOUND_S = 20.0
 """What ends by a bound of 2 or 3 s, and not by one of 30 s or more, on a busy machine."""
 
@@ -119,7 +120,9 @@ async def test_a_partition_between_router_and_decode(tmp_path: Path, way: str) -
 async def test_delay_jitter_and_slices_between_decode_and_prefill(tmp_path: Path) -> None:
     """KV over UCX arrives, later; no slab is read twice, and nothing is computed at decode instead."""
     async with (
-        fake_model_cluster(tmp_path, proxied=("prefill-0", KV_LINK), **BIG | {"read_base_s": 3600.0}) as cluster,
+        fake_model_cluster(
+            tmp_path, proxied=("prefill-0", KV_LINK), router=TURNS, **BIG | {"read_base_s": 3600.0}
+        ) as cluster,
         cluster.client() as client,
     ):
         for name in ("prefill-0", KV_LINK):
@@ -181,7 +184,7 @@ def flip_in_kv(link: Link) -> Callable[[], int]:
 async def test_one_byte_of_kv_changes_on_the_wire(tmp_path: Path) -> None:
     """The checksum finds it: the slab is counted, its KV comes from elsewhere, and no token is computed from it."""
     async with (
-        fake_model_cluster(tmp_path, proxied=(KV_LINK,), decode_0={"metrics_port": 0}, **BIG) as cluster,
+        fake_model_cluster(tmp_path, proxied=(KV_LINK,), decode_0={"metrics_port": 0}, router=TURNS, **BIG) as cluster,
         cluster.client() as client,
     ):
         flipped = flip_in_kv(cluster.proxies[KV_LINK].down)
@@ -198,7 +201,10 @@ async def test_one_byte_of_kv_changes_on_the_wire(tmp_path: Path) -> None:
 async def test_a_slow_link_has_a_deadline_by_its_bytes(tmp_path: Path) -> None:
     """150 KiB at 100 KiB/s arrive; at 5 KiB/s they would take half a minute: decode computes them, and the deadline bounds the
     wait."""
-    async with fake_model_cluster(tmp_path, proxied=(KV_LINK,), **BIG) as cluster, cluster.client() as client:
+    async with (
+        fake_model_cluster(tmp_path, proxied=(KV_LINK,), router=TURNS, **BIG) as cluster,
+        cluster.client() as client,
+    ):
         link = cluster.proxies[KV_LINK].down
         link.bytes_per_s, link.slice_bytes = 100 << 10, 1 << 10
         answer, took_s = await timed(client.generate(**ask()))
@@ -255,7 +261,7 @@ async def test_a_client_that_leaves_in_the_middle_of_a_transfer(tmp_path: Path) 
     """The KV is under way and stands still: both pools let go, and nobody counts it as an answer."""
     async with (
         fake_model_cluster(
-            tmp_path, proxied=(KV_LINK,), **BIG | {"read_base_s": 3600.0, "slab_lease_s": 3600.0}
+            tmp_path, proxied=(KV_LINK,), router=TURNS, **BIG | {"read_base_s": 3600.0, "slab_lease_s": 3600.0}
         ) as cluster,
         cluster.client() as client,
     ):
@@ -265,6 +271,11 @@ async def test_a_client_that_leaves_in_the_middle_of_a_transfer(tmp_path: Path) 
         link.change = lambda data: (link.cut(), data)[1] if link.carried > before + 30_000 else data
         answering = asyncio.create_task(client.generate(**ask(1)))
         await waiting.until(lambda: not link.opened.is_set(), "a slab is under way")
+
+        async def has_first_token() -> bool:  # it may come later than the first slabs
+            return await cluster.metric("diptych_time_to_first_token_seconds_count") == 2
+
+        await waiting.until(has_first_token, "the router has the first token")
         answering.cancel()
         await asyncio.gather(answering, return_exceptions=True)
         await waiting.until(lambda: idle_blocks(cluster), "no block is held")
