@@ -401,7 +401,7 @@ class WorkerRuntime:
             max_num_seqs=self.config.max_num_seqs,
             event_epoch=self._cache_events.epoch,
             tiers=self.tiers(),
-            state="ready" if self._live and not self._draining and not self._changing else "draining",
+            state=self._state,
             load=WorkerLoad(
                 num_running=stats.num_running,
                 num_waiting=stats.num_waiting + stats.num_waiting_remote,
@@ -416,6 +416,13 @@ class WorkerRuntime:
                 gpu=self.gpu.load() if self.gpu is not None else None,
             ),
         )
+
+    @property
+    def _state(self) -> str:
+        """See WorkerRecord.state."""
+        if self._draining or self._changing:
+            return "draining"
+        return "ready" if self._live else "stalled"
 
     # ---- the engine's events ----
 

@@ -40,6 +40,11 @@ STEPS_FOR = (
         "is --enable-prefix-caching on there, and does it reach Redis (--redis-url)? Placement there goes by load",
     ),
     ("_revision", "start router and workers from the same model folder or revision"),
+    (
+        "is stalled",
+        "one step of it has been running for more than 10 s: look for a starved CPU or a hung device in its log; "
+        "it is used again once a step ends",
+    ),
     ("is draining", "it is being stopped: it finishes running requests and exits"),
     (
         "no usable",

@@ -21,7 +21,7 @@ MAX_THROTTLED = 16
 MAX_REASON_CHARS = 64
 MAX_COUNT = 2**53
 ROLES = ("prefill", "decode")
-STATES = ("ready", "draining")
+STATES = ("ready", "stalled", "draining")
 EVENT_KINDS = ("stored", "evicted", "cleared")
 
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")

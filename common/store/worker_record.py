@@ -60,7 +60,8 @@ class WorkerRecord(msgspec.Struct, frozen=True):
     event_epoch: int
     tiers: tuple[TierState, ...] = ()
     """Its tiers of KV blocks (common/tiers.py)."""
-    state: str = "ready"  # "ready" | "draining"
+    state: str = "ready"
+    """"ready", "stalled" (a step has been running for too long, see worker/liveness.py) or "draining"."""
     load: WorkerLoad = WorkerLoad()
     kv_windows: tuple[tuple[int, int], ...] = ()
     """(window, bytes per token) of each group of layers that keep the last tokens only."""

@@ -50,7 +50,7 @@ async def test_health_is_lost_while_a_step_stalls_and_comes_back(pd: ModuleType)
         stuck.set()
         answer = router.submit(alone.submit_message(attempt="a", prompt=[1, 2, 3]))
         await health_becomes(alone.decode.address, NOT_SERVING)
-        assert alone.decode.record().state == "draining"
+        assert alone.decode.record().state == "stalled"
         stuck.clear()
         release.set()
         await router.ended("a")

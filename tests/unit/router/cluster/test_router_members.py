@@ -169,12 +169,16 @@ def test_a_lease_without_facts_is_refused():
         ("drains, and its lease ends", True),
         ("gives up its lease, then falls silent", True),
         ("falls silent, and its lease ends later", False),
+        ("stalls, falls silent, and its lease ends later", False),
     ],
 )
 def test_5_4_a_worker_that_leaves_in_order_is_no_warning(members, leaves, in_order):
     (member,), _ = members.on_records([record()], 0.0)
     if leaves.startswith("drains"):
         members.on_records([record(state="draining")], 100.0)
+    if leaves.startswith("stalls"):
+        members.on_records([record(state="stalled")], 99.0)
+        assert members.why_unplaceable(member, 99.0) == "is stalled"
     lease_ended_at = 100.0 if in_order else 105.0
     silent_since = 100.2 if in_order else 100.0
     members.on_records([], lease_ended_at)
