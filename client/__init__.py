@@ -49,6 +49,7 @@ from diptych.common.errors import (
     RequestDeadlineError,
     StaleReferenceError,
     TransferError,
+    WorkerDrainedError,
     WorkerLostError,
 )
 
@@ -97,5 +98,6 @@ __all__ = [
     "TransferError",
     "UnreachableError",
     "Usage",
+    "WorkerDrainedError",
     "WorkerLostError",
 ]

@@ -12,6 +12,7 @@
     |- NoWorkerError             no worker can serve the request. Retried before the first message
     |- UnreachableError          no router at this address, or a broken connection. Retried before the first message
     |- WorkerLostError           a worker failed and no other one could go on with the answer
+    |  |- WorkerDrainedError     it was stopped in order, and its time to finish was over
     |- RequestDeadlineError      `timeout_s` passed
     |- RequestCancelledError     cancelled by the caller (close, leaving the iterator) or by the server
     |- StreamBrokenError         protocol violation: a gap or repeat of tokens, or an end without Finished

@@ -27,7 +27,7 @@ from diptych.rpc.v1 import decode_pb2, router_pb2
 PLACE_PATIENCE_S = 5.0
 """Seconds to wait for a placement before falling back to the router's Generate."""
 _FALLBACK_REASONS = frozenset(
-    {"TICKET_REFUSED", "STALE_REFERENCE", "WORKER_LOST", "NO_WORKER", "OVERLOADED", "UNREACHABLE"}
+    {"TICKET_REFUSED", "STALE_REFERENCE", "WORKER_LOST", "WORKER_DRAINED", "NO_WORKER", "OVERLOADED", "UNREACHABLE"}
 )
 
 

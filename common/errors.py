@@ -108,6 +108,12 @@ class WorkerLostError(DiptychError):
     grpc_code, http_status, reason, retryable = 10, 503, "WORKER_LOST", True
 
 
+class WorkerDrainedError(WorkerLostError):
+    """A worker that leaves in order, or changes its role, ends what did not finish in the time that it had."""
+
+    reason = "WORKER_DRAINED"
+
+
 class RequestDeadlineError(DiptychError):
     """The deadline passed."""
 
@@ -181,6 +187,7 @@ _BY_REASON: dict[str, type[DiptychError]] = {
         OverloadedError,
         NoWorkerError,
         WorkerLostError,
+        WorkerDrainedError,
         RequestDeadlineError,
         RequestCancelledError,
         TicketRefusedError,

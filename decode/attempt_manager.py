@@ -26,7 +26,7 @@ from diptych.common.errors import (
     OverloadedError,
     RequestCancelledError,
     StaleReferenceError,
-    WorkerLostError,
+    WorkerDrainedError,
 )
 from diptych.common.grammar import Grammar, check_grammar
 from diptych.decode.attempt import Attempt, CompileGrammar
@@ -353,6 +353,6 @@ class AttemptManager:
         for task in self._preparing:
             task.cancel()
         for session in list(self._sessions):
-            session.close(error or WorkerLostError("this decode worker shuts down"))
+            session.close(error or WorkerDrainedError("this decode worker shuts down"))
         for attempt in list(self._kept):
             self._drop(attempt)

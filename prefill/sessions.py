@@ -44,7 +44,7 @@ from diptych.common.errors import (
     OverloadedError,
     RequestDeadlineError,
     TransferError,
-    WorkerLostError,
+    WorkerDrainedError,
 )
 from diptych.engine.messages import (
     Admitted,
@@ -372,4 +372,4 @@ class PrefillSessions:
 
     def fail_all(self, error: DiptychError | None = None) -> None:
         for session in self._sessions.values():
-            session.fail(error or WorkerLostError("this worker shuts down"))
+            session.fail(error or WorkerDrainedError("this worker shuts down"))

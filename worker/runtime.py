@@ -29,7 +29,7 @@ from diptych.common.errors import (
     InvalidRequestError,
     NoWorkerError,
     StaleReferenceError,
-    WorkerLostError,
+    WorkerDrainedError,
 )
 from diptych.common.ids import new_incarnation
 from diptych.common.observe.logging import bind_process
@@ -467,7 +467,7 @@ class WorkerRuntime:
 
     async def set_role(self, name: str, *, force: bool = False) -> str:
         """Drain, and serve the role `name` from then on, with the same engine, KV and incarnation. What does not end within
-        drain_s fails with WorkerLostError, and is continued elsewhere by its caller's failure policy. Cancelling the call does
+        drain_s fails with WorkerDrainedError, and is continued elsewhere by its caller's failure policy. Cancelling the call does
         not undo it.
 
         Args: force: also where no other worker of its pool is ready.
@@ -524,7 +524,7 @@ class WorkerRuntime:
             if not force:
                 await self._check_pool(name)
             await self.health.set(False)
-            await self._empty(before, WorkerLostError(f"{self.worker_id} becomes a {name} worker"))
+            await self._empty(before, WorkerDrainedError(f"{self.worker_id} becomes a {name} worker"))
             role = Role(name, self._factories, before)
             if ROLES[name].publishes:
                 # A prefill worker says what its KV was computed from, and of KV that came from a peer it does not know that.

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 
 from diptych.cli.doctor.facts import Facts, Worker
 from diptych.cli.doctor.verdict import Level, Verdict, amount, bad, info, milliseconds, ok, warn
-from diptych.common.errors import from_reason
+from diptych.common.errors import WorkerDrainedError, from_reason
 
 SMALL_BATCH_SHARE = 0.25
 LOW_HIT_RATE = 0.02
@@ -233,10 +233,12 @@ def fallbacks(facts: Facts) -> Iterator[Verdict]:
     went = {name: number for name, number in facts.counter("fallbacks").items() if name != "decode_cache"}
     faults, errors = facts.counter("prefill_faults"), facts.counter("request_errors")
     total = sum(went.values())
-    if total:
+    drained = min(total, faults.get(WorkerDrainedError.reason, 0.0))
+    """Of workers that were stopped in order, or changed their role: planned, and no fault."""
+    if total > drained:
         kinds = ", ".join(f"{number:.0f} to {name}" for name, number in sorted(went.items()))
         why = _counts(faults)
-        share = total / max(placed, 1.0)
+        share = (total - drained) / max(placed, 1.0)
         report = bad if share > 0.05 else warn
         yield report(
             "fallbacks",
@@ -245,7 +247,8 @@ def fallbacks(facts: Facts) -> Iterator[Verdict]:
             "the reasons give the cause; the answer's `diptych.notes` and `diptych explain ID` name the worker",
         )
     else:
-        yield ok("fallbacks", f"all {placed:.0f} attempts ran as placed")
+        left = f", but for {drained:.0f} whose worker was drained" if drained else ""
+        yield ok("fallbacks", f"all {placed:.0f} attempts ran as placed{left}")
     theirs = {name: number for name, number in errors.items() if _clients_mistake(name)}
     ours = {name: number for name, number in errors.items() if name not in theirs and name != "CLIENT_LEFT"}
     if theirs:

@@ -45,7 +45,9 @@ FRESH_S = 0.5
 """A used ticket is reported within a round trip to the client and one to the worker."""
 MAX_UNREDEEMED = 2048
 """Of one tenant."""
-FALLBACK_REASONS = frozenset({"TICKET_REFUSED", "STALE_REFERENCE", "WORKER_LOST", "NO_WORKER", "OVERLOADED"})
+FALLBACK_REASONS = frozenset(
+    {"TICKET_REFUSED", "STALE_REFERENCE", "WORKER_LOST", "WORKER_DRAINED", "NO_WORKER", "OVERLOADED"}
+)
 """Reasons after which the client sends the request, or the rest of it, to the router: that request is counted, not the
 ticket."""
 RETRIES_AT_ROUTER = FALLBACK_REASONS - {"OVERLOADED"}

@@ -15,7 +15,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from diptych.cli.worker_roles import services_of
 from diptych.common.block_identity import block_keys
 from diptych.common.clock import MonotonicClock
-from diptych.common.errors import InvalidRequestError, NoWorkerError, StaleReferenceError, WorkerLostError
+from diptych.common.errors import InvalidRequestError, NoWorkerError, StaleReferenceError, WorkerDrainedError
 from diptych.common.observe import logging
 from diptych.common.observe.tracing import tracing
 from diptych.common.store.memory import MemoryStore
@@ -140,7 +140,7 @@ async def test_a_decode_worker_that_changes_ends_its_requests_with_a_typed_error
         gate.open()
         assert await change == "decode"
         await router.ended("a")
-        assert isinstance(answer.error, WorkerLostError)
+        assert isinstance(answer.error, WorkerDrainedError)
         assert answer.error.retryable
         await cluster.nothing_left()
 

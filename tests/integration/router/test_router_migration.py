@@ -11,6 +11,7 @@ from diptych.common.errors import (
     InvalidRequestError,
     OverloadedError,
     StaleReferenceError,
+    WorkerDrainedError,
     WorkerLostError,
 )
 from diptych.common.grammar import Grammar, GrammarKind
@@ -283,11 +284,14 @@ async def test_a_drained_worker_gives_its_answers_up(fleet):
     first, (second,), seen, events = await first_and_rest(fleet)
     await fleet.store.put_worker(fleet.record(first, state="draining"), ttl_s=1000)
     await fleet.until_ready()
-    failure = to_failure(WorkerLostError("this decode worker shuts down"))
+    failure = to_failure(WorkerDrainedError("this decode worker shuts down"))
     end = decode_pb2.End(failure=failure)
     first._routers[0].put(decode_pb2.Event(attempt=first.submits[0].attempt, end=end))
-    check_whole(seen + await rest_of(events))
+    rest = await rest_of(events)
+    check_whole(seen + rest)
     assert len(second.submits) == 1
+    value = fleet.frontend.metrics.registry.get_sample_value
+    assert value("diptych_migrations_total", {"reason": "WORKER_DRAINED", "outcome": "moved"}) == 1
 
 
 @pytest.mark.parametrize(

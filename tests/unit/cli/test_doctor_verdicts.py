@@ -157,6 +157,8 @@ HOST_TIER = {**SETTINGS, "num_host_blocks": "100", "preemption_mode": "auto"}
         ("balance", Level.WARN, "turn a prefill worker", facts(moved(PREFILL, computed_tokens_total=10.0), moved(DECODE, steps=95.0))),
         ("balance", Level.INFO, "no rates", facts(moved(PREFILL, prefill_tokens_per_s=0.0))),
         ("fallbacks", Level.BAD, "7 to local_prefill", facts(counters={**STATUS["counters"], "fallbacks": {"local_prefill": 7.0}, "prefill_faults": {"WORKER_LOST": 7.0}})),
+        ("fallbacks", Level.OK, "but for 7 whose worker was drained", facts(counters={**STATUS["counters"], "fallbacks": {"local_prefill": 7.0}, "prefill_faults": {"WORKER_DRAINED": 7.0}})),
+        ("fallbacks", Level.WARN, "8 to local_prefill", facts(counters={**STATUS["counters"], "fallbacks": {"local_prefill": 8.0}, "prefill_faults": {"WORKER_DRAINED": 7.0, "WORKER_LOST": 1.0}})),
         ("transport", Level.WARN, "less than 5.0 GB/s", facts(decode=replace(DECODE, path="nixl:cuda_ipc", settings=GPU))),
         ("rdma", Level.INFO, "no RDMA device on these hosts", facts(replace(PREFILL, host=replace(HOST, rdma_missing=("kernel module ib_uverbs is not loaded",))))),
         ("rdma", Level.OK, "faster than TCP", facts(replace(PREFILL, path="nixl:rc", host=RDMA), replace(DECODE, path="nixl:rc", host=RDMA))),
