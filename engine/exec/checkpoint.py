@@ -19,7 +19,11 @@ from diptych.common.errors import ConfigError
 from diptych.common.model_files import weight_files
 from diptych.engine.exec.cuda.file_reader import NUM_THREADS, FileReader
 
-_FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_READ = {
+    "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F8_E4M3": torch.float8_e4m3fn,
+    "I8": torch.int8, "U8": torch.uint8, "I32": torch.int32,
+}  # fmt: skip
+"""What is read by its place in the file; other tensors are taken from the mapped file."""
 _LEAST_READ_BYTES = 1 << 20
 """Smaller tensors are taken from the mapped file."""
 
@@ -35,15 +39,15 @@ class _Place:
 
 
 def _places(path: Path) -> dict[str, _Place]:
-    """Of the floating-point tensors of a file that safetensors has opened: it checked the header."""
+    """Of the tensors of a file that safetensors has opened: it checked the header."""
     with path.open("rb") as file:
         size = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(size))
     found = {}
     for name, entry in header.items():
-        if name != "__metadata__" and entry["dtype"] in _FLOATS:
+        if name != "__metadata__" and entry["dtype"] in _READ:
             begin, end = entry["data_offsets"]
-            found[name] = _Place(8 + size + begin, end - begin, _FLOATS[entry["dtype"]], tuple(entry["shape"]))
+            found[name] = _Place(8 + size + begin, end - begin, _READ[entry["dtype"]], tuple(entry["shape"]))
     return found
 
 
@@ -79,6 +83,7 @@ class Checkpoint:
     def __init__(self, folder: Path, *, dtype: torch.dtype, device: torch.device, threads: int | None = None) -> None:
         self._folder, self._dtype, self._device = folder, dtype, device
         self._shards: dict[str, tuple[Path, Any]] = {}
+        self._files: dict[str, Path] = {}
         self._places: dict[str, _Place] = {}
         self._taken: list[tuple[str, Path, torch.dtype, Tensor]] = []
         for path in weight_files(folder):
@@ -87,7 +92,7 @@ class Checkpoint:
             for tensor in names:
                 if tensor in self._shards:
                     raise ConfigError("model", str(path), f"tensor {tensor} is also in {self._shards[tensor][0].name}")
-                self._shards[tensor] = (path, file)
+                self._shards[tensor], self._files[tensor] = (path, file), path
         if threads is None:
             threads = NUM_THREADS if device.type == "cuda" else 0
         self._reader = FileReader(device, num_threads=threads) if threads else None
@@ -124,6 +129,15 @@ class Checkpoint:
             summed = tensor.float() if as_stored else tensor  # torch adds up no floats of 8 bits
             self._taken.append((name, path, tensor.dtype, summed.sum(dtype=torch.float32)))
         return tensor
+
+    def shape(self, name: str) -> tuple[int, ...] | None:
+        """See TensorSource.shape."""
+        found = self._shards.get(name)
+        return None if found is None else tuple(found[1].get_slice(name).get_shape())
+
+    def file_of(self, name: str) -> str:
+        """See TensorSource.file_of."""
+        return str(self._files.get(name, self._folder))
 
     def _read(self, name: str, path: Path, file: Any, shape: tuple[int, ...]) -> tuple[Tensor, bool]:
         """Returns: the tensor as stored, and whether it is a copy on the device; otherwise it is a view of the file."""

@@ -49,6 +49,12 @@ class _Once:
     def take(self, name: str, shape: tuple[int, ...], *, as_stored: bool = False) -> Tensor:
         return self._tensor
 
+    def shape(self, name: str) -> tuple[int, ...] | None:
+        return tuple(self._tensor.shape)
+
+    def file_of(self, name: str) -> str:
+        return name
+
 
 def _norm(layer: Norm, source: TensorSource) -> RmsNorm:
     return RmsNorm(source.take(f"{layer.name}.weight", (layer.size,)), layer.eps, layer.offset)

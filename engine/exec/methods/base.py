@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -25,6 +24,14 @@ class TensorSource(Protocol):
         Raises: ConfigError naming file and tensor when it is missing or has another shape; without `as_stored` also when
             it holds no floating-point numbers.
         """
+        ...
+
+    def shape(self, name: str) -> tuple[int, ...] | None:
+        """Of a tensor that is not taken yet; None: there is none of this name."""
+        ...
+
+    def file_of(self, name: str) -> str:
+        """The file that a tensor lies in, taken or not; the folder where there is none of this name."""
         ...
 
 
@@ -65,26 +72,14 @@ class LinearWeights(Protocol):
 
 class LinearMethod(Protocol):
     """Create, load and apply a linear layer. A method keeps no state: what a layer needs lies in its weights and in
-    `layer.settings`, and what depends on a step is in StepRows.
+    `layer.settings`, and what depends on a step is in StepRows. Where the tensors of a checkpoint lie, and which layers have
+    the method, say engine.exec.formats.
 
     A back end may apply a method's weights with kernels of its own (see backends.base.Backend.keep); `apply` is the
     reference.
     """
 
     name: str
-    quant_methods: tuple[str, ...]
-    """What quantization_config of config.json calls it; (): no checkpoint asks for it."""
-    without_effect: tuple[str, ...]
-    """Keys of quantization_config that say how the weights were made and change nothing of what is computed. Any other key
-    that `declare` does not read is refused by name."""
-
-    def declare(self, layer: Linear, config: Mapping[str, Any]) -> Linear:
-        """A layer that the description declares as plain, as the checkpoint holds it: with this method and its settings.
-
-        Args: config: quantization_config, decoded.
-        Raises: ConfigError naming the field of the config that it cannot do.
-        """
-        ...
 
     def create(self, layer: Linear, shard: Shard) -> list[TensorPart]:
         """The tensors that it reads, in the order in which they are merged. A rank's share is `layer.share`, for scales as

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,12 +37,6 @@ class PlainMethod:
     """Implements methods.base.LinearMethod."""
 
     name = PLAIN
-    quant_methods: tuple[str, ...] = ()
-    without_effect: tuple[str, ...] = ()
-
-    def declare(self, layer: Linear, config: Mapping[str, Any]) -> Linear:
-        """See LinearMethod.declare."""
-        return layer
 
     def create(self, layer: Linear, shard: Shard) -> list[TensorPart]:
         """See LinearMethod.create."""

@@ -5,8 +5,11 @@ Each back end keeps them in a form of its own (see backends.base.Backend.keep). 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
+import torch
 from torch import Tensor
 
 BLOCK = (128, 128)
@@ -64,7 +67,7 @@ class Int4Weights:
     Args:
         codes: [outputs, inputs // 2] uint8: input 2k in the low four bits, 2k + 1 in the high ones; codes 0 to 15.
         scales: [outputs, inputs // group_size], the model's dtype.
-        zeros: [outputs, inputs // group_size] uint8, codes of weight 0: 0 to 16, 8 where the format is symmetric.
+        zeros: [outputs, inputs // group_size] uint8, the codes that mean 0: 0 to 15, 8 where the format is symmetric.
         order: [inputs] int32, input order[k] of the layer is multiplied by code k; None: as they are.
         bias: [outputs], the model's dtype.
     """
@@ -98,3 +101,31 @@ class GgufWeights:
     @property
     def num_bytes(self) -> int:
         return _bytes(self.blocks, self.bias)
+
+
+@dataclass(frozen=True, slots=True)
+class GgufParts:
+    """Of a merged layer whose parts have several kinds: their outputs follow each other in this order."""
+
+    parts: tuple[GgufWeights, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(part.num_bytes for part in self.parts)
+
+
+def joined(parts: Iterable[Tensor | None]) -> Any:
+    """Tensors of a merged layer's parts, along the outputs; None where no part has one."""
+    found = [part for part in parts if part is not None]
+    return None if not found else found[0] if len(found) == 1 else torch.cat(found)
+
+
+def unpacked(codes: Tensor) -> Tensor:
+    """codes: [outputs, inputs // 2] uint8, see Int4Weights. Returns: [outputs, inputs] uint8, 0 to 15."""
+    return torch.stack((codes & 15, codes >> 4), -1).flatten(-2)
+
+
+def packed(codes: Tensor) -> Tensor:
+    """The reverse of `unpacked`; codes of any integer type."""
+    codes = codes.to(torch.uint8)
+    return codes[..., ::2] | codes[..., 1::2] << 4

@@ -52,10 +52,10 @@ def describe(raw: Mapping[str, Any]) -> ModelDescription:
     family = family_of(config)
     description, quantization = family.describe(config), config.get("quantization_config")
     if quantization:
-        # Here and not above: methods import torch.
-        from diptych.engine.exec.methods.registry import declared_by
+        # Here and not above: formats import torch.
+        from diptych.engine.exec.formats.registry import quantization_of
 
-        declare = declared_by(quantization)
-        description = description.with_linears(declare, head=quantization.get("lm_head") is True)
+        found = quantization_of(quantization)
+        description = description.with_linears(found.declare, head=found.head)
     config.refuse_unread(WITHOUT_EFFECT.union(family.without_effect), description.architecture)
     return description

@@ -1,4 +1,5 @@
-"""A method for linear layers is one file and one line of the registry: shown with one that exists in this test only."""
+"""A method for linear layers, and a format of checkpoints, are one file and one line of a registry each: shown with ones
+that exist in this test only."""
 
 from __future__ import annotations
 
@@ -13,17 +14,19 @@ from safetensors.torch import load_file, save_file
 
 from diptych.common.errors import ConfigError, InternalError
 from diptych.engine.exec.checkpoint import Checkpoint
+from diptych.engine.exec.formats import registry as formats
+from diptych.engine.exec.formats.base import Quantization, left_out_by, only
 from diptych.engine.exec.layers.linear import PLAIN, Linear, Part
 from diptych.engine.exec.loading import load_weights
-from diptych.engine.exec.methods import registry
 from diptych.engine.exec.methods.base import StepRows, TensorPart
+from diptych.engine.exec.methods.registry import METHODS
 from diptych.engine.exec.models.registry import describe
 from diptych_tests.cpu_graphs import CpuGraphs
 
 QUANTIZED = {"quant_method": "int8-rows-of-a-test", "bits": 8}
 
 
-# ---- the file ----
+# ---- the files ----
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,15 +42,23 @@ class Int8Rows:
         return self.weight.nbytes + self.scales.nbytes
 
 
-class Int8RowsMethod:
+class Int8RowsFormat:
     name = "int8-rows"
     quant_methods = ("int8-rows-of-a-test",)
     without_effect = ("damp_percent",)
 
-    def declare(self, layer, config):
-        if config.get("bits") != 8:
-            raise ConfigError("quantization_config.bits", config.get("bits"), "must be 8")
-        return replace(layer, method=self.name, settings=(("bits", 8),))
+    def read(self, config):
+        only(config, "bits", 8)
+        left_out = left_out_by(config, "modules_to_not_convert")
+
+        def declare(layer):
+            return layer if left_out(layer) else replace(layer, method="int8-rows", settings=(("bits", 8),))
+
+        return Quantization(declare, head=config.get("lm_head") is True)
+
+
+class Int8RowsMethod:
+    name = "int8-rows"
 
     def create(self, layer, shard):
         whole = (slice(None), slice(None))
@@ -78,8 +89,9 @@ class Int8RowsMethod:
 
 @pytest.fixture
 def int8_rows(monkeypatch):
-    """The line of the registry."""
-    monkeypatch.setitem(registry.METHODS, "int8-rows", Int8RowsMethod())
+    """The lines of the registries."""
+    monkeypatch.setitem(METHODS, "int8-rows", Int8RowsMethod())
+    monkeypatch.setitem(formats.FORMATS, "int8-rows", Int8RowsFormat())
 
 
 # ---- checkpoints of it ----
@@ -285,7 +297,7 @@ RAW = {
 @pytest.mark.parametrize(
     ("config", "field", "reason"),
     [
-        ({"quant_method": "awq"}, "quantization_config.quant_method", "int8-rows-of-a-test"),
+        ({"quant_method": "bnb"}, "quantization_config.quant_method", "int8-rows-of-a-test"),
         ({"quant_method": ["awq"]}, "quantization_config.quant_method", "int8-rows-of-a-test"),
         ({"bits": 4}, "quantization_config.quant_method", "int8-rows-of-a-test"),
         ("awq", "quantization_config", "must be an object"),
@@ -317,14 +329,14 @@ def test_a_key_of_how_weights_were_made_is_known(int8_rows):
     assert made == describe({**RAW, "quantization_config": QUANTIZED})
 
 
-def test_without_methods_the_list_of_known_ones_says_so():
-    with pytest.raises(ConfigError, match="supported: none, only weights that are not quantized"):
-        describe({**RAW, "quantization_config": {"quant_method": "fp8"}})
+def test_an_unknown_quant_method_is_refused_with_the_known_ones():
+    with pytest.raises(ConfigError, match="supported: awq, compressed-tensors, fp8, gguf, gptq"):
+        describe({**RAW, "quantization_config": {"quant_method": "bitsandbytes"}})
     assert describe(RAW).method == PLAIN
 
 
 def test_left_out_names_are_modules_and_not_pieces_of_words(int8_rows):
-    declare = registry.declared_by({**QUANTIZED, "modules_to_not_convert": ["layers.1", "lm_head"]})
+    declare = formats.quantization_of({**QUANTIZED, "modules_to_not_convert": ["layers.1", "lm_head"]}).declare
     names = {"model.layers.1.mlp.down_proj": PLAIN, "model.layers.10.mlp.down_proj": "int8-rows", "lm_head": PLAIN}
     assert {name: declare(Linear((Part(name, 4),), 4)).method for name in names} == names
 

@@ -97,7 +97,7 @@ def test_families():
         ("architectures", {"architectures": ["GPT2LMHeadModel"]}),
         ("architectures", {"architectures": None}),
         ("hidden_act", {"hidden_act": "relu2"}),
-        ("quantization_config.quant_method", {"quantization_config": {"quant_method": "awq"}}),
+        ("quantization_config.quant_method", {"quantization_config": {"quant_method": "bitsandbytes"}}),
         ("rope_scaling.rope_type", {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}),
         ("factor", {"rope_scaling": {"rope_type": "linear"}}),
         ("partial_rotary_factor", {"partial_rotary_factor": 0.5}),

@@ -1,0 +1,1 @@
+"""How checkpoints hold quantized linear layers: what their quantization_config means, and their tensors."""
