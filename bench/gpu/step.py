@@ -61,6 +61,12 @@ class RandomTensors:
         scale = 1.0 if "embed" in name else shape[1] ** -0.5
         return torch.randn(shape, device="cuda", dtype=torch.bfloat16).mul_(scale)
 
+    def shape(self, name: str) -> tuple[int, ...] | None:
+        return None
+
+    def file_of(self, name: str) -> str:
+        return name
+
     def drop(self, suffixes: Iterable[str]) -> None:
         pass
 

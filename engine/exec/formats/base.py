@@ -79,6 +79,14 @@ def only(config: Mapping[str, Any], key: str, *allowed: object, prefix: str = FI
     return value
 
 
+def pass_over(config: Mapping[str, Any], *keys: str) -> None:
+    """Keys that change nothing of what is computed, with all that lies in them: they count as read."""
+    for key in keys:
+        value = config.get(key)
+        if isinstance(value, Mapping):
+            pass_over(value, *value)
+
+
 def group_size(config: Mapping[str, Any], prefix: str = FIELD) -> int:
     """Inputs that share a scale; -1: all. Raises: ConfigError."""
     value = config.get("group_size")
@@ -135,8 +143,9 @@ def cut(span: slice, unit: int, what: str) -> slice:
     return slice(span.start // unit, span.stop // unit)
 
 
-def span_of(span: slice, size: int) -> tuple[int, int]:
-    return (0, size) if span == slice(None) else (span.start, span.stop)
+def is_divided(span: slice, size: int) -> bool:
+    """Whether a rank has a part only."""
+    return span not in (slice(None), slice(0, size))
 
 
 def take(source: TensorSource, part: TensorPart, *dtypes: torch.dtype) -> Tensor:

@@ -25,8 +25,10 @@ from diptych.engine.exec.formats.base import (
     group_of,
     group_size,
     input_order,
+    is_divided,
     nibbles,
     only,
+    pass_over,
     refusal,
     settings_of,
     take,
@@ -45,6 +47,8 @@ _FORMATS = {
     "int4": ("pack-quantized",),
 }
 """Names of the layouts that hold a method."""
+_OBSERVED = ("observer", "observer_kwargs", "scale_dtype", "zp_dtype")
+"""How scales were found, and what they are stored in, which the tensors say."""
 _ACTIVATION_ORDERS = {
     None: False,
     False: False,
@@ -62,13 +66,18 @@ class _Group:
     """One of config_groups.
 
     Args:
-        settings: of the method; group_size -1: all inputs.
+        settings: of the method, but the group size.
+        size: inputs that share a scale, -1: all; None: there are no groups.
     """
 
     name: str
     targets: tuple[str, ...]
     method: str
     settings: Mapping[str, Setting]
+    size: int | None
+
+    def has(self, name: str) -> bool:
+        return _matches(name, self.targets)
 
 
 class CompressedTensorsFormat:
@@ -85,21 +94,18 @@ class CompressedTensorsFormat:
         sparsity = config.get("sparsity_config")
         if sparsity:
             only(sparsity, "format", "dense", prefix=f"{FIELD}.sparsity_config")
-            for key in ("global_sparsity", "ignore", "registry_requires_subclass", "sparsity_structure", "targets"):
-                sparsity.get(key)  # nothing of it counts
+            pass_over(config, "sparsity_config")
         groups, ignored = _groups(config), _names(config.get("ignore"), f"{FIELD}.ignore")
 
         def declare(layer: Linear) -> Linear:
             if all_or_none(layer, lambda name: _matches(name, ignored), "ignore", list(ignored)):
                 return layer
             for group in groups:
-                targets, key = group.targets, f"config_groups.{group.name}.targets"
-                if all_or_none(layer, lambda name, t=targets: _matches(name, t), key, list(targets)):  # type: ignore[misc]
+                if all_or_none(layer, group.has, f"config_groups.{group.name}.targets", list(group.targets)):
                     settings = dict(group.settings)
-                    if "group_size" in settings:
-                        settings["group_size"] = group_of(
-                            layer, settings["group_size"], f"{FIELD}.config_groups.{group.name}.weights"
-                        )  # type: ignore[arg-type]
+                    if group.size is not None:
+                        at = f"{FIELD}.config_groups.{group.name}.weights"
+                        settings["group_size"] = group_of(layer, group.size, at)
                     return declared(layer, group.method, self.name, **settings)
             return layer
 
@@ -162,7 +168,7 @@ class CompressedTensorsFormat:
             stored = take(source, groups, torch.int32, torch.int64)
             if not bool((stored == -1).all()):  # so it is left where calibration ordered nothing
                 order = input_order(source, groups.name, stored, size)
-            if order is not None and columns != slice(None):
+            if order is not None and is_divided(columns, layer.inputs):
                 raise refusal(source, groups.name, "orders the inputs, which ranks then cannot share")
         if settings["symmetric"]:
             zeros = torch.full(scales.shape, 8, dtype=torch.uint8, device=scales.device)
@@ -193,20 +199,19 @@ def _group(group: Any, name: str, layout: Any) -> _Group:
     if not isinstance(weights, Mapping):
         raise ConfigError(f"{prefix}.weights", weights, "must be an object")
     only(group, "output_activations", None, prefix=prefix)
-    method, settings = _scheme(weights, inputs, prefix)
+    method, settings, size = _scheme(weights, inputs, prefix)
     layout, field = (
         (layout, f"{FIELD}.format") if group.get("format") is None else (group["format"], f"{prefix}.format")
     )
     if layout not in _FORMATS[method]:
         raise ConfigError(field, layout, f"must be {' or '.join(_FORMATS[method])}, for {method}")
-    return _Group(name, _names(group.get("targets"), f"{prefix}.targets"), method, settings)
+    return _Group(name, _names(group.get("targets"), f"{prefix}.targets"), method, settings, size)
 
 
-def _scheme(weights: Mapping[str, Any], inputs: Any, prefix: str) -> tuple[str, dict[str, Setting]]:
-    """Returns: method and its settings. Raises: ConfigError naming the field that has another value than ours."""
+def _scheme(weights: Mapping[str, Any], inputs: Any, prefix: str) -> tuple[str, dict[str, Setting], int | None]:
+    """Returns: method, its settings, and the group size. Raises: ConfigError naming the field that has another value than ours."""
     at = f"{prefix}.weights"
-    for key in ("observer", "observer_kwargs", "scale_dtype", "zp_dtype"):
-        weights.get(key)  # how scales were found, and what they are stored in, which the tensors say
+    pass_over(weights, *_OBSERVED)
     only(weights, "dynamic", None, False, prefix=at)
     kind, bits = only(weights, "type", None, "int", "float", prefix=at), only(weights, "num_bits", 4, 8, prefix=at)
     ordered = _order(weights, at)
@@ -220,7 +225,7 @@ def _scheme(weights: Mapping[str, Any], inputs: Any, prefix: str) -> tuple[str, 
         if strategy == "channel":
             only(weights, "group_size", None, -1, prefix=at)
         size = group_size(weights, at) if strategy == "group" else -1
-        return "int4", {"group_size": size, "symmetric": symmetric, "order": ordered}
+        return "int4", {"symmetric": symmetric, "order": ordered}, size
     if ordered:
         raise ConfigError(f"{at}.actorder", weights.get("actorder"), "must be absent where weights have 8 bits")
     only(weights, "symmetric", None, True, prefix=at)
@@ -233,7 +238,7 @@ def _scheme(weights: Mapping[str, Any], inputs: Any, prefix: str) -> tuple[str, 
         only(weights, "block_structure", None, prefix=at)
         only(weights, "strategy", "channel", "tensor", prefix=at)
     _check_inputs(inputs, f"{prefix}.input_activations", kind or "int", blocked)
-    return method, {"blocked": blocked} if method == "fp8" else {}
+    return method, {"blocked": blocked} if method == "fp8" else {}, None
 
 
 def _order(weights: Mapping[str, Any], at: str) -> bool:
@@ -247,8 +252,7 @@ def _check_inputs(inputs: Any, at: str, kind: str, blocked: bool) -> None:
     """Raises: ConfigError unless activations are quantized for each row, or with blocks for each 128 inputs of a row."""
     if not isinstance(inputs, Mapping):
         raise ConfigError(at, inputs, "must say how activations are quantized: 8-bit weights alone are not built")
-    for key in ("observer", "observer_kwargs", "scale_dtype", "zp_dtype"):
-        inputs.get(key)
+    pass_over(inputs, *_OBSERVED)
     only(inputs, "num_bits", 8, prefix=at)
     only(inputs, "type", kind, *((None,) if kind == "int" else ()), prefix=at)
     only(inputs, "symmetric", None, True, prefix=at)

@@ -22,6 +22,7 @@ from diptych.engine.exec.formats.base import (
     group_of,
     group_size,
     input_order,
+    is_divided,
     left_out_by,
     nibbles,
     only,
@@ -97,7 +98,7 @@ class GptqFormat:
         order = None
         if settings["order"] or source.shape(groups.name) is not None:
             order = input_order(source, groups.name, take(source, groups, torch.int32, torch.int64), size)
-        if order is not None and columns != slice(None):
+        if order is not None and is_divided(columns, layer.inputs):
             raise refusal(
                 source, groups.name, "orders the inputs, which ranks then cannot share: groups lie across them"
             )

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from diptych.common.errors import ConfigError
 from diptych.common.kv_format import Shard
 from diptych.engine.exec.formats.autoawq import AutoAwqFormat
-from diptych.engine.exec.formats.base import FIELD, FORMAT, CheckpointFormat, Quantization, settings_of
+from diptych.engine.exec.formats.base import FIELD, FORMAT, CheckpointFormat, Quantization, pass_over, settings_of
 from diptych.engine.exec.formats.compressed_tensors import CompressedTensorsFormat
 from diptych.engine.exec.formats.fp8 import Fp8Format
 from diptych.engine.exec.formats.gguf import GgufFormat
@@ -34,8 +34,7 @@ def quantization_of(config: Any) -> Quantization:
     found = known.get(named) if isinstance(named, str) else None
     if found is None:
         raise ConfigError(f"{FIELD}.quant_method", named, f"supported: {', '.join(sorted(known))}")
-    for key in found.without_effect:
-        config.get(key)  # counts as read
+    pass_over(config, *found.without_effect)
     return found.read(config)
 
 

@@ -42,7 +42,7 @@ def grouped_product(x: Tensor, outputs: int, group_size: int, code_bits: int, un
         code_bits: every code is an integer of at most 2**code_bits, either sign.
     Returns: [rows, outputs] float32.
     """
-    parts = [_grouped(rows, outputs, group_size, code_bits, unpack) for rows in x.split(_ROWS)]
+    parts = [_grouped(rows, outputs, group_size, code_bits, unpack) for rows in torch.split(x, _ROWS)]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 

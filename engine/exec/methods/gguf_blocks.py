@@ -33,7 +33,7 @@ class Kind:
 
     def decoded(self, rows: Tensor) -> Decoded:
         """rows: [outputs, bytes of a row] uint8."""
-        return self.decode(rows.unflatten(1, (-1, self.size_bytes)))
+        return self.decode(torch.unflatten(rows, 1, (-1, self.size_bytes)))
 
 
 def _half(blocks: Tensor, at: int) -> Tensor:
@@ -67,15 +67,15 @@ def _q4_k(blocks: Tensor) -> Decoded:
     first, second, third = packed[..., :4], packed[..., 4:8], packed[..., 8:]
     scales = torch.cat((first & 63, third & 15 | first >> 6 << 4), -1)
     least = torch.cat((second & 63, third >> 4 | second >> 6 << 4), -1)
-    codes = _low_then_high(blocks[..., 16:].unflatten(-1, (4, 32)))
+    codes = _low_then_high(torch.unflatten(blocks[..., 16:], -1, (4, 32)))
     scale, offset = _half(blocks, 0)[..., None] * scales, -_half(blocks, 2)[..., None] * least
     return codes.flatten(1), scale.flatten(1), offset.flatten(1)
 
 
 def _q6_k(blocks: Tensor) -> Decoded:
     """Two halves of 128 weights: 64 bytes of low bits, 32 bytes of which each has the high bits of four."""
-    low = blocks[..., :128].unflatten(-1, (2, 2, 32))
-    high = blocks[..., 128:192].unflatten(-1, (2, 1, 32))
+    low = torch.unflatten(blocks[..., :128], -1, (2, 2, 32))
+    high = torch.unflatten(blocks[..., 128:192], -1, (2, 1, 32))
     low = torch.cat((low & 15, low >> 4), -2)
     shifts = torch.tensor([[0], [2], [4], [6]], dtype=torch.uint8, device=blocks.device)
     codes = (low | (high >> shifts & 3) << 4).to(torch.int8) - 32

@@ -70,7 +70,7 @@ def gptq(
     groups = torch.arange(weight.shape[1]) // size if groups is None else groups
     return {
         "qweight": pack_eight(codes).T.contiguous(),
-        "qzeros": pack_eight(zeros.T - (version == 1)),
+        "qzeros": pack_eight(zeros.T - int(version == 1)),
         "scales": scales.T.half().contiguous(),
         "g_idx": groups.int(),
     }, meant
