@@ -219,11 +219,20 @@ def _register_small(app: typer.Typer) -> None:
                 "differs from it is never served.",
             ),
         ] = False,
+        packed: Annotated[
+            bool,
+            typer.Option(
+                "--packed",
+                help="Of a GGUF file or smollm2: keep the quantized blocks of linear layers, in a folder beside the one in "
+                "float32.",
+            ),
+        ] = False,
     ) -> None:
         """Make a model available on this machine; print its folder."""
         from diptych.cli.models.store import main as model_main
 
-        raise typer.Exit(model_main([*(["--manifest"] if manifest else []), *([] if name is None else [name])]))
+        flags = [flag for flag, given in (("--manifest", manifest), ("--packed", packed)) if given]
+        raise typer.Exit(model_main([*flags, *([] if name is None else [name])]))
 
     @app.command(hidden=True)
     def status() -> None:

@@ -1,4 +1,5 @@
-"""Converts the GGUF file of any registered family into a Hugging Face folder, with the `gguf` package alone.
+"""Converts the GGUF file of any registered family into a Hugging Face folder, with the `gguf` package alone: in float32, or
+with the blocks of its linear layers as they are (see engine.exec.formats.gguf).
 
 How files hold a family is part of its description (engine/exec/models). Tokenizers are rebuilt from the file: byte-level BPE
 with a known pre-tokenizer, and SentencePiece BPE. Everything else is rejected. The tensors equal those of transformers' GGUF
@@ -11,9 +12,10 @@ from __future__ import annotations
 import json
 import os
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -22,11 +24,13 @@ from gguf.quants import dequantize
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from diptych.common.errors import ConfigError
+from diptych.engine.exec.methods.gguf_kinds import KINDS
 from diptych.engine.exec.models.registry import describe, gguf_family
 
 CONVERTER_VERSION = 1
 """Raise it whenever the written files change; folders of an older version are then converted again."""
 
+NO_KINDS: Mapping[str, str] = MappingProxyType({})
 _NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4
 """Of tokenizer.ggml.token_type."""
 _SPACE = "\u2581"
@@ -35,13 +39,16 @@ _SPACE = "\u2581"
 
 @dataclass(frozen=True)
 class _Tensor:
+    """dtype: as safetensors calls it. load: returns an array of this shape."""
+
     name: str
     shape: tuple[int, ...]
     load: Callable[[], np.ndarray]
+    dtype: str = "F32"
 
     @property
     def size_bytes(self) -> int:
-        return 4 * int(np.prod(self.shape))
+        return int(np.prod(self.shape)) * (4 if self.dtype == "F32" else 1)
 
 
 _FIXED = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
@@ -125,13 +132,17 @@ class GgufModel:
 
     # ---- weights ----
 
-    def tensors(self) -> list[_Tensor]:
-        """fp32 tensors under their Hugging Face names, in file order; each is computed when `load` is called. Raises:
-        ConfigError naming a tensor that is missing, not the model's, or of another shape than the metadata say."""
+    def tensors(self, kinds: Mapping[str, str] = NO_KINDS) -> list[_Tensor]:
+        """Tensors under their Hugging Face names, in file order; each is computed when `load` is called. Raises:
+        ConfigError naming a tensor that is missing, not the model's, or of another shape than the metadata say.
+
+        Args: kinds: of layers whose blocks are kept, see `packed_kinds`; all others are float32.
+        """
         config = self.config()
-        wanted = describe(config).plain_tensors()
-        architecture = next(key for key, name in MODEL_ARCH_NAMES.items() if name == self._gguf.architecture)
-        table = get_tensor_name_map(architecture, config["num_hidden_layers"])
+        description = describe(config)
+        wanted = description.plain_tensors()
+        tied = description.head.linear.parts[0].name if description.head.tied else ""
+        table = self._names(config)
         names = {table.get_name(name, (".weight", ".bias")): name for name in wanted}
         found = []
         for tensor in self._reader.tensors:
@@ -141,10 +152,48 @@ class GgufModel:
             shape = tuple(int(n) for n in reversed(tensor.shape))
             if shape != wanted[name]:
                 raise ConfigError("gguf", tensor.name, f"has shape {shape}, where the metadata ask for {wanted[name]}")
+            if name.removesuffix(".weight") in kinds:
+                found.append(self._packed(tensor, name, config))
+                continue
             found.append(_Tensor(name, shape, self._loader(tensor, name, shape, config)))
+            if tied in kinds and name == f"{description.embedding.name}.weight":
+                found.append(self._packed(tensor, f"{tied}.weight", config))
         if names:
             raise ConfigError("gguf", min(map(str, names)), f"missing in {self._path.name}, one of {len(names)}")
         return found
+
+    def packed_kinds(self) -> dict[str, str]:
+        """The kind of blocks of every linear layer, for `tensors`. The head has one where the file has packed it, also where it
+        is the embedding, which then is there twice. Raises: ConfigError naming a tensor of another kind."""
+        config = self.config()
+        description = describe(config)
+        table = self._names(config)
+        types = {tensor.name: tensor.tensor_type.name for tensor in self._reader.tensors}
+
+        def kind(layer: str) -> str:
+            name: str | None = table.get_name(f"{layer}.weight", (".weight", ".bias"))
+            return "" if name is None else types.get(name, "")
+
+        kinds = {
+            part.name: kind(part.name) for block in description.blocks for one in block.linears for part in one.parts
+        }
+        for layer, found in kinds.items():
+            if found not in KINDS:
+                rule = f"{layer} cannot stay packed: supported are {', '.join(KINDS)}"
+                raise ConfigError("gguf", found or None, rule)
+        head = description.head.linear.parts[0].name
+        of_head = kind(description.embedding.name if description.head.tied else head)
+        return {**kinds, head: of_head} if of_head in KINDS else kinds
+
+    def _names(self, config: Mapping[str, Any]) -> Any:
+        architecture = next(key for key, name in MODEL_ARCH_NAMES.items() if name == self._gguf.architecture)
+        return get_tensor_name_map(architecture, config["num_hidden_layers"])
+
+    def _packed(self, tensor: Any, name: str, config: dict[str, Any]) -> _Tensor:
+        def load() -> np.ndarray:
+            return np.ascontiguousarray(self._gguf.restore(name, tensor.data, config))  # it moves rows only
+
+        return _Tensor(name, tuple(tensor.data.shape), load, "U8")
 
     def _loader(
         self, tensor: Any, name: str, shape: tuple[int, ...], config: dict[str, Any]
@@ -291,7 +340,7 @@ def _write_safetensors(path: Path, tensors: list[_Tensor], progress: Callable[[i
     offset = 0
     for tensor in tensors:
         end = offset + tensor.size_bytes
-        header[tensor.name] = {"dtype": "F32", "shape": list(tensor.shape), "data_offsets": [offset, end]}
+        header[tensor.name] = {"dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": [offset, end]}
         offset = end
     raw = json.dumps(header, separators=(",", ":")).encode()
     raw += b" " * (-len(raw) % 8)
@@ -299,7 +348,7 @@ def _write_safetensors(path: Path, tensors: list[_Tensor], progress: Callable[[i
         file.write(len(raw).to_bytes(8, "little") + raw)
         done = 0
         for tensor in tensors:
-            file.write(tensor.load().astype("<f4", copy=False).data)
+            file.write(tensor.load().astype("<f4" if tensor.dtype == "F32" else "u1", copy=False).data)
             done += tensor.size_bytes
             progress(done, offset)
         file.flush()
@@ -310,12 +359,28 @@ def _write_json(path: Path, value: dict[str, Any]) -> None:
     path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def convert(gguf_path: Path, folder: Path, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
-    """Write the Hugging Face files of `gguf_path` into the existing `folder`; weights as fp32. `progress`: called with
-    (bytes written, total bytes) of the weights. Raises: ConfigError when this converter does not support the file."""
+def convert(
+    gguf_path: Path,
+    folder: Path,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+    *,
+    packed: bool = False,
+) -> None:
+    """Write the Hugging Face files of `gguf_path` into the existing `folder`.
+
+    Args:
+        progress: called with (bytes written, total bytes) of the weights.
+        packed: keep the blocks of linear layers; False: all weights as fp32.
+    Raises: ConfigError when this converter does not support the file.
+    """
     model = GgufModel(gguf_path)
-    tensors = model.tensors()
     config = model.config()
+    kinds = model.packed_kinds() if packed else NO_KINDS
+    tensors = model.tensors(kinds)
+    if packed:
+        head = describe(config).head.linear.parts[0].name in kinds
+        config["tie_word_embeddings"] &= not head
+        config["quantization_config"] = {"quant_method": "gguf", "lm_head": head, "kinds": kinds}
     _write_json(folder / "config.json", config)
     ids = {name: value for name, value in config.items() if name.endswith("_token_id")}
     _write_json(folder / "generation_config.json", {"_from_model_config": True, **ids})

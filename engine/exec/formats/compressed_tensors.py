@@ -209,7 +209,7 @@ def _group(group: Any, name: str, layout: Any) -> _Group:
 
 
 def _scheme(weights: Mapping[str, Any], inputs: Any, prefix: str) -> tuple[str, dict[str, Setting], int | None]:
-    """Returns: method, its settings, and the group size. Raises: ConfigError naming the field that has another value than ours."""
+    """Returns: method, its settings, and the group size. Raises: ConfigError naming the field that we cannot do."""
     at = f"{prefix}.weights"
     pass_over(weights, *_OBSERVED)
     only(weights, "dynamic", None, False, prefix=at)

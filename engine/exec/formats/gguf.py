@@ -26,7 +26,8 @@ from diptych.engine.exec.formats.base import (
 )
 from diptych.engine.exec.layers.linear import Linear, Part
 from diptych.engine.exec.methods.base import TensorPart, TensorSource
-from diptych.engine.exec.methods.gguf_blocks import KINDS
+from diptych.engine.exec.methods.gguf_blocks import decoded
+from diptych.engine.exec.methods.gguf_kinds import KINDS
 from diptych.engine.exec.methods.quantized import GgufWeights
 
 
@@ -71,7 +72,7 @@ class GgufFormat:
         """See CheckpointFormat.load. A scale of 0 is how GGUF holds a block of zeros."""
         [tensor], name = self.tensors(layer, part, shard), kind_of(layer, part)
         blocks = take(source, tensor, torch.uint8).contiguous()
-        _, scales, offsets = KINDS[name].decoded(blocks)
+        _, scales, offsets = decoded(name, blocks)
         if not bool(scales.isfinite().all()) or (offsets is not None and not bool(offsets.isfinite().all())):
             raise refusal(source, tensor.name, "has a scale that is infinite or NaN")
         return GgufWeights(name, blocks, take_bias(layer, part, shard, source))

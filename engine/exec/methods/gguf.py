@@ -12,7 +12,8 @@ from diptych.engine.exec.formats.registry import read_parts, tensors_of
 from diptych.engine.exec.layers.linear import Linear
 from diptych.engine.exec.methods.base import StepRows, TensorPart, TensorSource
 from diptych.engine.exec.methods.exact import finish, grouped_product
-from diptych.engine.exec.methods.gguf_blocks import KINDS, Decoded
+from diptych.engine.exec.methods.gguf_blocks import Decoded, decoded
+from diptych.engine.exec.methods.gguf_kinds import KINDS
 from diptych.engine.exec.methods.quantized import GgufParts, GgufWeights, joined
 
 
@@ -41,7 +42,7 @@ class GgufMethod:
         kind, blocks = KINDS[weights.kind], weights.blocks
 
         def unpack(band: slice) -> Decoded:
-            return kind.decoded(blocks[band])
+            return decoded(weights.kind, blocks[band])
 
         out = grouped_product(x, blocks.shape[0], kind.group, kind.code_bits, unpack)
         return finish(out, weights.bias, x.dtype)

@@ -1,39 +1,19 @@
-"""The block formats of GGUF that are computed with as they lie in the file. Layouts are ggml's."""
+"""What the blocks of a GGUF file hold. Layouts are ggml's."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
+
+from diptych.engine.exec.methods.gguf_kinds import KINDS
 
 Decoded = tuple[Tensor, Tensor, Tensor | None]
 """Codes [outputs, inputs] of integers, scales and offsets [outputs, inputs / group] float32: w = code * scale + offset."""
 
 
-@dataclass(frozen=True, slots=True)
-class Kind:
-    """
-    Args:
-        weights, size_bytes: of a block.
-        group: weights that share scale and offset.
-        code_bits: a code is at most 2**code_bits, either sign.
-        decode: [outputs, blocks, size_bytes] uint8 -> what they hold.
-    """
-
-    weights: int
-    size_bytes: int
-    group: int
-    code_bits: int
-    decode: Callable[[Tensor], Decoded]
-
-    def row_bytes(self, inputs: int) -> int:
-        return inputs // self.weights * self.size_bytes
-
-    def decoded(self, rows: Tensor) -> Decoded:
-        """rows: [outputs, bytes of a row] uint8."""
-        return self.decode(torch.unflatten(rows, 1, (-1, self.size_bytes)))
+def decoded(kind: str, rows: Tensor) -> Decoded:
+    """rows: [outputs, bytes of a row] uint8."""
+    return _DECODERS[kind](torch.unflatten(rows, 1, (-1, KINDS[kind].size_bytes)))
 
 
 def _half(blocks: Tensor, at: int) -> Tensor:
@@ -83,10 +63,4 @@ def _q6_k(blocks: Tensor) -> Decoded:
     return codes.flatten(1), (_half(blocks, 208)[..., None] * scales).flatten(1), None
 
 
-KINDS = {
-    "Q8_0": Kind(32, 34, 32, 7, _q8_0),
-    "Q4_1": Kind(32, 20, 32, 4, _q4_1),
-    "Q5_0": Kind(32, 22, 32, 4, _q5_0),
-    "Q4_K": Kind(256, 144, 32, 4, _q4_k),
-    "Q6_K": Kind(256, 210, 16, 5, _q6_k),
-}
+_DECODERS = {"Q8_0": _q8_0, "Q4_1": _q4_1, "Q5_0": _q5_0, "Q4_K": _q4_k, "Q6_K": _q6_k}

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import gguf
 import numpy as np
 import pytest
+import torch
 from safetensors.numpy import load_file
 from tokenizers import Tokenizer
 from tokenizers.pre_tokenizers import ByteLevel
@@ -17,6 +20,12 @@ from tokenizers.pre_tokenizers import ByteLevel
 from diptych.cli.models.gguf_convert import GgufModel, convert, merges_of
 from diptych.common.errors import ConfigError
 from diptych.common.text.tokenizer import ModelTokenizer
+from diptych.engine.exec.backends.base import make_plan
+from diptych.engine.exec.backends.torch import TorchBackend
+from diptych.engine.exec.checkpoint import Checkpoint
+from diptych.engine.exec.kv_pool import kv_format_of
+from diptych.engine.exec.loading import load_weights
+from diptych.engine.exec.methods.base import PLAIN_ROWS
 from diptych.engine.exec.models import registry
 from diptych.engine.exec.models.registry import describe
 
@@ -69,9 +78,17 @@ def as_written(arch: str, name: str, weight: np.ndarray) -> np.ndarray:
 
 
 def write_gguf(
-    path: Path, *, arch: str = "llama", pre: str = "smollm", without: str = "", extra: str = "", ffn: int = FFN
+    path: Path,
+    *,
+    arch: str = "llama",
+    pre: str = "smollm",
+    without: str = "",
+    extra: str = "",
+    ffn: int = FFN,
+    packed: Mapping[str, str] = MappingProxyType({"ffn_down": "Q4_1"}),
+    untied: bool = False,
 ) -> dict[str, np.ndarray]:
-    """Returns: what the checkpoint holds, by its names."""
+    """Args: packed: kind of blocks of a tensor, by a piece of its name. Returns: what the checkpoint holds, by its names."""
     rng = np.random.default_rng(0)
     writer = gguf.GGUFWriter(path, arch)
     writer.add_block_count(1)
@@ -96,9 +113,13 @@ def write_gguf(
     writer.add_unk_token_id(0)
     writer.add_pad_token_id(2)
     writer.add_chat_template("{{ messages[0].content }}")
-    names = {"token_embd.weight": ("model.embed_tokens.weight", (len(TOKENS), HIDDEN))}
+    names: dict[str, tuple[str, tuple[int, ...]]] = {
+        "token_embd.weight": ("model.embed_tokens.weight", (len(TOKENS), HIDDEN))
+    }
     names["output_norm.weight"] = ("model.norm.weight", (HIDDEN,))
     names |= {f"blk.0.{name}": (f"model.layers.0.{ours}", shape) for name, (ours, shape) in FAMILIES[arch].items()}
+    if untied:
+        names["output.weight"] = ("lm_head.weight", (len(TOKENS), HIDDEN))
     if extra:
         names[extra] = (extra, (HIDDEN,))
     tensors = {}
@@ -107,12 +128,15 @@ def write_gguf(
             continue
         weight = rng.standard_normal(shape).astype(np.float32)
         tensors[ours] = weight
-        if name == "blk.0.ffn_down.weight":
-            packed = gguf.quants.quantize(weight, gguf.GGMLQuantizationType.Q4_1)
-            tensors[ours] = gguf.quants.dequantize(packed, gguf.GGMLQuantizationType.Q4_1)
-            writer.add_tensor(name, packed, raw_dtype=gguf.GGMLQuantizationType.Q4_1)
-        else:
+        piece = max((one for one in packed if one in name), key=len, default=None)
+        kind = None if piece is None or len(shape) == 1 else packed[piece]
+        if kind is None:
             writer.add_tensor(name, as_written(arch, name, weight))
+        else:
+            # Blocks lie within rows, and what a writer moves is rows.
+            whole = gguf.GGMLQuantizationType[kind]
+            tensors[ours] = gguf.quants.dequantize(gguf.quants.quantize(weight, whole), whole)
+            writer.add_tensor(name, gguf.quants.quantize(as_written(arch, name, weight), whole), raw_dtype=whole)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -142,6 +166,58 @@ def test_weights_of_every_family_are_the_checkpoints(tmp_path: Path, arch: str) 
     config = json.loads((tmp_path / "config.json").read_text())
     shapes = {name: tuple(weight.shape) for name, weight in tensors.items()}
     assert describe(config).plain_tensors() == shapes
+
+
+BLOCKS = {"attn_": "Q8_0", "attn_v": "Q5_0", "ffn_": "Q4_1", "token_embd": "Q8_0", "output.weight": "Q8_0"}
+
+
+def loaded_linears(folder: Path) -> dict[str, torch.Tensor]:
+    """Every linear layer's weight as its method computes with it, by the name of its first part, and the embedding."""
+    config = json.loads((folder / "config.json").read_text())
+    description = describe(config)
+    plan = make_plan(description, kv_format_of(description, block_size=8), [TorchBackend()])
+    with Checkpoint(folder, dtype=torch.float32, device=torch.device("cpu")) as source:
+        weights = load_weights(source, plan).weights
+    out = {"embedding": weights.embedding}
+    for block, layer in zip(description.blocks, weights.blocks, strict=True):
+        pairs = zip((*block.linears, description.head.linear), (*layer.linears, weights.lm_head), strict=True)
+        for linear, kept in pairs:
+            out[linear.parts[0].name] = kept(torch.eye(linear.inputs), PLAIN_ROWS).T
+    return out
+
+
+@pytest.mark.parametrize(
+    ("arch", "untied"),
+    [(arch, untied) for arch in FAMILIES for untied in (False, True) if not (untied and "gemma" in arch)],
+)
+def test_packed_weights_of_every_family_mean_what_the_converted_ones_say(
+    tmp_path: Path, arch: str, untied: bool
+) -> None:
+    packed = BLOCKS if arch == "llama" else {name: kind for name, kind in BLOCKS.items() if name != "output.weight"}
+    for name, kept in (("plain", False), ("kept", True)):
+        (tmp_path / name).mkdir()
+        write_gguf(tmp_path / "tiny.gguf", arch=arch, packed=packed, untied=untied)
+        convert(tmp_path / "tiny.gguf", tmp_path / name, packed=kept)
+    stored, config = (
+        load_file(tmp_path / "kept" / "model.safetensors"),
+        json.loads((tmp_path / "kept" / "config.json").read_text()),
+    )
+    assert stored["model.layers.0.mlp.up_proj.weight"].shape == (FFN, HIDDEN // 32 * 20)
+    assert config["quantization_config"]["kinds"]["model.layers.0.self_attn.v_proj"] == "Q5_0"
+    wanted, got = loaded_linears(tmp_path / "plain"), loaded_linears(tmp_path / "kept")
+    assert wanted.keys() == got.keys()
+    for name, weight in wanted.items():
+        torch.testing.assert_close(got[name], weight, rtol=1e-6, atol=1e-6)
+    head_is_packed = not untied or "output.weight" in packed
+    assert (describe(config).head.linear.method == "gguf") == head_is_packed
+    assert config["tie_word_embeddings"] is False
+
+
+def test_a_layer_that_cannot_stay_packed_is_refused_by_its_kind(tmp_path: Path) -> None:
+    write_gguf(tmp_path / "tiny.gguf", packed={**BLOCKS, "ffn_up": "Q5_1"})
+    with pytest.raises(ConfigError, match=r"gguf='Q5_1': model.layers.0.mlp.up_proj cannot stay packed: supported are"):
+        convert(tmp_path / "tiny.gguf", tmp_path, packed=True)
+    convert(tmp_path / "tiny.gguf", tmp_path)
 
 
 def test_every_family_with_a_converter_is_tested() -> None:

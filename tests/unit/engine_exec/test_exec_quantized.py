@@ -20,7 +20,8 @@ from diptych.engine.exec.checkpoint import Checkpoint
 from diptych.engine.exec.formats.registry import quantization_of
 from diptych.engine.exec.layers.linear import PLAIN, Linear, Part, ShardBy
 from diptych.engine.exec.methods.base import PLAIN_ROWS, WHOLE
-from diptych.engine.exec.methods.gguf_blocks import KINDS
+from diptych.engine.exec.methods.gguf_blocks import decoded
+from diptych.engine.exec.methods.gguf_kinds import KINDS
 from diptych.engine.exec.methods.quantized import Fp8Weights, GgufWeights, Int4Weights, Int8Weights, packed, unpacked
 from diptych.engine.exec.methods.registry import METHODS
 from diptych.engine.exec.models.config_keys import TrackedConfig
@@ -200,7 +201,7 @@ def gguf_rows(kind, outputs, inputs):
 def test_gguf_blocks_mean_what_the_gguf_package_says(kind):
     rows = gguf_rows(kind, 24, 512)
     meant = gguf.quants.dequantize(rows, gguf.GGMLQuantizationType[kind]).astype(np.float64)
-    codes, scales, offsets = KINDS[kind].decoded(torch.from_numpy(rows))
+    codes, scales, offsets = decoded(kind, torch.from_numpy(rows))
     spread = partial(torch.repeat_interleave, repeats=KINDS[kind].group, dim=1)
     ours = codes.double() * spread(scales.double()) + (0 if offsets is None else spread(offsets.double()))
     np.testing.assert_allclose(ours.numpy(), meant, rtol=1e-6, atol=1e-7)
