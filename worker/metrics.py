@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError
 from itertools import accumulate
 from wsgiref.simple_server import WSGIServer
@@ -100,8 +100,15 @@ class WorkerMetrics(Metrics):
 
     def describe_cache(self, **labels: object) -> None:
         """The pool's constants, as labels of one series that is always 1 (for gateways' endpoint pickers)."""
-        told = {name: str(value) for name, value in labels.items()}
-        self.gauge("cache_config_info", "The KV cache's constants, as labels", list(told)).labels(**told).set(1)
+        self._describe("cache_config_info", "The KV cache's constants, as labels", labels)
+
+    def describe_model(self, **labels: object) -> None:
+        """How weights are kept and computed with, likewise."""
+        self._describe("model_config_info", "Method of the weights, dtype and kernels, as labels", labels)
+
+    def _describe(self, name: str, text: str, labels: Mapping[str, object]) -> None:
+        told = {label: str(value) for label, value in labels.items()}
+        self.gauge(name, text, list(told)).labels(**told).set(1)
 
     def step(self) -> None:
         """The engine delivered events: observe its last steps. Steps without events are counted with the next, or at a scrape."""

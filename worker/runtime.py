@@ -176,6 +176,8 @@ class WorkerRuntime:
             cache_dtype="+".join(model.compat.kv.dtypes),
             enable_prefix_caching=config.enable_prefix_caching,
         )
+        compat = model.compat
+        self.metrics.describe_model(method=compat.method, dtype=compat.compute_dtype, kernels=compat.backend)
         self.metrics.block_bytes, self.metrics.block_size = model.compat.kv.block_bytes, config.block_size
         self.gpu: GpuMonitor | None = None
         self._metrics_server: MetricsServer | None = None
@@ -344,7 +346,7 @@ class WorkerRuntime:
             transport_bytes_per_s=self.transfer.bytes_per_s,
             link_bytes_per_s=self.role.link_rates(),
             metrics_address=host_port(host, self.metrics_port) if self.metrics_port else "",
-            settings=settings_of(self.config, self.model.kernels, self.model.refused),
+            settings=settings_of(self.config, self.model.kernels, self.model.refused, self.model.compat.method),
             uptime_s=self.clock.now() - self._began,
             preemption=wire.preemption_to_proto(self.preemption_rates(), self.tiers()),
             gpu=gpu_to_proto(self.gpu.numbers()) if self.gpu is not None else None,

@@ -26,17 +26,18 @@ def engine_numbers(stats: EngineStats) -> dict[str, float]:
     return numbers | {f"{tier}_usage": usage for tier, usage in stats.tier_usage}
 
 
-def settings_of(config: WorkerConfig, kernels: str = "", refused: str = "") -> dict[str, str]:
+def settings_of(config: WorkerConfig, kernels: str = "", refused: str = "", method: str = "") -> dict[str, str]:
     """Settings by name.
 
     Args:
         kernels, refused: see LoadedModel. The available C compiler is listed beside them, or "".
+        method: of the weights, see Compat.
     """
     try:
         compiler = find_compiler()
     except NativeError:
         compiler = ""
-    chosen = {"kernels": kernels, "kernels_refused": refused, "compiler": compiler}
+    chosen = {"kernels": kernels, "kernels_refused": refused, "compiler": compiler, "method": method}
     return {name: str(getattr(config, name)) for name in SETTINGS} | chosen
 
 

@@ -83,6 +83,7 @@ async def test_tokens_are_the_same_across_unequal_block_sizes(pd: ModuleType, p_
         ({"dtype": "bfloat16"}, False, "kv_dtype"),
         ({"num_kv_heads": 2}, True, "num_kv_heads"),
         ({"attention_version": "other"}, True, "attention_version"),
+        ({"method": "int4"}, True, "method"),
         ({"shard": Shard(0, 2), "num_kv_heads": 2}, True, "tensor_parallel_size"),
     ],
 )

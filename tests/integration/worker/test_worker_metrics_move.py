@@ -14,7 +14,7 @@ PROMPT = [(7 * i + 3) % 1000 for i in range(150)]
 NEED_NOT_MOVE = {("diptych_kv_slabs", s) for s in ("packed", "in_flight", "settled", "quarantined")}
 NEED_NOT_MOVE.add(("diptych_kv_expired_requests_total", ""))  # no lease ends here: test_kvtransfer_inproc moves it
 RATES = {"diptych_prefill_tokens_per_second", "diptych_decode_step_seconds"}  # the warm-up measures them, too
-CONSTANT = {"diptych_cache_config_info"}  # constant by design: the labels are its content
+CONSTANT = {"diptych_cache_config_info", "diptych_model_config_info"}  # constant by design: the labels are its content
 
 
 class Watch:

@@ -197,3 +197,33 @@ def plain_folder(folder: Path, config_of: Path, tensors: Tensors) -> Path:
     (folder / "config.json").write_text(json.dumps(raw))
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
     return folder
+
+
+def write_llama(folder: Path, *, hidden: int = 64, mlp: int = 128, layers: int = 2, vocab: int = 320) -> Path:
+    """A random model without its tokenizer."""
+    folder.mkdir(parents=True, exist_ok=True)
+    random = torch.Generator().manual_seed(11)
+    sizes = {
+        "self_attn.q_proj": (hidden, hidden), "self_attn.k_proj": (hidden // 2, hidden),
+        "self_attn.v_proj": (hidden // 2, hidden), "self_attn.o_proj": (hidden, hidden),
+        "mlp.gate_proj": (mlp, hidden), "mlp.up_proj": (mlp, hidden), "mlp.down_proj": (hidden, mlp),
+    }  # fmt: skip
+    tensors = {
+        name: torch.randn(vocab, hidden, generator=random) * 0.2
+        for name in ("model.embed_tokens.weight", "lm_head.weight")
+    }
+    tensors["model.norm.weight"] = torch.ones(hidden)
+    for layer in range(layers):
+        for name, shape in sizes.items():
+            weight = torch.randn(shape, generator=random) * 0.2
+            tensors[f"model.layers.{layer}.{name}.weight"] = weight
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            tensors[f"model.layers.{layer}.{name}.weight"] = torch.ones(hidden)
+    save_file(tensors, folder / "model.safetensors")
+    raw = {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": vocab, "hidden_size": hidden,
+        "intermediate_size": mlp, "num_hidden_layers": layers, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "max_position_embeddings": 512, "tie_word_embeddings": False, "dtype": "float32",
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(raw))
+    return folder

@@ -147,3 +147,9 @@ def test_the_caches_constants_are_labels() -> None:
     metrics = WorkerMetrics("prefill", stats=EngineStats, clock=FakeClock())
     metrics.describe_cache(block_size=16, num_gpu_blocks=99)
     assert value(metrics, "cache_config_info", block_size="16", num_gpu_blocks="99") == 1
+
+
+def test_the_method_of_the_weights_is_a_label() -> None:
+    metrics = WorkerMetrics("decode", stats=EngineStats, clock=FakeClock())
+    metrics.describe_model(method="int4", dtype="float32", kernels="native")
+    assert value(metrics, "model_config_info", method="int4", dtype="float32", kernels="native") == 1
