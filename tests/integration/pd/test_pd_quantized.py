@@ -36,6 +36,7 @@ def write(folder: Path, method: str) -> Path:
 
 def load(folder: Path) -> LoadedModel:
     runner = TorchModelRunner.load(folder, num_blocks=64, block_size=16, num_threads=1, backend="torch")
+    assert runner.capabilities.kv is not None
     compat = Compat(
         model="quantized",
         model_revision=model_fingerprint(folder),
