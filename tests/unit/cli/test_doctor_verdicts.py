@@ -118,6 +118,7 @@ HOST_TIER = {**SETTINGS, "num_host_blocks": "100", "preemption_mode": "auto"}
         ("cluster", Level.BAD, "cannot write its lease", facts(reasons=["d0 has no lease"])),
         ("kernels", Level.WARN, "apt-get install gcc", facts(decode=replace(DECODE, settings={**SETTINGS, "kernels": "torch", "compiler": ""}))),
         ("kernels", Level.WARN, "see its log for why", facts(decode=replace(DECODE, settings={**SETTINGS, "kernels": "torch"}))),
+        ("kernels", Level.WARN, "which unpacks quantized weights in every step", facts(decode=replace(DECODE, settings={**SETTINGS, "kernels": "torch", "method": "int4"}))),
         ("kernels", Level.WARN, "head_dim 24 is no multiple", facts(decode=replace(DECODE, settings={**SETTINGS, "kernels": "torch", "kernels_refused": "native refuses layer 0 to layer 2: head_dim 24 is no multiple of 32"}))),
         ("kernels", Level.WARN, "some blocks with plain torch: native (embedding, layer 0), torch (layer 1, head)", facts(decode=replace(DECODE, settings={**SETTINGS, "kernels": "native (embedding, layer 0), torch (layer 1, head)", "kernels_refused": "x"}))),
         ("kernels", Level.WARN, "uses the numpy lookup of prompts: there is no C compiler", facts(lookup={"backend": "numpy", "wanted": "auto", "compiler": ""})),

@@ -160,6 +160,15 @@ def test_fp8_is_the_rule(blocked):
     assert METHODS["fp8"].apply(weights, x.bfloat16(), PLAIN_ROWS).dtype == torch.bfloat16
 
 
+def test_every_number_of_e4m3_has_its_value():
+    codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    codes = codes[~codes.float().isnan()].reshape(-1, 1)
+    assert len(codes) == 254
+    weights = Fp8Weights(codes, torch.ones(254), None, None)
+    out = METHODS["fp8"].apply(weights, torch.full((1, 1), 448.0), PLAIN_ROWS)
+    assert torch.equal(out[0], codes.float().flatten() * 448)
+
+
 def int4_weights(outputs=96, inputs=256, size=64):
     codes = torch.randint(0, 16, (outputs, inputs), dtype=torch.uint8)
     scales, zeros = torch.rand(outputs, inputs // size) + 0.01, torch.randint(0, 16, (outputs, inputs // size))
