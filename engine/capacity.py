@@ -90,9 +90,10 @@ def cache_of(config: Mapping[str, Any], dtype: str = "", block_size: int = 16) -
 
 
 def _windows(config: Mapping[str, Any], num_layers: int) -> list[int]:
-    """Of each layer, 0: every token."""
+    """Of each layer, 0: every token. How weights are quantized changes nothing of it."""
+    plain = {key: value for key, value in config.items() if key != "quantization_config"}
     try:
-        return [window or 0 for window in describe(config).windows]
+        return [window or 0 for window in describe(plain).windows]
     except ConfigError:  # not served, or not all of a config
         return [0] * num_layers
 

@@ -92,6 +92,12 @@ def test_a_model_with_windows_is_counted_by_what_its_layers_keep(tmp_path, capsy
     assert "(window blocks for 64 sequences, --max-num-seqs)" in out
 
 
+def test_windows_of_a_quantized_model_count_whatever_its_format():
+    """A format that is not served made every layer count as seeing all tokens."""
+    quantized = {**GEMMA_3_LIKE, "quantization_config": {"quant_method": "unheard-of"}}
+    assert cache_of(quantized).kv == cache_of(GEMMA_3_LIKE).kv
+
+
 @pytest.mark.parametrize(
     ("config", "size"),
     [
