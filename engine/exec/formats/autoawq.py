@@ -1,4 +1,4 @@
-"""AutoAWQ's `gemm` layout: int4 in groups of inputs, packed along the outputs.
+"""AutoAWQ's `gemm` layout, which GPTQModel writes as well: int4 in groups of inputs, packed along the outputs.
 
 Tensors of a layer: qweight [inputs, outputs / 8] int32, qzeros [groups, outputs / 8] int32, scales [groups, outputs]."""
 
@@ -38,7 +38,7 @@ class AutoAwqFormat:
     name = "awq"
     quant_methods: tuple[str, ...] = ("awq",)
     without_effect: tuple[str, ...] = (
-        "backend", "do_fuse", "exllama_config", "fuse_max_seq_len", "modules_to_fuse",
+        "backend", "do_fuse", "exllama_config", "fuse_max_seq_len", "meta", "modules_to_fuse",
     )  # fmt: skip
 
     def read(self, config: Mapping[str, Any]) -> Quantization:
@@ -46,6 +46,11 @@ class AutoAwqFormat:
         only(config, "bits", 4)
         only(config, "version", "gemm", "GEMM")
         only(config, "zero_point", True)
+        only(config, "sym", None, False)
+        only(config, "desc_act", None, False)
+        only(config, "pack_dtype", None, "int32")
+        for key in ("checkpoint_format", "format"):
+            only(config, key, None, "gemm")
         size, left_out = group_size(config), left_out_by(config, "modules_to_not_convert")
 
         def declare(layer: Linear) -> Linear:

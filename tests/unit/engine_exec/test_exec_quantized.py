@@ -56,6 +56,11 @@ def shuffled_groups(inputs, size):
 SYMMETRIC_GPTQ = partial(quantized.gptq, size=32, symmetric=True)
 INT4_CHECKPOINTS = {
     "awq": (AWQ, partial(quantized.awq, size=32)),
+    "awq-of-gptqmodel": (
+        {**AWQ, "checkpoint_format": "gemm", "format": "gemm", "desc_act": False, "sym": False, "pack_dtype": "int32",
+         "meta": {"quantizer": ["gptqmodel:5.0.0"], "failsafe": {"strategy": "rtn"}}},
+        partial(quantized.awq, size=32),
+    ),
     "gptq": (GPTQ, SYMMETRIC_GPTQ),
     "gptq-asymmetric": ({**GPTQ, "sym": False}, partial(quantized.gptq, size=32, symmetric=False)),
     "gptq-v2": (
@@ -308,6 +313,8 @@ WEIGHTS, INPUTS = "config_groups.group_0.weights", "config_groups.group_0.input_
         (AWQ, "bits", 8),
         (AWQ, "version", "gemv"),
         (AWQ, "zero_point", False),
+        (AWQ, "checkpoint_format", "gemv_fast"),
+        (AWQ, "desc_act", True),
         (AWQ, "group_size", 48),
         (AWQ, "group_size", 0),
         (AWQ, "group_size", None),
