@@ -38,15 +38,17 @@ class AutoAwqFormat:
     name = "awq"
     quant_methods: tuple[str, ...] = ("awq",)
     without_effect: tuple[str, ...] = (
-        "backend", "do_fuse", "exllama_config", "fuse_max_seq_len", "meta", "modules_to_fuse",
+        "do_fuse", "exllama_config", "fuse_max_seq_len", "meta", "modules_to_fuse",
     )  # fmt: skip
 
     def read(self, config: Mapping[str, Any]) -> Quantization:
         """See CheckpointFormat.read."""
         only(config, "bits", 4)
         only(config, "version", "gemm", "GEMM")
-        only(config, "zero_point", True)
-        only(config, "sym", None, False)
+        only(config, "zero_point", None, True, False)  # zeros are stored in any case, and read
+        only(config, "sym", None, True, False)
+        only(config, "backend", None, "autoawq", "auto")  # llm-awq packs otherwise
+        only(config, "method", None, "awq")
         only(config, "desc_act", None, False)
         only(config, "pack_dtype", None, "int32")
         for key in ("checkpoint_format", "format"):

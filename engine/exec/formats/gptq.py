@@ -57,6 +57,7 @@ class GptqFormat:
         only(config, "bits", 4)
         only(config, "pack_dtype", None, "int32")
         only(config, "is_marlin_format", None, False)
+        only(config, "method", None, "gptq")
         # Two names of one thing; the later writers have both.
         named = only(config, "checkpoint_format", *_FORMATS)
         other = only(config, "format", *_FORMATS)
@@ -72,7 +73,7 @@ class GptqFormat:
                 return layer
             of_layer = group_of(layer, size)
             return declared(
-                layer, "int4", self.name, group_size=of_layer, symmetric=symmetric is not False,
+                layer, "int4", self.name, group_size=of_layer, symmetric=symmetric is True,
                 order=acts is True, added_to_zeros=added,
             )  # fmt: skip
 
@@ -108,7 +109,7 @@ class GptqFormat:
         return Int4Weights(
             packed(codes),
             take_scales(source, scales).T.contiguous(),
-            _zeros(source, zeros, settings["added_to_zeros"]),
+            _zeros(source, zeros, settings["added_to_zeros"], settings["symmetric"]),
             size,
             order,
             take_bias(layer, part, shard, source),
@@ -127,9 +128,13 @@ def _named_in(config: Mapping[str, Any]) -> Callable[[Linear], bool]:
     return lambda layer: all_or_none(layer, lambda part: part.endswith(names), key, groups)
 
 
-def _zeros(source: TensorSource, part: TensorPart, added: int) -> Tensor:
-    """Raises: ConfigError for a stored 15 to which one is added: readers of the format take it for 0 or for 16."""
+def _zeros(source: TensorSource, part: TensorPart, added: int, symmetric: bool) -> Tensor:
+    """Raises: ConfigError for a stored 15 to which one is added: readers of the format take it for 0 or for 16. And for
+    another zero than 8 where the config says that there is none: some readers look at the config only."""
     zeros = nibbles(take(source, part, torch.int32), 1).T.contiguous()
     if added and bool((zeros == 15).any()):
         raise refusal(source, part.name, "has a zero point that does not fit; checkpoint_format gptq_v2 holds all")
-    return zeros + added
+    zeros += added
+    if symmetric and bool((zeros != 8).any()):
+        raise refusal(source, part.name, "has zero points, and the config says sym")
+    return zeros

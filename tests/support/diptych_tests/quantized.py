@@ -128,7 +128,7 @@ AWQ: dict[str, Any] = {
 GPTQ: dict[str, Any] = {
     "quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": True, "lm_head": False,
     "checkpoint_format": "gptq", "pack_dtype": "int32", "true_sequential": True, "static_groups": False,
-    "damp_percent": 0.01, "meta": {"quantizer": ["gptqmodel:4.0.0"]},
+    "damp_percent": 0.01, "method": "gptq", "meta": {"quantizer": ["gptqmodel:4.0.0"]},
 }  # fmt: skip
 FP8: dict[str, Any] = {
     "quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [128, 128],

@@ -57,7 +57,8 @@ SYMMETRIC_GPTQ = partial(quantized.gptq, size=32, symmetric=True)
 INT4_CHECKPOINTS = {
     "awq": (AWQ, partial(quantized.awq, size=32)),
     "awq-of-gptqmodel": (
-        {**AWQ, "checkpoint_format": "gemm", "format": "gemm", "desc_act": False, "sym": False, "pack_dtype": "int32",
+        {**AWQ, "checkpoint_format": "gemm", "format": "gemm", "desc_act": False, "sym": True, "zero_point": False,
+         "method": "awq", "pack_dtype": "int32",
          "meta": {"quantizer": ["gptqmodel:5.0.0"], "failsafe": {"strategy": "rtn"}}},
         partial(quantized.awq, size=32),
     ),
@@ -312,7 +313,8 @@ WEIGHTS, INPUTS = "config_groups.group_0.weights", "config_groups.group_0.input_
     [
         (AWQ, "bits", 8),
         (AWQ, "version", "gemv"),
-        (AWQ, "zero_point", False),
+        (AWQ, "zero_point", "no"),
+        (AWQ, "backend", "llm-awq"),
         (AWQ, "checkpoint_format", "gemv_fast"),
         (AWQ, "desc_act", True),
         (AWQ, "group_size", 48),
@@ -323,6 +325,7 @@ WEIGHTS, INPUTS = "config_groups.group_0.weights", "config_groups.group_0.input_
         (GPTQ, "checkpoint_format", "marlin"),
         (GPTQ, "format", "gptq_v2"),
         (GPTQ, "is_marlin_format", True),
+        (GPTQ, "activation", {"mode": "w4afp8"}),
         (GPTQ, "dynamic", {"-:.*down.*": {}}),
         (GPTQ, "sym", "yes"),
         (GPTQ, "modules_in_block_to_quantize", [["mlp.up_proj"]]),
@@ -409,6 +412,7 @@ def drop(name):
         ("gptq", put("g_idx", 7, -1), "g_idx", "names the group -1"),
         ("gptq", put("g_idx", 7, 3), "g_idx", "does not give every group 32 inputs"),
         ("gptq", put("qzeros", (0, 0), -1), "qzeros", "has a zero point that does not fit"),
+        ("gptq", put("qzeros", (0, 0), 0x77777776), "qzeros", "has zero points, and the config says sym"),
         (
             "gptq",
             lambda t: t.update({f"{DOWN}.bias": torch.ones(128)}),
