@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from diptych.common.errors import ConfigError
+from diptych.common.kv_format import SAME_DTYPE
 from diptych.common.kv_groups import PoolDemand
 from diptych.engine.capacity import CacheOf, cache_of, capacity_line, held_lines, kibibytes
 from diptych.engine.sched.lifecycle.swap_cost import Rates, break_even_copy_bytes_per_s, break_even_tokens
@@ -85,6 +86,7 @@ def run_capacity(
     model: str,
     *,
     dtype: str = "",
+    kv_cache_dtype: str = SAME_DTYPE,
     block_size: int = 16,
     memory_gib: float = 0.0,
     prefill_rate: float = 0.0,
@@ -94,7 +96,8 @@ def run_capacity(
 
     Args:
         model: a config.json, a folder, or a value that `diptych model` accepts.
-        dtype: of the cache; empty: the config's, and the report says where `diptych up` would use another.
+        dtype: of the computation; empty: the config's, and the report says where `diptych up` would use another.
+        kv_cache_dtype: of the cache: `dtype`, or a quantized one.
     Raises: ConfigError.
     """
     path = Path(model)
@@ -104,9 +107,9 @@ def run_capacity(
 
         with progress_on() as progress:
             path = resolve_model(model, progress)
-    cache = cache_of(read_config(path), dtype, block_size)
+    cache = cache_of(read_config(path), dtype, block_size, kv_cache_dtype)
     lines = capacity_report(cache, block_size=block_size, memory_gib=memory_gib)
-    if not dtype and cache.dtype != _SERVED_DTYPE:
+    if not dtype and kv_cache_dtype == SAME_DTYPE and cache.dtype != _SERVED_DTYPE:
         lines.insert(
             0,
             f"in the config's {cache.dtype}; `diptych up` serves {_SERVED_DTYPE} on a CPU unless --dtype says otherwise",

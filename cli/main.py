@@ -265,8 +265,11 @@ def _register_small(app: typer.Typer) -> None:
         ] = "",
         model: Annotated[str, typer.Option("--model", help="The same as the argument MODEL.")] = "",
         dtype: Annotated[
-            str, typer.Option(help="dtype of the cache; default: the config's (`up` serves float32 on a CPU).")
+            str, typer.Option(help="dtype of the computation; default: the config's (`up` serves float32 on a CPU).")
         ] = "",
+        kv_cache_dtype: Annotated[
+            str, typer.Option(help="dtype of the cache: auto (that of the computation), fp8_e4m3, fp8_e5m2 or int8.")
+        ] = "auto",
         block_size: Annotated[int, typer.Option(help="Tokens per block.")] = 16,
         memory_gib: Annotated[float, typer.Option(help="Show how many tokens fit into this much memory.")] = 0.0,
         prefill_rate: Annotated[float, typer.Option(help="Tokens/s; with --copy-rate: show when swapping pays.")] = 0.0,
@@ -281,6 +284,7 @@ def _register_small(app: typer.Typer) -> None:
             run_capacity(
                 model or named,
                 dtype=dtype,
+                kv_cache_dtype=kv_cache_dtype,
                 block_size=block_size,
                 memory_gib=memory_gib,
                 prefill_rate=prefill_rate,

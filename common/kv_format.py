@@ -9,7 +9,11 @@ A `KvFormat` has one `KvGroup` for each kind of layer. Layers of one group have 
 
 The KV of a token is `[parts, heads, dim]` in each layer, where the parts are K and V. A block holds `block_size` tokens
 of all layers of its group. A quantized group has its scales inside the block, one for each part, token and KV head, so
-that any slice, reordering or shard of the block includes them.
+that any slice, reordering or shard of the block includes them. They lie behind the codes of their slot:
+
+    slot    [head 0 codes][head 1 codes] ... [scale 0][scale 1] ...       one part of one token in one layer
+
+An element is code x scale. A scale is the largest magnitude among the head's elements, divided by LARGEST_CODE.
 
 With tensor parallelism each rank holds the heads of its `Shard`. Latent and recurrent groups are replicated.
 
@@ -49,6 +53,15 @@ DTYPES: Mapping[str, Dtype] = {
     )
 }
 COMPUTE_DTYPES = tuple(dtype.name for dtype in DTYPES.values() if dtype.computes)
+
+SAME_DTYPE = "auto"
+"""KV in the dtype of the computation."""
+QUANTIZED_KV: Mapping[str, str] = {"fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2", "int8": "int8"}
+"""Quantized caches by the name that the setting `kv_cache_dtype` has for them: dtype of the codes."""
+KV_SCALE_DTYPE = "float32"
+KV_CACHE_DTYPES = (SAME_DTYPE, *QUANTIZED_KV)
+LARGEST_CODE: Mapping[str, float] = {"float8_e4m3fn": 448.0, "float8_e5m2": 57344.0, "int8": 127.0}
+"""Of each dtype of codes: what the largest element of a token's head becomes."""
 
 
 def dtype_bytes(name: str, field: str = "dtype") -> int:
@@ -158,6 +171,11 @@ class KvGroup:
         return len(self.layers)
 
     @property
+    def quantized(self) -> bool:
+        """Whether its elements are codes, with a scale for each part, token and KV head."""
+        return bool(self.scale_dtype)
+
+    @property
     def replicated(self) -> bool:
         """Whether every tensor-parallel rank holds all of it."""
         return self.kind in (KvKind.LATENT, KvKind.RECURRENT)
@@ -171,6 +189,14 @@ class KvGroup:
             return 0
         scales = len(self.dims) * dtype_bytes(self.scale_dtype) if self.scale_dtype else 0
         return self.heads_per_rank(shard) * (sum(self.dims) * dtype_bytes(self.dtype) + scales)
+
+    def scales_offset(self, shard: Shard) -> int:
+        """Where the scales begin in a slot, which is one part of one token in one layer: behind the codes of all heads."""
+        return self.heads_per_rank(shard) * self.dims[0] * dtype_bytes(self.dtype)
+
+    def slot_bytes(self, shard: Shard) -> int:
+        """A slot: elements of all heads, then a scale for each. Of groups whose parts have the same size."""
+        return self.layer_bytes_per_token(shard) // len(self.dims)
 
     def bytes_per_token(self, shard: Shard) -> int:
         """All layers' KV of one token with its scales; 0 in a recurrent group."""
@@ -315,9 +341,11 @@ class KvFormat:
 
     # ---- identity and description ----
 
-    def with_dtype(self, dtype: str) -> KvFormat:
-        """The same with elements of another dtype."""
-        return replace(self, groups=tuple(replace(group, dtype=dtype) for group in self.groups))
+    def with_dtype(self, dtype: str, scale_dtype: str = "") -> KvFormat:
+        """The same with elements of another dtype, and with scales or without."""
+        return replace(
+            self, groups=tuple(replace(group, dtype=dtype, scale_dtype=scale_dtype) for group in self.groups)
+        )
 
     @property
     def value_rule(self) -> str:
@@ -422,16 +450,33 @@ def windowed_format(
     dtype: str,
     order: str = "block-major",
     shard: Shard = Shard(),
+    scale_dtype: str = "",
 ) -> KvFormat:
     """The format of a model whose layers differ only in their window. `windows`: of each layer, 0: full attention."""
     layers: dict[int, list[int]] = {}
     for layer, window in enumerate(windows):
         layers.setdefault(window, []).append(layer)
     groups = (
-        kv_group(layers[window], num_kv_heads, head_dim, block_size=block_size, dtype=dtype, window=window)
+        kv_group(
+            layers[window], num_kv_heads, head_dim, block_size=block_size, dtype=dtype, window=window, scale_dtype=scale_dtype
+        )
         for window in sorted(layers)
     )
     return KvFormat(tuple(groups), shard, order)
+
+
+def kv_elements(kv_cache_dtype: str, dtype: str) -> tuple[str, str]:
+    """dtype of a cache's elements, and that of its scales, or "".
+
+    Args:
+        kv_cache_dtype: one of KV_CACHE_DTYPES. dtype: of the computation.
+    Raises: ConfigError.
+    """
+    if kv_cache_dtype == SAME_DTYPE:
+        return dtype, ""
+    if kv_cache_dtype not in QUANTIZED_KV:
+        raise ConfigError("kv_cache_dtype", kv_cache_dtype, f"must be one of {', '.join(KV_CACHE_DTYPES)}")
+    return QUANTIZED_KV[kv_cache_dtype], KV_SCALE_DTYPE
 
 
 def _no_group(name: str) -> Any:

@@ -7,7 +7,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from diptych.common.errors import ConfigError
-from diptych.common.kv_format import KvFormat, KvGroup, KvKind, Shard, dtype_bytes, windowed_format
+from diptych.common.kv_format import (
+    SAME_DTYPE,
+    KvFormat,
+    KvGroup,
+    KvKind,
+    Shard,
+    dtype_bytes,
+    kv_elements,
+    windowed_format,
+)
 from diptych.common.kv_groups import most_blocks_held
 from diptych.engine.exec.models.registry import describe
 
@@ -47,19 +56,26 @@ def _arithmetic(group: KvGroup, shard: Shard, *, named: bool) -> str:
             f"{group.dims[0]} head dim",
         ]  # fmt: skip
     factors.append(f"{dtype_bytes(group.dtype)} bytes ({group.dtype})")
+    if group.quantized:
+        count = len(group.dims) * group.num_layers * group.heads_per_rank(shard)
+        scales = f"{count:,} scales x {dtype_bytes(group.scale_dtype)} bytes ({group.scale_dtype})"
+        factors[-1] += f" + {scales}"
     size = group.bytes_per_token(shard)
     kept = f", of the last {group.window:,} tokens" if group.window else ""
     name = f"{group.name}: " if named else ""
     return f"{name}{' x '.join(factors)} = {size:,} bytes = {kibibytes(size)} per token{kept}"
 
 
-def cache_of(config: Mapping[str, Any], dtype: str = "", block_size: int = 16) -> CacheOf:
+def cache_of(
+    config: Mapping[str, Any], dtype: str = "", block_size: int = 16, kv_cache_dtype: str = SAME_DTYPE
+) -> CacheOf:
     """The cache of a decoder with attention in every layer, whatever its architecture is called. Layers of a family that is
     served have its windows; those of any other count as seeing every token.
 
     Args:
         config: a config.json; a multimodal one's text_config counts.
-        dtype: of the cache; empty: the config's own, or float32.
+        dtype: of the computation; empty: the config's own, or float32.
+        kv_cache_dtype: of KV_CACHE_DTYPES.
     Raises: ConfigError naming the field that is missing or makes no sense.
     """
     inner = config.get("text_config")
@@ -68,12 +84,13 @@ def cache_of(config: Mapping[str, Any], dtype: str = "", block_size: int = 16) -
     own = str(config.get("torch_dtype") or config.get("dtype") or "float32").removeprefix("torch.")
     dtype = dtype or own
     dtype_bytes(dtype)
+    dtype, scale_dtype = kv_elements(kv_cache_dtype, dtype)
     layers = _number(config, _LAYERS)
     context = _first(config, _CONTEXT)
     max_position = _checked(_CONTEXT[0], context) if context is not None else None
     if config.get("kv_lora_rank"):  # multi-head latent attention: one latent and one rotated key for all heads
         latent = _number(config, ("kv_lora_rank",)) + _number(config, ("qk_rope_head_dim",))
-        group = KvGroup(KvKind.LATENT, tuple(range(layers)), 1, (latent,), dtype, block_size)
+        group = KvGroup(KvKind.LATENT, tuple(range(layers)), 1, (latent,), dtype, block_size, scale_dtype=scale_dtype)
         return CacheOf(KvFormat((group,)), max_position)
     heads = _number(config, _HEADS)
     kv_heads = 1 if config.get("multi_query") is True and not config.get("new_decoder_architecture") else None
@@ -85,7 +102,9 @@ def cache_of(config: Mapping[str, Any], dtype: str = "", block_size: int = 16) -
             raise ConfigError("hidden_size", hidden, f"does not divide among {heads} heads, and head_dim is not given")
         head_dim = hidden // heads
     head_dim = _checked("head_dim", head_dim)
-    kv = windowed_format(_windows(config, layers), kv_heads, head_dim, block_size=block_size, dtype=dtype)
+    kv = windowed_format(
+        _windows(config, layers), kv_heads, head_dim, block_size=block_size, dtype=dtype, scale_dtype=scale_dtype
+    )
     return CacheOf(kv, max_position)
 
 

@@ -8,6 +8,8 @@ the pool shifted by 2 * l rows, and one set of indices (`block_rows`) serves all
            ^ layer 0         ^ layer 1: same indices, view starts here
 
 The same holds for single tokens: a slot is one token's K in one layer, its V lies block_size slots further.
+
+Of a quantized pool rows and slots are bytes: what is gathered is decoded at once, and attention is the same.
 """
 
 from __future__ import annotations
@@ -15,6 +17,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
+
+from diptych.kernels.kv_codes import SlotCodec
 
 
 class Scratch:
@@ -58,7 +62,8 @@ def write_kv(slots_view: Tensor, slots: Tensor, v_slots: Tensor, k: Tensor, v: T
     Args:
         slots_view: layer_slots(pool, layer).
         slots, v_slots: token_slots(...), and the same + block_size.
-        k, v: [num_tokens, num_kv_heads * head_dim]; rows may be strided.
+        k, v: [num_tokens, num_kv_heads * head_dim], or [num_tokens, slot_bytes] as SlotCodec.encode makes them; rows may be
+            strided.
     """
     slots_view.index_copy_(0, slots, k)
     slots_view.index_copy_(0, v_slots, v)
@@ -105,6 +110,7 @@ def paged_decode(
     scale: float,
     scratch: Scratch,
     softcap: float | None = None,
+    codec: SlotCodec | None = None,
 ) -> Tensor:
     """Attend one new token per sequence over its paged KV blocks; all sequences in one call.
 
@@ -115,10 +121,11 @@ def paged_decode(
             same sequence: they are read and masked, and a masked NaN would still spoil the result.
         mask: decode_mask(...), with max_blocks * block_size slots.
         softcap: scores become softcap * tanh(score / softcap) before the mask; None: they stay.
+        codec: of a quantized pool.
     Returns: [num_seqs, num_q_heads, head_dim].
     """
     num_seqs, num_q_heads, head_dim = q.shape
-    kv = torch.index_select(rows_view, 0, rows, out=scratch.take(rows.shape[0], rows_view))
+    kv = _gathered(rows_view, rows, scratch, codec, q.dtype)
     k, v = kv.view(2, num_seqs, -1, num_kv_heads, head_dim).transpose(2, 3)
     # The query heads that share a KV head become query positions: no copy of K or V for the group.
     folded = q.view(num_seqs, num_kv_heads, num_q_heads // num_kv_heads, head_dim)
@@ -149,10 +156,31 @@ def chunk_attention(
 
 
 def gather_kv(
-    rows_view: Tensor, rows: Tensor, num_tokens: int, num_kv_heads: int, head_dim: int, scratch: Scratch
+    rows_view: Tensor,
+    rows: Tensor,
+    num_tokens: int,
+    num_kv_heads: int,
+    head_dim: int,
+    scratch: Scratch,
+    codec: SlotCodec | None = None,
+    dtype: torch.dtype = torch.float32,
 ) -> tuple[Tensor, Tensor]:
-    """K and V of one sequence's first `num_tokens` tokens, each [num_tokens, num_kv_heads, head_dim], views of scratch.
-    rows: block_rows of the blocks that hold them."""
-    kv = torch.index_select(rows_view, 0, rows, out=scratch.take(rows.shape[0], rows_view))
-    k, v = kv.view(2, -1, num_kv_heads, head_dim)
+    """K and V of one sequence's first `num_tokens` tokens, each [num_tokens, num_kv_heads, head_dim], valid until the next
+    gather.
+
+    Args:
+        rows: block_rows of the blocks that hold them.
+        codec: of a quantized pool. dtype: into which it is decoded.
+    """
+    k, v = _gathered(rows_view, rows, scratch, codec, dtype).view(2, -1, num_kv_heads, head_dim)
     return k[:num_tokens], v[:num_tokens]
+
+
+def _gathered(
+    rows_view: Tensor, rows: Tensor, scratch: Scratch, codec: SlotCodec | None, dtype: torch.dtype
+) -> Tensor:
+    """[number of rows, block_size * num_kv_heads * head_dim]."""
+    kv = torch.index_select(rows_view, 0, rows, out=scratch.take(rows.shape[0], rows_view))
+    if codec is None:
+        return kv
+    return codec.decode(kv.view(rows.shape[0], -1, codec.slot_bytes), dtype).flatten(1)

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from diptych.common.addresses import is_loopback
 from diptych.common.checkpoint.modes import CHANGED, VERIFY_MODES
 from diptych.common.errors import ConfigError
-from diptych.common.kv_format import COMPUTE_DTYPES
+from diptych.common.kv_format import COMPUTE_DTYPES, KV_CACHE_DTYPES, SAME_DTYPE
 from diptych.engine.config import GRAMMAR_BACKENDS, POLICIES, PREEMPTION_MODES, EngineConfig
 from diptych.engine.overlap import MODES as OVERLAP_MODES
 from diptych.kvtransfer.wrappers import ciphers
@@ -76,7 +76,10 @@ class WorkerConfig:
         cluster: name of the cluster, a prefix of its keys in the store: several may share one.
         secret_file: the cluster secret, from which keys are derived.
         device: cpu or cuda.
-        dtype: of weights and KV: float32, float16, bfloat16, or auto: on a GPU the checkpoint's, on a CPU float32.
+        dtype: of weights and computation: float32, float16, bfloat16, or auto: on a GPU the checkpoint's, on a CPU
+            float32.
+        kv_cache_dtype: of the KV cache: auto (dtype), or with a scale for each token and head: fp8_e4m3, fp8_e5m2 or int8. Workers
+            of a pair need the same.
         backend: kernels: native (C, compiled at the first start; CPU), torch, triton (GPU), or auto: by the device; on
             a CPU native if available, else torch with a warning.
         batch_invariant: a request's tokens are the same to the bit alone and beside others, from any cache, in chunks of
@@ -178,6 +181,7 @@ class WorkerConfig:
     secret_file: str = ""
     device: str = "cpu"
     dtype: str = AUTO
+    kv_cache_dtype: str = SAME_DTYPE
     backend: str = AUTO
     batch_invariant: bool = False
     num_blocks: int = 0
@@ -252,6 +256,7 @@ class WorkerConfig:
             ("scheduling_policy", POLICIES),
             ("preemption_mode", PREEMPTION_MODES),
             ("dtype", (AUTO, *COMPUTE_DTYPES)),
+            ("kv_cache_dtype", KV_CACHE_DTYPES),
             ("backend", BACKENDS),
             ("kv_overlap", OVERLAP_MODES),
             ("grammar_backend", GRAMMAR_BACKENDS),

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from diptych.common.kv_format import KvFormat
+from diptych.common.kv_format import KvFormat, kv_elements
 from diptych.engine.capacity import kibibytes
 from diptych.engine.config import EngineConfig
 from diptych.kvtransfer.fabric.registry import transports
@@ -94,7 +94,7 @@ def is_open(config: WorkerConfig, name: str) -> bool:
 
 def _on_gpu(config: WorkerConfig, device: DeviceFacts, model: ModelFacts) -> dict[str, tuple[Any, str]]:
     dtype = model.dtype if is_open(config, "dtype") else config.dtype
-    per_token = model.kv.with_dtype(dtype).bytes_per_token
+    per_token = model.kv.with_dtype(*kv_elements(config.kv_cache_dtype, dtype)).bytes_per_token
     slab_bytes, why_bytes = config.slab_bytes, ""
     spec = transports().get(config.transport)
     if spec is not None and spec.in_process:

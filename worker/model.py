@@ -18,7 +18,7 @@ from diptych.common.block_identity import IdentityHeader
 from diptych.common.checkpoint.hashing import CheckpointHash
 from diptych.common.compat import Compat, identified
 from diptych.common.errors import ConfigError, InternalError
-from diptych.common.kv_format import COMPUTE_DTYPES, KvFormat
+from diptych.common.kv_format import COMPUTE_DTYPES, KvFormat, kv_elements
 from diptych.common.kv_groups import PoolDemand
 from diptych.common.sampling import SamplingParams
 from diptych.common.secret import derive_key, load_secret
@@ -148,7 +148,7 @@ def _load(
     config, lines = settled(config, device, facts)
     for line in lines:
         log.info("by default", setting=line)
-    kv = facts.kv.with_dtype(config.dtype)
+    kv = facts.kv.with_dtype(*kv_elements(config.kv_cache_dtype, config.dtype))
     max_model_len = config.max_model_len or parsed.max_position
     demand = PoolDemand(config.max_num_seqs, config.max_num_batched_tokens)
     budget = None
@@ -177,6 +177,7 @@ def _load(
         budget=budget,
         demand=demand,
         batch_invariant=config.batch_invariant,
+        kv_cache_dtype=config.kv_cache_dtype,
     )
     waited = time.monotonic()
     fingerprint = hashing.manifest().fingerprint
@@ -211,6 +212,7 @@ def _load(
     log.info(
         capacity_line(kv, runner.capabilities.group_blocks),
         dtype=config.dtype,
+        kv_dtype="+".join(kv.dtypes),
         kernels=runner.backend,
     )
     log.info(runner.weight_sizes.line())

@@ -37,7 +37,9 @@ class ServeConfig:
         tls_key: PEM file with the key of tls_cert.
         insecure: allow a `host` that other machines can reach without keys or TLS.
         device: cpu or cuda.
-        dtype: of weights and KV: float32, float16, bfloat16, or auto: on a GPU the checkpoint's, on a CPU float32.
+        dtype: of weights and computation: float32, float16, bfloat16, or auto: on a GPU the checkpoint's, on a CPU
+            float32.
+        kv_cache_dtype: of the KV cache: auto (dtype), or with a scale for each token and head: fp8_e4m3, fp8_e5m2 or int8.
         batch_invariant: a request's tokens are the same to the bit alone and beside others, from any cache, in chunks of
             any size; slower on a GPU.
         num_blocks: KV blocks; 0: as many as fit into kv_memory_bytes.
@@ -82,6 +84,7 @@ class ServeConfig:
     insecure: bool = False
     device: str = "cpu"
     dtype: str = AUTO
+    kv_cache_dtype: str = _WORKER.kv_cache_dtype
     batch_invariant: bool = _WORKER.batch_invariant
     num_blocks: int = 0
     kv_memory_bytes: int = 0

@@ -159,6 +159,7 @@ class ClusterPlan:
                 "max-num-batched-tokens": config.max_num_batched_tokens,
                 "max-step-time-s": config.max_step_time_s,
                 "dtype": config.dtype,
+                "kv-cache-dtype": config.kv_cache_dtype,
                 "device": config.device,
                 "threads": self.threads,
                 "verify-weights": config.verify_weights,

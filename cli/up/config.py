@@ -9,7 +9,7 @@ from pathlib import Path
 from diptych.common.addresses import is_loopback
 from diptych.common.checkpoint.modes import VERIFY_MODES
 from diptych.common.errors import ConfigError
-from diptych.common.kv_format import COMPUTE_DTYPES
+from diptych.common.kv_format import COMPUTE_DTYPES, KV_CACHE_DTYPES
 from diptych.kvtransfer.wrappers import ciphers
 from diptych.router.config import MOST_PROCESSES
 from diptych.worker.config import AUTO, MOST, WorkerConfig
@@ -41,7 +41,8 @@ class UpConfig:
         max_num_batched_tokens: of one step of a worker; 0: the worker's default.
         max_step_time_s: bound on a step's prefill; 0: only max_num_batched_tokens bounds it; not set: the worker's
             default.
-        dtype: of weights and KV: float32, float16, bfloat16, or auto: on GPUs the checkpoint's, on a CPU float32.
+        dtype: of weights and computation: float32, float16, bfloat16, or auto: on GPUs the checkpoint's, on a CPU float32.
+        kv_cache_dtype: of the KV cache: auto (dtype), or with a scale for each token and head: fp8_e4m3, fp8_e5m2 or int8.
         batch_invariant: a request's tokens are the same to the bit alone and beside others, from any cache, in chunks of
             any size, on any worker; slower on GPUs.
         device: cpu or cuda; on cuda each worker gets one GPU; with fewer GPUs than workers they share memory.
@@ -105,6 +106,7 @@ class UpConfig:
     max_num_batched_tokens: int = 0
     max_step_time_s: float | None = _WORKER.max_step_time_s
     dtype: str = _WORKER.dtype
+    kv_cache_dtype: str = _WORKER.kv_cache_dtype
     batch_invariant: bool = _WORKER.batch_invariant
     device: str = "cpu"
     prefill_gpus: str = ""
@@ -161,6 +163,7 @@ class UpConfig:
                 raise ConfigError(name, getattr(self, name), f"cannot be split: {error}") from None
         for name, known in (
             ("dtype", (AUTO, *COMPUTE_DTYPES)),
+            ("kv_cache_dtype", KV_CACHE_DTYPES),
             ("device", DEVICES),
             ("verify_weights", VERIFY_MODES),
             ("kv_encryption", ciphers.MODES),

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -166,7 +166,10 @@ def split_runs(lens: Sequence[int], max_tokens: int) -> list[tuple[int, int]]:
 class BatchBuilder:
     """Lays out steps for one model and pool."""
 
-    def __init__(self, description: ModelDescription, pool: KvPool, *, max_model_len: int) -> None:
+    def __init__(
+        self, description: ModelDescription, pool: KvPool, *, max_model_len: int, dtype: torch.dtype
+    ) -> None:
+        """dtype: of the computation."""
         self._pool, self._max_model_len = pool, max_model_len
         run_bytes = CPU_RUN_BYTES if pool.device.type == "cpu" else GPU_RUN_BYTES
         self._builders = [
@@ -174,7 +177,8 @@ class BatchBuilder:
                 group,
                 index,
                 windows=[description.windows[layer] for layer in group.group.layers],
-                run_tokens=max(1, run_bytes // group.group.layer_bytes_per_token(pool.kv.shard)),
+                run_tokens=max(1, run_bytes // _gathered_bytes(group, pool.kv, dtype)),
+                dtype=dtype,
             )
             for index, group in enumerate(pool.groups)
         ]
@@ -211,12 +215,21 @@ class BatchBuilder:
         )
 
 
+def _gathered_bytes(pool: GroupPool, kv: KvFormat, dtype: torch.dtype) -> int:
+    """K and V of a token in one layer, as attention reads them."""
+    group = pool.group
+    read = replace(group, dtype=str(dtype).removeprefix("torch."), scale_dtype="")
+    return read.layer_bytes_per_token(kv.shard)
+
+
 class _GroupBuilder:
     """Lays out steps in one KV group. windows: of its layers, which may be shorter than what the group keeps."""
 
-    def __init__(self, pool: GroupPool, index: int, *, windows: Sequence[int | None], run_tokens: int) -> None:
+    def __init__(
+        self, pool: GroupPool, index: int, *, windows: Sequence[int | None], run_tokens: int, dtype: torch.dtype
+    ) -> None:
         self._pool, self._index, self._run_tokens = pool, index, run_tokens
-        self._device, self._dtype = pool.tensor.device, pool.tensor.dtype
+        self._device, self._dtype = pool.tensor.device, dtype
         self._windows = sorted(set(windows), key=lambda w: w or 0)
 
     def build(self, seqs: Sequence[ScheduledSeq], num_single: int, positions: Tensor) -> GroupBatch:
@@ -293,32 +306,43 @@ class PagedAttention:
         """scratch: may be shared with other layers, which run before or after this one."""
         self._layer, self._scratch = layer, scratch
         self._group, place = pool.places[index]
-        self._rows, self._slots = pool.groups[self._group].rows(place), pool.groups[self._group].slots(place)
+        own = pool.groups[self._group]
+        self._rows, self._slots, self._codec = own.rows(place), own.slots(place), own.codec
         self._ops = attention_ops(pool.device.type)
 
-    def write(self, k: Tensor, v: Tensor, batch: StepBatch) -> None:
-        """k, v: [num_rows, num_kv_heads, head_dim]."""
-        group = batch.groups[self._group]
-        self._ops.write_kv(self._slots, group.slots, group.v_slots, k.flatten(1), v.flatten(1))
+    def write(self, k: Tensor, v: Tensor, batch: StepBatch) -> tuple[Tensor, Tensor]:
+        """k, v: [num_rows, num_kv_heads, head_dim]. Returns: the two as every reader of the pool gets them: what this step attends
+        to, too, so that a token's KV is the same to those of its chunk and to later ones."""
+        group, codec = batch.groups[self._group], self._codec
+        if codec is None:
+            self._ops.write_kv(self._slots, group.slots, group.v_slots, k.flatten(1), v.flatten(1))
+            return k, v
+        keys, values = codec.encode(k), codec.encode(v)
+        self._ops.write_kv(self._slots, group.slots, group.v_slots, keys, values)
+        if all(chunk.rows is not None for chunk in group.chunks):
+            return k, v  # everything is gathered
+        return codec.decode(keys, k.dtype), codec.decode(values, v.dtype)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, batch: StepBatch) -> Tensor:
-        """q: [num_rows, num_heads, head_dim]; k, v: as written. Returns: [num_rows, num_heads * head_dim]."""
+        """q: [num_rows, num_heads, head_dim]; k, v: what `write` returned. Returns: [num_rows, num_heads * head_dim]."""
         layer, group, parts = self._layer, batch.groups[self._group], []
         for run in group.runs:
             some = q[run.first : run.last]
             mask = run.masks[layer.window]
             parts.append(
                 self._ops.paged_decode(
-                    some, self._rows, run.rows, mask, layer.num_kv_heads, layer.scale, self._scratch, layer.softcap
-                )
+                    some, self._rows, run.rows, mask, layer.num_kv_heads, layer.scale, self._scratch, layer.softcap,
+                    self._codec,
+                )  # fmt: skip
             )
         for chunk in group.chunks:
             span = slice(chunk.first, chunk.last)
             keys, values = k[span], v[span]
             if chunk.rows is not None:
                 keys, values = self._ops.gather_kv(
-                    self._rows, chunk.rows, chunk.num_kv_tokens, layer.num_kv_heads, layer.head_dim, self._scratch
-                )
+                    self._rows, chunk.rows, chunk.num_kv_tokens, layer.num_kv_heads, layer.head_dim, self._scratch,
+                    self._codec, q.dtype,
+                )  # fmt: skip
             mask = chunk.masks[layer.window]
             parts.append(self._ops.chunk_attention(q[span], keys, values, mask, layer.scale, layer.softcap))
         return (parts[0] if len(parts) == 1 else torch.cat(parts)).flatten(1)

@@ -5,6 +5,9 @@ A tensor for each group, and not one arena with pages: a window group needs anot
 when the pool is made, and a page of one layer would cost each kernel a look into a table for every layer and block.
 
 The host tier is a second tensor of the same shape in (pinned) host memory; only a pool with one full group has it.
+
+A quantized group's tensor is bytes, [num_blocks, num_layers, 2, block_size, 1, slot_bytes], with codes and scales in each slot
+as common/kv_format.py says. What only moves KV sees slots of bytes in either case.
 """
 
 from __future__ import annotations
@@ -17,26 +20,51 @@ import xxhash
 from torch import Tensor
 
 from diptych.common.errors import ConfigError
-from diptych.common.kv_format import KvFormat, KvGroup, Shard, full_format, windowed_format
+from diptych.common.kv_format import (
+    SAME_DTYPE,
+    KvFormat,
+    KvGroup,
+    Shard,
+    full_format,
+    kv_elements,
+    windowed_format,
+)
 from diptych.engine.exec.models.description import ModelDescription
 from diptych.engine.exec.native.library import choose_moves
 from diptych.engine.messages import BlockCopy, DeviceRange, Payload
 from diptych.engine.runner import CopyHandle
 from diptych.kernels import kv_pack
+from diptych.kernels.kv_codes import SlotCodec
 from diptych.kernels.native.api import HugePages
 from diptych.kernels.native.kv_move import KvMoves
 from diptych.kernels.paged_attention import layer_rows, layer_slots
 
 
 def kv_format_of(
-    model: ModelDescription, *, block_size: int, dtype: str = "float32", window_groups: bool = False
+    model: ModelDescription,
+    *,
+    block_size: int,
+    dtype: str = "float32",
+    window_groups: bool = False,
+    kv_cache_dtype: str = SAME_DTYPE,
 ) -> KvFormat:
-    """Args: window_groups: layers with a window keep the window only; False: every token, of which they read the last ones."""
+    """
+    Args:
+        dtype: of the computation.
+        window_groups: layers with a window keep the window only; False: every token, of which they read the last ones.
+        kv_cache_dtype: one of KV_CACHE_DTYPES.
+    Raises: ConfigError.
+    """
     heads, head_dim = model.num_kv_heads, model.head_dim
+    elements, scales = kv_elements(kv_cache_dtype, dtype)
     if window_groups:
         windows = [window or 0 for window in model.windows]
-        return windowed_format(windows, heads, head_dim, block_size=block_size, dtype=dtype)
-    return full_format(model.num_layers, heads, head_dim, block_size=block_size, dtype=dtype)
+        return windowed_format(
+            windows, heads, head_dim, block_size=block_size, dtype=elements, scale_dtype=scales
+        )
+    return full_format(
+        model.num_layers, heads, head_dim, block_size=block_size, dtype=elements, scale_dtype=scales
+    )
 
 
 class BlockMover(Protocol):
@@ -69,9 +97,12 @@ class GroupPool:
         self, num_blocks: int, group: KvGroup, shard: Shard, device: torch.device, moves: KvMoves | None
     ) -> None:
         dtype: torch.dtype = getattr(torch, group.dtype)
-        shape = (
-            num_blocks, group.num_layers, len(group.dims), group.block_size, group.heads_per_rank(shard), group.dims[0]
-        )  # fmt: skip
+        slot: tuple[int, ...] = (group.heads_per_rank(shard), group.dims[0])
+        self.codec = SlotCodec.of(group, shard)
+        """None: the elements are stored as they are."""
+        if self.codec is not None:
+            dtype, slot = torch.uint8, (1, self.codec.slot_bytes)
+        shape = (num_blocks, group.num_layers, len(group.dims), group.block_size, *slot)
         self.group, self.num_blocks = group, num_blocks
         self.tensor: Tensor = _zeros(shape, num_blocks * group.block_bytes(shard), dtype, device)
         self.num_layers, self.block_size = group.num_layers, group.block_size
@@ -132,7 +163,10 @@ class GroupPool:
             # Slots past the tail are read (and masked) until they are written: a NaN that a former owner left there would
             # spoil this sequence. Finite numbers stay as they are.
             rest = self.tensor[block_ids[num_tokens // self.block_size], :, :, tail:]
-            rest.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+            if self.codec is not None:
+                self.codec.scrub(rest)
+            else:
+                rest.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
         return None
 
 
@@ -168,7 +202,7 @@ class KvPool:
             dtype=first.dtype,
             pin_memory=device.type == "cuda" and num_host_blocks > 0,
         )
-        self.kv, self.device, self.dtype = kv, first.device, first.dtype
+        self.kv, self.device = kv, first.device
         self.block_size, self.num_layers = kv.block_size, kv.num_layers
         self.bytes_per_token = kv.bytes_per_token
         places = {layer: (g, i) for g, group in enumerate(kv.groups) for i, layer in enumerate(group.layers)}
@@ -187,7 +221,8 @@ class KvPool:
         return group.tensor
 
     def layer(self, index: int) -> Tensor:
-        """[num_blocks, 2, block_size, num_kv_heads, head_dim] of a layer of the model, a view."""
+        """[num_blocks, 2, block_size, num_kv_heads, head_dim] of a layer of the model, a view; of a quantized group
+        [num_blocks, 2, block_size, 1, slot_bytes]."""
         group, layer = self.places[index]
         return self.groups[group].tensor[:, layer]
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from diptych.common.errors import ConfigError, InternalError
-from diptych.common.kv_format import COMPUTE_DTYPES, dtype_bytes
+from diptych.common.kv_format import COMPUTE_DTYPES, SAME_DTYPE, dtype_bytes
 from diptych.common.kv_groups import PoolDemand
 from diptych.engine.exec.backends.base import Layout
 from diptych.engine.exec.backends.registry import plan_for
@@ -159,8 +159,9 @@ class TorchModelRunner:
         graph_sizes: Sequence[int] | None = None,
         chunk_graphs: Sequence[tuple[int, int]] | None = None,
         demand: PoolDemand | None = None,
+        kv_cache_dtype: str = SAME_DTYPE,
     ) -> None:
-        """Args: num_blocks, demand: see load."""
+        """Args: num_blocks, demand, kv_cache_dtype: see load."""
         weights, plan = model.weights, model.plan
         like, description = weights.embedding, weights.description
         self.description = description
@@ -170,8 +171,14 @@ class TorchModelRunner:
         """Which faster back end refuses which blocks, and why."""
         self.weight_sizes = weights.sizes()
         self.adapters = weights.adapters
-        self.kv_dtype = str(like.dtype).removeprefix("torch.")
-        kv = kv_format_of(description, block_size=block_size, dtype=self.kv_dtype, window_groups=demand is not None)
+        kv = kv_format_of(
+            description,
+            block_size=block_size,
+            dtype=str(like.dtype).removeprefix("torch."),
+            window_groups=demand is not None,
+            kv_cache_dtype=kv_cache_dtype,
+        )
+        self.kv_dtype = "+".join(kv.dtypes)
         self.pool = KvPool(
             (num_blocks,) if demand is None else demand.group_blocks(kv, num_blocks),
             kv,
@@ -216,11 +223,12 @@ class TorchModelRunner:
         budget: PoolBudget | None = None,
         demand: PoolDemand | None = None,
         batch_invariant: bool = False,
+        kv_cache_dtype: str = SAME_DTYPE,
     ) -> TorchModelRunner:
         """Load a local Hugging Face folder.
 
         Args:
-            device: "cpu" or "cuda". dtype: "float32", "bfloat16" or "float16", of weights and KV.
+            device: "cpu" or "cuda". dtype: "float32", "bfloat16" or "float16", of weights and computation.
             num_blocks: of the pool, where it keeps every token; counts only without a budget.
             budget: device "cuda" only: as many blocks as it leaves room for, by a trial (engine.exec.cuda.sizing).
             max_model_len: None: what the model was trained for.
@@ -232,6 +240,7 @@ class TorchModelRunner:
                 with chunks. None: the default ones.
             demand: layers with a window keep that window only, in KV groups whose pools are sized by it; None: every token.
             batch_invariant: a sequence's tokens do not depend on the rest of its steps: see plan_for.
+            kv_cache_dtype: of KV_CACHE_DTYPES: "auto" is `dtype`; the others are quantized, with scales.
         Raises: ConfigError naming the field.
         """
         folder = Path(path)
@@ -253,7 +262,13 @@ class TorchModelRunner:
         length = description.max_position if max_model_len is None else max_model_len
         if not 1 <= length <= description.max_position:
             raise ConfigError("max_model_len", length, f"must be between 1 and the model's {description.max_position}")
-        kv = kv_format_of(description, block_size=block_size, dtype=dtype, window_groups=demand is not None)
+        kv = kv_format_of(
+            description,
+            block_size=block_size,
+            dtype=dtype,
+            window_groups=demand is not None,
+            kv_cache_dtype=kv_cache_dtype,
+        )
         check_pool(kv, num_host_blocks)
         plan = plan_for(
             description, kv, device_type=device, dtype=DTYPES[dtype], wanted=backend, batch_invariant=batch_invariant
@@ -288,6 +303,7 @@ class TorchModelRunner:
                 graph_sizes=sizes,
                 chunk_graphs=shapes,
                 demand=demand,
+                kv_cache_dtype=kv_cache_dtype,
             )
 
         if budget is not None:

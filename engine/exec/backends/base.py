@@ -10,7 +10,14 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from diptych.common.errors import ConfigError
-from diptych.common.kv_format import COMPUTE_DTYPES, KvFormat, KvKind
+from diptych.common.kv_format import (
+    COMPUTE_DTYPES,
+    KV_SCALE_DTYPE,
+    QUANTIZED_KV,
+    KvFormat,
+    KvKind,
+    dtype_bytes,
+)
 from diptych.engine.exec.kv_pool import KvPool
 from diptych.engine.exec.layers.attention import Attention
 from diptych.engine.exec.layers.block import DecoderBlock
@@ -180,16 +187,26 @@ def method_refusal(block: AnyBlock, methods: Container[str]) -> str | None:
     return f"it has no linear method {unknown[0]}" if unknown else None
 
 
-def kv_refusal(kv: KvFormat) -> str | None:
-    """Why no back end can use a pool of this format: engine.exec.kv_pool holds elements that are computed with, and no
-    scales. None: it can."""
+def kv_refusal(kv: KvFormat, codes: Container[str] = ()) -> str | None:
+    """Why a back end cannot use a pool of this format: engine.exec.kv_pool holds elements that are computed with, or codes with
+    a scale for each token and head.
+
+    Args: codes: dtypes of codes that the back end reads and writes.
+    Returns: None: it can.
+    """
     for group in kv.groups:
         if group.kind not in (KvKind.FULL, KvKind.WINDOW):
             return f"the KV pool has no {group.kind} group"
-        if group.scale_dtype:
-            return f"the KV pool has no scales: {group.name} has them in {group.scale_dtype}"
-        if group.dtype not in COMPUTE_DTYPES:
-            return f"the KV pool holds no {group.dtype}"
+        if not group.quantized:
+            if group.dtype not in COMPUTE_DTYPES:
+                return f"the KV pool holds no {group.dtype} without scales"
+            continue
+        if group.dtype not in QUANTIZED_KV.values() or group.scale_dtype != KV_SCALE_DTYPE:
+            return f"the KV pool holds no {group.dtype} with scales in {group.scale_dtype}"
+        if group.dtype not in codes:
+            return f"it has no attention over KV in {group.dtype}"
+        if group.scales_offset(kv.shard) % dtype_bytes(KV_SCALE_DTYPE):
+            return f"a slot's codes must end at a multiple of {dtype_bytes(KV_SCALE_DTYPE)} bytes, for the scales behind them"
     return None
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import gelu, silu
 
-from diptych.common.kv_format import KvFormat
+from diptych.common.kv_format import QUANTIZED_KV, KvFormat
 from diptych.engine.exec.attention import BatchBuilder, PagedAttention, StepBatch
 from diptych.engine.exec.backends.base import (
     DENSE,
@@ -50,7 +50,7 @@ class TorchBackend:
 
     def refusal(self, block: AnyBlock, kv: KvFormat) -> str | None:
         """See Backend.refusal. It has every method."""
-        return kv_refusal(kv) or field_refusal(block, _TAKES) or method_refusal(block, METHODS)
+        return kv_refusal(kv, QUANTIZED_KV.values()) or field_refusal(block, _TAKES) or method_refusal(block, METHODS)
 
     def keep(self, method: LinearMethod, weights: LinearWeights) -> LoadedLinear:
         """See Backend.keep."""
@@ -67,7 +67,7 @@ class TorchRuntime:
     def __init__(self, weights: ModelWeights, pool: KvPool, max_model_len: int) -> None:
         self._weights, self._pool = weights, pool
         self._description = description = weights.description
-        self._batches = BatchBuilder(description, pool, max_model_len=max_model_len)
+        self._batches = BatchBuilder(description, pool, max_model_len=max_model_len, dtype=weights.embedding.dtype)
         scratch = Scratch()
         attentions = [block.attention for block in description.blocks]
         self._attention = [PagedAttention(layer, i, pool, scratch) for i, layer in enumerate(attentions)]
@@ -100,7 +100,7 @@ class TorchRuntime:
             layer, block = weights.blocks[index], description.blocks[index]
             is_last = index == description.num_layers - 1
             q, k, v = _qkv(block.attention, layer, layer.attention_norm(x), rows, *turned[self._ropes[index]])
-            self._attention[index].write(k, v, batch)
+            k, v = self._attention[index].write(k, v, batch)
             if is_last and not batch.sample_rows:
                 return None
             attended = self._attention[index].attend(q, k, v, batch)
