@@ -13,7 +13,8 @@ that any slice, reordering or shard of the block includes them. They lie behind 
 
     slot    [head 0 codes][head 1 codes] ... [scale 0][scale 1] ...       one part of one token in one layer
 
-An element is code x scale. A scale is the largest magnitude among the head's elements, divided by LARGEST_CODE.
+An element is code x scale. A scale is the largest magnitude among the head's elements, divided by the largest code: 448, 57344
+or 127.
 
 With tensor parallelism each rank holds the heads of its `Shard`. Latent and recurrent groups are replicated.
 
@@ -60,8 +61,6 @@ QUANTIZED_KV: Mapping[str, str] = {"fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "flo
 """Quantized caches by the name that the setting `kv_cache_dtype` has for them: dtype of the codes."""
 KV_SCALE_DTYPE = "float32"
 KV_CACHE_DTYPES = (SAME_DTYPE, *QUANTIZED_KV)
-LARGEST_CODE: Mapping[str, float] = {"float8_e4m3fn": 448.0, "float8_e5m2": 57344.0, "int8": 127.0}
-"""Of each dtype of codes: what the largest element of a token's head becomes."""
 
 
 def dtype_bytes(name: str, field: str = "dtype") -> int:
@@ -458,7 +457,13 @@ def windowed_format(
         layers.setdefault(window, []).append(layer)
     groups = (
         kv_group(
-            layers[window], num_kv_heads, head_dim, block_size=block_size, dtype=dtype, window=window, scale_dtype=scale_dtype
+            layers[window],
+            num_kv_heads,
+            head_dim,
+            block_size=block_size,
+            dtype=dtype,
+            window=window,
+            scale_dtype=scale_dtype,
         )
         for window in sorted(layers)
     )

@@ -176,9 +176,7 @@ def gather_kv(
     return k[:num_tokens], v[:num_tokens]
 
 
-def _gathered(
-    rows_view: Tensor, rows: Tensor, scratch: Scratch, codec: SlotCodec | None, dtype: torch.dtype
-) -> Tensor:
+def _gathered(rows_view: Tensor, rows: Tensor, scratch: Scratch, codec: SlotCodec | None, dtype: torch.dtype) -> Tensor:
     """[number of rows, block_size * num_kv_heads * head_dim]."""
     kv = torch.index_select(rows_view, 0, rows, out=scratch.take(rows.shape[0], rows_view))
     if codec is None:

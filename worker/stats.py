@@ -13,7 +13,16 @@ from diptych.worker.gpu import GpuNumbers, GpuReading
 from diptych.worker.host_facts import HostFacts
 
 SETTINGS = (
-    *("device", "dtype", "kv_cache_dtype", "threads", "block_size", "max_num_seqs", "max_num_batched_tokens", "max_step_time_s"),
+    *(
+        "device",
+        "dtype",
+        "kv_cache_dtype",
+        "threads",
+        "block_size",
+        "max_num_seqs",
+        "max_num_batched_tokens",
+        "max_step_time_s",
+    ),
     *("mixed_step_time_s", "max_mixed_prefill_tokens", "num_host_blocks", "disk_kv_dir", "preemption_mode"),
     *("transport", "slab_bytes", "num_slabs", "enable_prefix_caching"),
 )

@@ -166,9 +166,7 @@ def split_runs(lens: Sequence[int], max_tokens: int) -> list[tuple[int, int]]:
 class BatchBuilder:
     """Lays out steps for one model and pool."""
 
-    def __init__(
-        self, description: ModelDescription, pool: KvPool, *, max_model_len: int, dtype: torch.dtype
-    ) -> None:
+    def __init__(self, description: ModelDescription, pool: KvPool, *, max_model_len: int, dtype: torch.dtype) -> None:
         """dtype: of the computation."""
         self._pool, self._max_model_len = pool, max_model_len
         run_bytes = CPU_RUN_BYTES if pool.device.type == "cpu" else GPU_RUN_BYTES
@@ -331,18 +329,31 @@ class PagedAttention:
             mask = run.masks[layer.window]
             parts.append(
                 self._ops.paged_decode(
-                    some, self._rows, run.rows, mask, layer.num_kv_heads, layer.scale, self._scratch, layer.softcap,
+                    some,
+                    self._rows,
+                    run.rows,
+                    mask,
+                    layer.num_kv_heads,
+                    layer.scale,
+                    self._scratch,
+                    layer.softcap,
                     self._codec,
-                )  # fmt: skip
+                )
             )
         for chunk in group.chunks:
             span = slice(chunk.first, chunk.last)
             keys, values = k[span], v[span]
             if chunk.rows is not None:
                 keys, values = self._ops.gather_kv(
-                    self._rows, chunk.rows, chunk.num_kv_tokens, layer.num_kv_heads, layer.head_dim, self._scratch,
-                    self._codec, q.dtype,
-                )  # fmt: skip
+                    self._rows,
+                    chunk.rows,
+                    chunk.num_kv_tokens,
+                    layer.num_kv_heads,
+                    layer.head_dim,
+                    self._scratch,
+                    self._codec,
+                    q.dtype,
+                )
             mask = chunk.masks[layer.window]
             parts.append(self._ops.chunk_attention(q[span], keys, values, mask, layer.scale, layer.softcap))
         return (parts[0] if len(parts) == 1 else torch.cat(parts)).flatten(1)

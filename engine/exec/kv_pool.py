@@ -59,12 +59,8 @@ def kv_format_of(
     elements, scales = kv_elements(kv_cache_dtype, dtype)
     if window_groups:
         windows = [window or 0 for window in model.windows]
-        return windowed_format(
-            windows, heads, head_dim, block_size=block_size, dtype=elements, scale_dtype=scales
-        )
-    return full_format(
-        model.num_layers, heads, head_dim, block_size=block_size, dtype=elements, scale_dtype=scales
-    )
+        return windowed_format(windows, heads, head_dim, block_size=block_size, dtype=elements, scale_dtype=scales)
+    return full_format(model.num_layers, heads, head_dim, block_size=block_size, dtype=elements, scale_dtype=scales)
 
 
 class BlockMover(Protocol):
@@ -98,9 +94,10 @@ class GroupPool:
     ) -> None:
         dtype: torch.dtype = getattr(torch, group.dtype)
         slot: tuple[int, ...] = (group.heads_per_rank(shard), group.dims[0])
-        self.codec = SlotCodec.of(group, shard)
+        self.codec: SlotCodec | None = None
         """None: the elements are stored as they are."""
-        if self.codec is not None:
+        if group.quantized:
+            self.codec = SlotCodec(*slot, dtype, group.slot_bytes(shard))
             dtype, slot = torch.uint8, (1, self.codec.slot_bytes)
         shape = (num_blocks, group.num_layers, len(group.dims), group.block_size, *slot)
         self.group, self.num_blocks = group, num_blocks

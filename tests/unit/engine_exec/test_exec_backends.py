@@ -183,8 +183,8 @@ def test_norms_of_queries_and_keys_are_both_there_or_neither():
 @pytest.mark.parametrize(
     ("kv", "reason"),
     [
-        (full_format(6, 2, 8, block_size=8, dtype="float8_e4m3fn", scale_dtype="float32"), "no scales"),
-        (full_format(6, 2, 8, block_size=8, dtype="float8_e4m3fn"), "no float8_e4m3fn"),
+        (full_format(6, 2, 8, block_size=8, dtype="int8", scale_dtype="float16"), "no int8 with scales in float16"),
+        (full_format(6, 2, 8, block_size=8, dtype="float8_e4m3fn"), "no float8_e4m3fn without scales"),
         (KvFormat((KvGroup(KvKind.LATENT, tuple(range(6)), 1, (16,), "float32", 8),)), "no latent group"),
     ],
 )
