@@ -78,8 +78,8 @@ class WorkerConfig:
         device: cpu or cuda.
         dtype: of weights and computation: float32, float16, bfloat16, or auto: on a GPU the checkpoint's, on a CPU
             float32.
-        kv_cache_dtype: of the KV cache: auto (dtype), or with a scale for each token and head: fp8_e4m3, fp8_e5m2 or int8. Workers
-            of a pair need the same.
+        kv_cache_dtype: of the KV cache: auto (dtype), or with a scale for each token and head: fp8_e4m3, fp8_e5m2 or int8.
+            Workers of a pair need the same.
         backend: kernels: native (C, compiled at the first start; CPU), torch, triton (GPU), or auto: by the device; on
             a CPU native if available, else torch with a warning.
         batch_invariant: a request's tokens are the same to the bit alone and beside others, from any cache, in chunks of

@@ -309,8 +309,8 @@ class PagedAttention:
         self._ops = attention_ops(pool.device.type)
 
     def write(self, k: Tensor, v: Tensor, batch: StepBatch) -> tuple[Tensor, Tensor]:
-        """k, v: [num_rows, num_kv_heads, head_dim]. Returns: the two as every reader of the pool gets them: what this step attends
-        to, too, so that a token's KV is the same to those of its chunk and to later ones."""
+        """k, v: [num_rows, num_kv_heads, head_dim]. Returns: the two as every reader of the pool gets them. This step attends to
+        these, too, so that a token's KV is the same to those of its chunk and to later ones."""
         group, codec = batch.groups[self._group], self._codec
         if codec is None:
             self._ops.write_kv(self._slots, group.slots, group.v_slots, k.flatten(1), v.flatten(1))

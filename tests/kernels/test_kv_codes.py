@@ -44,7 +44,8 @@ def test_codes_are_the_nearest_ones_of_each_head(dtype):
         [[[rng.gauss(0, 1) * 10 ** rng.uniform(-3, 0) for _ in range(8)] for _ in range(3)] for _ in range(40)]
     )
     slots = codec.encode(x)
-    assert slots.shape == (40, codec.slot_bytes) and codec.slot_bytes == 3 * (8 + 4)
+    assert slots.shape == (40, codec.slot_bytes)
+    assert codec.slot_bytes == 3 * (8 + 4)
     codes, scales = codec.codes_of(slots), codec.scales_of(slots)
     for token in range(40):
         for head in range(3):
@@ -119,7 +120,8 @@ def test_an_element_does_not_depend_on_the_other_tokens_or_heads(dtype):
     codes, scales = quantize(x, dtype)
     for token in range(17):
         alone, scale = quantize(x[token : token + 1, 1:2], dtype)
-        assert torch.equal(alone.float()[0, 0], codes[token, 1].float()) and scale[0, 0] == scales[token, 1]
+        assert torch.equal(alone.float()[0, 0], codes[token, 1].float())
+        assert scale[0, 0] == scales[token, 1]
 
 
 def test_quantized_twice_is_quantized_once(dtype):
