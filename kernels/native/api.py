@@ -20,6 +20,10 @@ _PIECE_BYTES = 64 << 20
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}
 """Of the gate, by the name that engine.exec.layers.mlp gives them: what Layer.activation holds."""
 MAX_HEAD_DIM = 256
+FLOAT_BYTES = 4
+FLOATS = 0
+KV_CODES = {"int8": 1, "float8_e4m3fn": 2, "float8_e5m2": 3}
+"""Of a quantized KV pool, by the dtype of its codes: what Model.kv_codes holds."""
 
 
 class Layer(ctypes.Structure):
@@ -29,8 +33,8 @@ class Layer(ctypes.Structure):
     post_feedforward_norm are applied to what attention, or the feed-forward part, adds to the residual. A family that
     multiplies by (1 + w) stores 1 + w here.
 
-    cosines, sines: [positions, head_dim / 2] each. kv: address of block 0's K; its V lies block_size tokens behind.
-    block_step: floats from one block to the next. group: of Step.groups.
+    cosines, sines: [positions, head_dim / 2] each. kv: address of block 0's K; its V lies block_size tokens behind. A token's
+    codes and scales lie as kv_codes.h says. block_step: floats from one block to the next. group: of Step.groups.
     window: tokens a query sees; 0: all. activation: of ACTIVATIONS. scale: of the queries.
     softcap: a score s becomes softcap * tanh(s / softcap); 0: it stays.
     """
@@ -51,11 +55,11 @@ class Layer(ctypes.Structure):
 
 
 class Model(ctypes.Structure):
-    """What all layers share. eps: of every norm."""
+    """What all layers share. kv_codes: FLOATS, or of KV_CODES. eps: of every norm."""
 
     _fields_: ClassVar[Any] = [
         ("layers", POINTER(Layer)),
-        *((name, c_int64) for name in ("hidden", "ffn", "heads", "kv_heads", "head_dim", "block_size")),
+        *((name, c_int64) for name in ("hidden", "ffn", "heads", "kv_heads", "head_dim", "block_size", "kv_codes")),
         ("eps", c_float),
     ]
 

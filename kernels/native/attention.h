@@ -1,5 +1,5 @@
 /* Attention straight from the paged pool [blocks][layers][2][block_size][kv_heads][head_dim], for rows that are alone in their
- * sequence's step; attention_tile.h has those that come in chunks.
+ * sequence's step; attention_tile.h has those that come in chunks. Of a quantized pool a token has a slot as kv_codes.h says.
  *
  * One task serves a row and one KV head with the query heads that share it, or, where there are many rows, a row with all its
  * heads. Every query goes through its tokens in their order, and every sum over lanes has its one order: a result depends neither
@@ -8,11 +8,13 @@
 #ifndef DIPTYCH_ATTENTION_H
 #define DIPTYCH_ATTENTION_H
 
+#include "kv_codes.h"
 #include "matmul.h"
 
 #define MAX_HEAD_DIM 256
 #define MAX_ROW 4096      /* heads * head_dim of a row that goes through the KV with all its heads */
 #define MAX_ROW_HEADS 64
+#define DECODED 32        /* tokens whose codes are decoded at a time */
 #define ROW_SCORES (32 << 10) /* of a row with all its heads: 128 KiB, so that they stay in the cache. Longer ones go head by head */
 
 struct attention {
@@ -24,6 +26,7 @@ struct attention {
     float *scores;          /* [threads][scores_step], room for TILE * max_len at least */
     long scores_step, whole_rows; /* whole_rows: single rows go with all heads, where they fit */
     long num_tiles, block_step, v_offset, block_size, kv_heads, group, head_dim, q_step, out_step, max_len;
+    long codes, slot;       /* kind of codes; floats of a token's K, or V, of all heads */
     long window;            /* tokens that a query sees; 0: all. What lies before the first of them is not read */
     float scale;            /* of the queries */
     float softcap;          /* a score s becomes softcap * tanh(s / softcap); 0: it stays */
@@ -167,11 +170,30 @@ INLINE float weigh(float *own, long first, long last, long begin, long end, floa
     return total;
 }
 
+/* K of tokens from `t` on, or V, of one KV head as floats `step` apart: at most `count`, within a block. */
+struct stretch {
+    const float *rows;
+    long step, count;
+};
+
+/* offset: 0, or v_offset. room: DECODED * head_dim floats. */
+INLINE struct stretch head_rows(const struct attention *a, const int64_t *table, long kv_head, long offset, long t, long count,
+                                float *room) {
+    long inside = t % a->block_size;
+    const float *slots = a->pool + table[t / a->block_size] * a->block_step + offset + inside * a->slot;
+    count = min_long(count, a->block_size - inside);
+    if (a->codes == FLOATS) return (struct stretch){slots + kv_head * a->head_dim, a->slot, count};
+    count = min_long(count, DECODED);
+    for (long i = 0; i < count; i++)
+        decode_head(a->codes, slots + i * a->slot, a->kv_heads, kv_head, a->head_dim, room + i * a->head_dim);
+    return (struct stretch){room, a->head_dim, count};
+}
+
 /* One row and `heads` query heads of a KV head, from `head` on. */
 INLINE void attend_heads(const int heads, const struct attention *a, const int64_t *table, long kv_head, long head, long row,
                          long position, float *scores) {
-    float q[TILE][MAX_HEAD_DIM], sums[TILE][MAX_HEAD_DIM], totals[TILE];
-    long dim = a->head_dim, step = a->kv_heads * dim, size = a->block_size, end = position + 1;
+    float q[TILE][MAX_HEAD_DIM], sums[TILE][MAX_HEAD_DIM], totals[TILE], room[DECODED * MAX_HEAD_DIM];
+    long dim = a->head_dim, end = position + 1;
     long first = first_seen(a, position);
     struct ahead none = {a->pool, 0};
     for (int j = 0; j < heads; j++) {
@@ -182,18 +204,16 @@ INLINE void attend_heads(const int heads, const struct attention *a, const int64
         }
     }
     for (long t = first; t < end;) {
-        long offset = t % size, count = min_long(size - offset, end - t);
-        const float *k = a->pool + table[t / size] * a->block_step + kv_head * dim + offset * step;
-        block_scores(heads, q[0], MAX_HEAD_DIM, k, step, dim, count, none, scores + t, a->max_len);
-        t += count;
+        struct stretch k = head_rows(a, table, kv_head, 0, t, end - t, room);
+        block_scores(heads, q[0], MAX_HEAD_DIM, k.rows, k.step, dim, k.count, none, scores + t, a->max_len);
+        t += k.count;
     }
     for (int j = 0; j < heads; j++) totals[j] = weigh(scores + j * a->max_len, first, end, first, end, a->softcap);
     for (long t = first; t < end;) {
-        long offset = t % size, count = min_long(size - offset, end - t);
-        const float *v = a->pool + table[t / size] * a->block_step + a->v_offset + kv_head * dim + offset * step;
+        struct stretch v = head_rows(a, table, kv_head, a->v_offset, t, end - t, room);
         for (long d = 0; d < dim; d += PANEL)
-            block_values(heads, scores + t, a->max_len, v + d, step, count, none, sums[0] + d, MAX_HEAD_DIM);
-        t += count;
+            block_values(heads, scores + t, a->max_len, v.rows + d, v.step, v.count, none, sums[0] + d, MAX_HEAD_DIM);
+        t += v.count;
     }
     for (int j = 0; j < heads; j++) {
         float *to = a->out + row * a->out_step + (head + j) * dim;
@@ -201,8 +221,8 @@ INLINE void attend_heads(const int heads, const struct attention *a, const int64
     }
 }
 
-/* One row with all its heads: a block's K of all KV heads is one stretch of memory, and so is its V. `together` query heads of
- * a KV head go through it at a time. */
+/* One row with all its heads, of a pool of floats: a block's K of all KV heads is one stretch of memory, and so is its V.
+ * `together` query heads of a KV head go through it at a time. */
 INLINE void attend_row(const int together, const struct attention *a, const int64_t *table, long row, long position,
                        float *scores) {
     float q[MAX_ROW], totals[MAX_ROW_HEADS], *out = a->out + row * a->out_step;
@@ -256,7 +276,8 @@ INLINE void attend_row(const int together, const struct attention *a, const int6
 /* One row: with all its heads where that is wanted and fits (the task of the first KV head serves them all then). */
 static void attend_single(const struct attention *a, const int64_t *table, long kv_head, long row, long position, float *scores) {
     long heads = heads_together(a->group), all = a->kv_heads * a->group;
-    if (a->whole_rows && all * (position + 1) <= min_long(ROW_SCORES, a->scores_step) && all <= MAX_ROW_HEADS && all * a->head_dim <= MAX_ROW) {
+    if (a->whole_rows && a->codes == FLOATS && all * (position + 1) <= min_long(ROW_SCORES, a->scores_step) &&
+        all <= MAX_ROW_HEADS && all * a->head_dim <= MAX_ROW) {
         if (kv_head) return;
 #define ROW(H) case H: attend_row(H, a, table, row, position, scores); break;
         switch (heads) { EACH_COUNT(ROW) }

@@ -51,27 +51,34 @@ struct sequence {
     long head, first;
 };
 
-INLINE const float *token_at(const struct sequence *s, long t) {
-    const struct attention *a = s->a;
-    return a->pool + s->table[t / a->block_size] * a->block_step + (t % a->block_size * a->kv_heads + s->head) * a->head_dim;
-}
-
 static const float no_key[MAX_HEAD_DIM];
+
+/* K of token t, or V where offset is v_offset: in the pool, or decoded into `room`; zeros for what is not read. */
+INLINE const float *token_at(const struct sequence *s, long t, long offset, float *room) {
+    const struct attention *a = s->a;
+    if (t < s->first) return no_key;
+    const float *slot = a->pool + s->table[t / a->block_size] * a->block_step + offset + t % a->block_size * a->slot;
+    if (a->codes == FLOATS) return slot + s->head * a->head_dim;
+    decode_head(a->codes, slot, a->kv_heads, s->head, a->head_dim, room);
+    return room;
+}
 
 /* K of tokens [t, t + count) as panels [dim][PANEL]; zeros behind the last one and for what is not read. */
 INLINE void pack_keys(const struct sequence *s, long t, long count, float *to) {
     long dim = s->a->head_dim;
     for (long i = 0; i < KEYS; i += 8) {
+        float room[8][MAX_HEAD_DIM];
         const float *rows[8];
-        for (int r = 0; r < 8; r++) rows[r] = i + r < count && t + i + r >= s->first ? token_at(s, t + i + r) : no_key;
+        for (int r = 0; r < 8; r++) rows[r] = i + r < count ? token_at(s, t + i + r, 0, room[r]) : no_key;
         for (long d = 0; d < dim; d += 8) transpose8(rows, d, to + (i / PANEL * dim + d) * PANEL + i % PANEL, PANEL);
     }
 }
 
 INLINE void pack_values(const struct sequence *s, long t, long count, float *to) {
+    long dim = s->a->head_dim;
     for (long i = 0; i < count; i++) {
-        const float *from = t + i < s->first ? no_key : token_at(s, t + i) + s->a->v_offset;
-        memcpy(to + i * s->a->head_dim, from, s->a->head_dim * sizeof(float));
+        const float *from = token_at(s, t + i, s->a->v_offset, to + i * dim);
+        if (from != to + i * dim) memcpy(to + i * dim, from, dim * sizeof(float));
     }
 }
 

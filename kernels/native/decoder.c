@@ -15,7 +15,7 @@ struct layer {
     const float *input_norm, *qkv, *qkv_bias, *q_norm, *k_norm, *o, *o_bias, *post_attention_norm, *pre_feedforward_norm,
         *gate_up, *gate_up_bias, *down, *down_bias, *post_feedforward_norm;
     const float *cosines, *sines;      /* [positions][head_dim / 2] */
-    float *kv;                         /* K of block 0; its V lies block_size rows behind */
+    float *kv;                         /* K of block 0; its V lies block_size slots behind */
     int64_t block_step;                /* floats from one block to the next */
     int64_t group;                     /* of the step: whose blocks and slots are this layer's */
     int64_t window, activation;        /* window: tokens that a query sees; 0: all */
@@ -24,11 +24,11 @@ struct layer {
 
 struct model {
     const struct layer *layers;
-    int64_t hidden, ffn, heads, kv_heads, head_dim, block_size;
+    int64_t hidden, ffn, heads, kv_heads, head_dim, block_size, kv_codes; /* kv_codes: of enum kv_codes */
     float eps;
 };
 
-/* blocks: the block tables, which may hold anything for blocks that lie before every window. slots: rows of kv, one for each row
+/* blocks: the block tables, which may hold anything for blocks that lie before every window. slots: of kv, one for each row
  * of the step. */
 struct group {
     const int64_t *blocks, *slots;
@@ -107,6 +107,7 @@ static void turn_task(const void *context, long task, int thread) {
     const struct model *m = job->model;
     const struct layer *layer = job->layer;
     long dim = m->head_dim, half = dim / 2, kv_size = m->kv_heads * dim, all = m->heads + 2 * m->kv_heads;
+    long slot = slot_floats(m->kv_codes, m->kv_heads, dim);
     (void)thread;
     for (long r = task * NORM_ROWS; r < min_long(job->step->rows, (task + 1) * NORM_ROWS); r++) {
         float *row = job->step->qkv + r * all * dim, *k = row + m->heads * dim;
@@ -117,15 +118,21 @@ static void turn_task(const void *context, long task, int thread) {
             if (weight) norm_row(row + h * dim, weight, dim, m->eps, row + h * dim);
             rotate(row + h * dim, cosine, sine, half);
         }
-        float *to = layer->kv + job->step->groups[layer->group].slots[r] * kv_size;
-        memcpy(to, k, kv_size * sizeof(float));
-        memcpy(to + m->block_size * kv_size, k + kv_size, kv_size * sizeof(float));
+        float *to = layer->kv + job->step->groups[layer->group].slots[r] * slot, *v_to = to + m->block_size * slot;
+        if (m->kv_codes == FLOATS) {
+            memcpy(to, k, kv_size * sizeof(float));
+            memcpy(v_to, k + kv_size, kv_size * sizeof(float));
+        } else {
+            encode_slot(m->kv_codes, k, m->kv_heads, dim, to);
+            encode_slot(m->kv_codes, k + kv_size, m->kv_heads, dim, v_to);
+        }
     }
 }
 
 static void attention_part(const struct model *m, long index, const struct step *s) {
     const struct layer *layer = &m->layers[index];
-    long dim = m->head_dim, kv_size = m->kv_heads * dim, all = m->heads * dim + 2 * kv_size;
+    long dim = m->head_dim, all = (m->heads + 2 * m->kv_heads) * dim;
+    long slot = slot_floats(m->kv_codes, m->kv_heads, dim);
     int threads = (int)s->num_threads;
     struct norm norm = {s->x, 0, layer->input_norm, s->normed, s->rows, m->hidden, m->eps};
     norm_run(&norm, threads);
@@ -144,7 +151,9 @@ static void attention_part(const struct model *m, long index, const struct step 
         .whole_rows = s->num_tiles >= 2 * s->num_threads,
         .num_tiles = s->num_tiles,
         .block_step = layer->block_step,
-        .v_offset = m->block_size * kv_size,
+        .v_offset = m->block_size * slot,
+        .codes = m->kv_codes,
+        .slot = slot,
         .block_size = m->block_size,
         .kv_heads = m->kv_heads,
         .group = m->heads / m->kv_heads,

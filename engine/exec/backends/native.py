@@ -14,7 +14,7 @@ from diptych.engine.exec.native.decoder import NativeRuntime
 from diptych.engine.exec.native.weights import Packer
 from diptych.engine.exec.weights import ModelWeights
 from diptych.kernels.dispatch import NATIVE
-from diptych.kernels.native.api import Library
+from diptych.kernels.native.api import KV_CODES, Library
 
 _METHODS = frozenset({PLAIN})
 _TAKES = DENSE
@@ -32,7 +32,7 @@ class NativeBackend:
 
     def refusal(self, block: AnyBlock, kv: KvFormat) -> str | None:
         """See Backend.refusal. The kernels step through a row in whole vectors and panels."""
-        reason = kv_refusal(kv) or field_refusal(block, _TAKES) or method_refusal(block, _METHODS)
+        reason = kv_refusal(kv, KV_CODES) or field_refusal(block, _TAKES) or method_refusal(block, _METHODS)
         return reason or (self._misfit(block) if isinstance(block, DecoderBlock) else None)
 
     def _misfit(self, block: DecoderBlock) -> str | None:

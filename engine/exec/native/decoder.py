@@ -20,7 +20,17 @@ from diptych.engine.exec.rope import table_of_each
 from diptych.engine.exec.weights import BlockWeights, ModelWeights
 from diptych.engine.messages import ScheduledSeq
 from diptych.engine.runner import StepAborted
-from diptych.kernels.native.api import ACTIVATIONS, Group, Layer, Library, Model, Step
+from diptych.kernels.native.api import (
+    ACTIVATIONS,
+    FLOAT_BYTES,
+    FLOATS,
+    KV_CODES,
+    Group,
+    Layer,
+    Library,
+    Model,
+    Step,
+)
 
 _ROW_LAYERS = 128
 """Rows x layers of one call in a step of single tokens: some ten milliseconds. Each call gives up the interpreter lock, and
@@ -60,6 +70,7 @@ class NativeRuntime:
             kv_heads=attention.num_kv_heads,
             head_dim=attention.head_dim,
             block_size=pool.block_size,
+            kv_codes=_codes(pool),
             eps=first.attention_norm.eps,
         )
         self._buffers = _Buffers(first, library)
@@ -122,6 +133,12 @@ def _give_up(should_abort: Callable[[], bool] | None) -> None:
         raise StepAborted
 
 
+def _codes(pool: KvPool) -> int:
+    """Of all groups: they are in one dtype."""
+    group = pool.kv.groups[0]
+    return KV_CODES[group.dtype] if group.quantized else FLOATS
+
+
 def _layer(
     weights: BlockWeights, block: DecoderBlock, pool: KvPool, index: int, cosines: Tensor, sines: Tensor
 ) -> Layer:
@@ -156,7 +173,7 @@ def _layer(
         cosines=cosines.data_ptr(),
         sines=sines.data_ptr(),
         kv=kv.data_ptr(),
-        block_step=kv.stride(0),
+        block_step=pool.groups[pool.places[index][0]].group.block_bytes(pool.kv.shard) // FLOAT_BYTES,
         group=pool.places[index][0],
         window=attention.window or 0,
         activation=ACTIVATIONS[block.mlp.activation],

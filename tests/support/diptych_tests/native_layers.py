@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import gelu, silu
 
-from diptych.kernels.native.api import ACTIVATIONS, Group, Layer, Library, Model, Step
+from diptych.kernels.kv_codes import dequantize, quantize
+from diptych.kernels.native.api import ACTIVATIONS, FLOATS, KV_CODES, Group, Layer, Library, Model, Step
 
 NOWHERE = 0
 """A block of NaN."""
@@ -82,16 +83,17 @@ class Layers:
     """Random layers on the kernels, with KV pages of each group in a pool of its own.
 
     nowhere: what a block table holds for blocks behind every window.
+    codes: dtype of a quantized pool; None: it holds floats.
     """
 
     def __init__(
         self, library: Library, features: Sequence[Features], sizes: Sizes = Sizes(), *, num_blocks: int = 64,
-        max_len: int = 256, seed: int = 0, nowhere: int = NOWHERE,
+        max_len: int = 256, seed: int = 0, nowhere: int = NOWHERE, codes: torch.dtype | None = None,
     ) -> None:  # fmt: skip
         self.library, self.features, self.sizes = library, tuple(features), sizes
         torch.manual_seed(seed)
         self.rng = random.Random(seed)
-        s, self.nowhere = sizes, nowhere
+        s, self.nowhere, self.codes = sizes, nowhere, codes
         qkv = (s.heads + 2 * s.kv_heads) * s.head_dim
         self.weights: list[dict[str, Tensor]] = []
         self.tables = []
@@ -112,7 +114,7 @@ class Layers:
             self.tables.append((angles.cos().float(), angles.sin().float()))
         self.groups = 1 + max(f.group for f in self.features)
         counts = [sum(f.group == g for f in self.features) for g in range(self.groups)]
-        page = 2 * s.block_size * s.kv_heads * s.head_dim
+        page = 2 * s.block_size * s.kv_heads * (s.head_dim if codes is None else s.head_dim // 4 + 1)
         self.pools = [torch.full((num_blocks, count, page), float("nan")) for count in counts]
         self.free = [self.rng.sample(range(1, num_blocks), num_blocks - 1) for _ in counts]
         self._kept: list[object] = []
@@ -134,7 +136,8 @@ class Layers:
             at[f.group] += 1
             layer.group, layer.window, layer.activation = f.group, f.window, ACTIVATIONS[f.activation]
             layer.scale, layer.softcap = f.scale, f.softcap
-        return Model(layers, s.hidden, s.ffn, s.heads, s.kv_heads, s.head_dim, s.block_size, s.eps)
+        kind = FLOATS if self.codes is None else KV_CODES[str(self.codes).removeprefix("torch.")]
+        return Model(layers, s.hidden, s.ffn, s.heads, s.kv_heads, s.head_dim, s.block_size, kind, s.eps)
 
     def sequence(self, length: int, *, seed: int = 1) -> Prompt:
         """`length` random rows, with blocks for them."""

@@ -21,15 +21,11 @@ from diptych.kernels.reference import paged_attention_ref
 
 KV_DTYPES = sorted(QUANTIZED_KV)
 MODELS = ["llama", "mistral-window", "qwen3-one-kv-head"]
+"""With a group of three, with windows, with one KV head."""
 
 
 @pytest.fixture(params=KV_DTYPES)
 def kv_dtype(request):
-    return request.param
-
-
-@pytest.fixture(params=["torch"])
-def backend(request):
     return request.param
 
 
