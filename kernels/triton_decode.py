@@ -35,10 +35,23 @@ def soft_cap(scores, cap):
     return cap * (1.0 - 2.0 / (tl.exp2(scores / cap * 2.8853900817779268) + 1.0))
 
 
+@triton.jit
+def load_kv(at, mask, dtype: tl.constexpr, MASKED: tl.constexpr):
+    """Elements of the pool, or codes, as numbers of q's dtype. Codes fit into any: they have at most seven bits and a sign."""
+    if MASKED:
+        x = tl.load(at, mask=mask, other=0.0)
+    else:
+        x = tl.load(at)
+    if x.dtype.is_int():
+        x = x.to(tl.float32)
+    return x.to(dtype)
+
+
 @triton.jit(do_not_specialize=["splits"])
 def _paged_decode_kernel(
     q_ptr,
     kv_ptr,
+    scales_ptr,
     tables_ptr,
     rows_ptr,
     lens_ptr,
@@ -53,6 +66,9 @@ def _paged_decode_kernel(
     stride_kv,
     stride_slot,
     stride_head,
+    stride_scales_block,
+    stride_scales_kv,
+    stride_scales_slot,
     stride_table,
     stride_out_seq,
     stride_out_head,
@@ -67,6 +83,7 @@ def _paged_decode_kernel(
     SPLIT: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
+    CODES: tl.constexpr,
     PDL: tl.constexpr,
 ):
     seq, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -97,16 +114,21 @@ def _paged_decode_kernel(
         block = tl.load(table + at // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
         slot = block * stride_block + (at % BLOCK_SIZE) * stride_slot + kv_head * stride_head
         seen = inside[:, None] & (dim[None, :] < HEAD_DIM)
-        k = tl.load(kv_ptr + slot[:, None] + dim[None, :], mask=seen, other=0.0)
+        k = load_kv(kv_ptr + slot[:, None] + dim[None, :], seen, q.dtype, True)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        if CODES:
+            units = scales_ptr + block * stride_scales_block + (at % BLOCK_SIZE) * stride_scales_slot + kv_head
+            scores = scores * tl.load(units, mask=inside, other=0.0)[None, :]
         if SOFTCAP:
             scores = soft_cap(scores, softcap) * 1.4426950408889634
         scores = tl.where(inside[None, :], scores, float("-inf"))
         new_peak = tl.maximum(peak, tl.max(scores, 1))
         shrink = tl.exp2(peak - new_peak)
         weights = tl.exp2(scores - new_peak[:, None])
-        v = tl.load(kv_ptr + stride_kv + slot[:, None] + dim[None, :], mask=seen, other=0.0)
+        v = load_kv(kv_ptr + stride_kv + slot[:, None] + dim[None, :], seen, q.dtype, True)
         total = total * shrink + tl.sum(weights, 1)
+        if CODES:
+            weights = weights * tl.load(units + stride_scales_kv, mask=inside, other=0.0)[None, :]
         acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
         peak = new_peak
 
@@ -157,19 +179,35 @@ def choose_splits(num_seqs: int, num_kv_heads: int, num_programs: int) -> int:
     return max(1, min(MAX_SPLITS, num_programs // max(1, num_seqs * num_kv_heads)))
 
 
-def check_paged(q: Tensor, kv: Tensor, block_tables: Tensor) -> int:
+def check_paged(q: Tensor, kv: Tensor, block_tables: Tensor, scales: Tensor | None = None) -> int:
     """Query heads per KV head. Raises: ValueError on a shape, dtype, stride or device mismatch; no sync."""
+    check_scales(kv, scales)
     if q.dim() != 3 or kv.dim() != 5 or kv.shape[1] != 2 or q.shape[2] != kv.shape[4]:
         raise ValueError(f"q {tuple(q.shape)} does not fit kv {tuple(kv.shape)}")
     if q.shape[1] % kv.shape[3]:
         raise ValueError(f"{kv.shape[3]} KV heads do not divide {q.shape[1]} query heads")
-    if q.dtype != kv.dtype or q.device != kv.device or block_tables.device != q.device:
+    if (q.dtype != kv.dtype and scales is None) or q.device != kv.device or block_tables.device != q.device:
         raise ValueError(f"q is {q.dtype} on {q.device}, kv {kv.dtype} on {kv.device}, table on {block_tables.device}")
     if q.stride(2) != 1 or kv.stride(4) != 1:
         raise ValueError("q and kv must be contiguous in head_dim")
     if block_tables.dtype != torch.int32 or block_tables.dim() != 2 or block_tables.stride(1) != 1:
         raise ValueError(f"block tables must be rows of int32, not {block_tables.dtype}")
     return q.shape[1] // kv.shape[3]
+
+
+def check_scales(kv: Tensor, scales: Tensor | None) -> None:
+    """Raises: ValueError."""
+    if scales is None:
+        return
+    if scales.shape != kv.shape[:4] or scales.dtype != torch.float32 or scales.device != kv.device:
+        raise ValueError(f"scales {tuple(scales.shape)} in {scales.dtype} do not fit kv {tuple(kv.shape)}")
+    if scales.stride(3) != 1:
+        raise ValueError("scales must be contiguous over the heads")
+
+
+def scale_strides(scales: Tensor | None) -> tuple[int, int, int]:
+    """Of block, part and slot."""
+    return (0, 0, 0) if scales is None else (scales.stride(0), scales.stride(1), scales.stride(2))
 
 
 def paged_decode(
@@ -187,12 +225,15 @@ def paged_decode(
     num_warps: int = 2,
     num_stages: int = 3,
     out: Tensor | None = None,
+    scales: Tensor | None = None,
 ) -> Tensor:
     """Attend one new token per sequence over its paged KV blocks; the new token's K and V are in the pool already.
 
     Args:
         q: [num_seqs, num_q_heads, head_dim], contiguous in the last dim.
-        kv: [num_blocks, 2, block_size, num_kv_heads, head_dim], one layer's view of the pool, any strides but the last.
+        kv: [num_blocks, 2, block_size, num_kv_heads, head_dim], one layer's view of the pool, any strides but the last. Of a
+            quantized pool these are codes, int8 or fp8, and `scales`, [num_blocks, 2, block_size, num_kv_heads] fp32, theirs: see
+            kernels/kv_codes.py.
         block_tables: [num_tables, max_blocks], int32; entries past a sequence's end, and before its window, are not read.
         table_rows: [num_seqs], int32: the row of block_tables of each sequence.
         seq_lens: [num_seqs], int32, tokens including the new one. 0: a padded row; its output is 0.
@@ -203,7 +244,7 @@ def paged_decode(
     Returns: [num_seqs, num_q_heads, head_dim], q's dtype; accumulated in fp32.
     Raises: ValueError on a shape, dtype or device mismatch (checked on the host, without a sync).
     """
-    group = check_paged(q, kv, block_tables)
+    group = check_paged(q, kv, block_tables, scales)
     num_seqs, num_q_heads, head_dim = q.shape
     if table_rows.shape != (num_seqs,) or seq_lens.shape != (num_seqs,):
         raise ValueError(f"{num_seqs} queries, {table_rows.shape[0]} table rows, {seq_lens.shape[0]} lengths")
@@ -220,6 +261,7 @@ def paged_decode(
     _paged_decode_kernel[(num_seqs, num_kv_heads, splits)](
         q,
         kv,
+        kv if scales is None else scales,
         block_tables,
         table_rows,
         seq_lens,
@@ -234,6 +276,7 @@ def paged_decode(
         kv.stride(1),
         kv.stride(2),
         kv.stride(3),
+        *scale_strides(scales),
         block_tables.stride(0),
         out.stride(0),
         out.stride(1),
@@ -248,6 +291,7 @@ def paged_decode(
         SPLIT=splits > 1,
         WINDOW=window or 0,
         SOFTCAP=softcap is not None,
+        CODES=scales is not None,
         PDL=pdl,
         num_warps=num_warps,
         num_stages=num_stages,

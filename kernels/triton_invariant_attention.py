@@ -25,7 +25,7 @@ import triton.language as tl
 from torch import Tensor
 
 from diptych.kernels.pdl import begin, use_pdl
-from diptych.kernels.triton_decode import LOG2_E, check_paged, soft_cap
+from diptych.kernels.triton_decode import LOG2_E, check_paged, load_kv, scale_strides, soft_cap
 from diptych.kernels.triton_prefill import prefill_tiles
 
 __all__ = ["SPLIT_TOKENS", "invariant_decode", "invariant_prefill", "invariant_rows", "prefill_tiles"]
@@ -70,6 +70,7 @@ def _attend_keys(
     all_acc,
     position,
     kv_ptr,
+    scales_ptr,
     table,
     parts_ptr,
     stats_ptr,
@@ -86,6 +87,9 @@ def _attend_keys(
     stride_kv,
     stride_slot,
     stride_head,
+    stride_scales_block,
+    stride_scales_kv,
+    stride_scales_slot,
     HEAD_DIM: tl.constexpr,
     DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -93,6 +97,7 @@ def _attend_keys(
     SPLIT: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
+    CODES: tl.constexpr,
     MASKED: tl.constexpr,
     PARTS: tl.constexpr,
 ):
@@ -109,14 +114,13 @@ def _attend_keys(
         else:
             block = tl.load(table + at // BLOCK_SIZE).to(tl.int64)
         slot = block * stride_block + (at % BLOCK_SIZE) * stride_slot + kv_head * stride_head
-        if MASKED or HEAD_DIM != DIM:
-            seen = inside[:, None] & (dim[None, :] < HEAD_DIM)
-            k = tl.load(kv_ptr + slot[:, None] + dim[None, :], mask=seen, other=0.0)
-            v = tl.load(kv_ptr + stride_kv + slot[:, None] + dim[None, :], mask=seen, other=0.0)
-        else:
-            k = tl.load(kv_ptr + slot[:, None] + dim[None, :])
-            v = tl.load(kv_ptr + stride_kv + slot[:, None] + dim[None, :])
+        seen = inside[:, None] & (dim[None, :] < HEAD_DIM)
+        k = load_kv(kv_ptr + slot[:, None] + dim[None, :], seen, q.dtype, MASKED or HEAD_DIM != DIM)
+        v = load_kv(kv_ptr + stride_kv + slot[:, None] + dim[None, :], seen, q.dtype, MASKED or HEAD_DIM != DIM)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        if CODES:
+            units = scales_ptr + block * stride_scales_block + (at % BLOCK_SIZE) * stride_scales_slot + kv_head
+            scores = scores * tl.load(units, mask=inside, other=0.0)[None, :]
         if SOFTCAP:
             scores = soft_cap(scores, softcap) * 1.4426950408889634
         if MASKED:
@@ -128,6 +132,8 @@ def _attend_keys(
         weights = tl.exp2(scores - new_peak[:, None])
         shrink = tl.exp2(peak - new_peak)
         total = total * shrink + tl.sum(weights, 1)
+        if CODES:
+            weights = weights * tl.load(units + stride_scales_kv, mask=inside, other=0.0)[None, :]
         acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
         peak = new_peak
         if (start + TILE) % SPLIT == 0:
@@ -147,6 +153,7 @@ def _attend_keys(
 def _invariant_attention_kernel(
     q_ptr,
     kv_ptr,
+    scales_ptr,
     tables_ptr,
     rows_ptr,
     lens_ptr,
@@ -163,6 +170,9 @@ def _invariant_attention_kernel(
     stride_kv,
     stride_slot,
     stride_head,
+    stride_scales_block,
+    stride_scales_kv,
+    stride_scales_slot,
     stride_table,
     stride_out_token,
     stride_out_head,
@@ -177,6 +187,7 @@ def _invariant_attention_kernel(
     SPLIT: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
+    CODES: tl.constexpr,
     DECODE: tl.constexpr,
     PARTS: tl.constexpr,
     PDL: tl.constexpr,
@@ -237,14 +248,16 @@ def _invariant_attention_kernel(
     all_peak, all_total, all_acc = peak, total, acc
     if WINDOW == 0:
         peak, total, acc, all_peak, all_total, all_acc = _attend_keys(
-            q, peak, total, acc, all_peak, all_total, all_acc, position, kv_ptr, table, parts_ptr, stats_ptr, part_at, real,
-            num_splits, lowest, low, full, kv_head, scale, softcap, stride_block, stride_kv, stride_slot, stride_head,
-            HEAD_DIM, DIM, BLOCK_SIZE, TILE, SPLIT, WINDOW, SOFTCAP, False, PARTS,
+            q, peak, total, acc, all_peak, all_total, all_acc, position, kv_ptr, scales_ptr, table, parts_ptr, stats_ptr,
+            part_at, real, num_splits, lowest, low, full, kv_head, scale, softcap, stride_block, stride_kv, stride_slot,
+            stride_head, stride_scales_block, stride_scales_kv, stride_scales_slot,
+            HEAD_DIM, DIM, BLOCK_SIZE, TILE, SPLIT, WINDOW, SOFTCAP, CODES, False, PARTS,
         )  # fmt: skip
     peak, total, acc, all_peak, all_total, all_acc = _attend_keys(
-        q, peak, total, acc, all_peak, all_total, all_acc, position, kv_ptr, table, parts_ptr, stats_ptr, part_at, real,
-        num_splits, lowest, full, high, kv_head, scale, softcap, stride_block, stride_kv, stride_slot, stride_head,
-        HEAD_DIM, DIM, BLOCK_SIZE, TILE, SPLIT, WINDOW, SOFTCAP, True, PARTS,
+        q, peak, total, acc, all_peak, all_total, all_acc, position, kv_ptr, scales_ptr, table, parts_ptr, stats_ptr,
+        part_at, real, num_splits, lowest, full, high, kv_head, scale, softcap, stride_block, stride_kv, stride_slot,
+        stride_head, stride_scales_block, stride_scales_kv, stride_scales_slot,
+        HEAD_DIM, DIM, BLOCK_SIZE, TILE, SPLIT, WINDOW, SOFTCAP, CODES, True, PARTS,
     )  # fmt: skip
     if PARTS:
         if (high > low) & (
@@ -333,11 +346,12 @@ def invariant_decode(
     split_tokens: int = SPLIT_TOKENS,
     tile: int | None = None,
     out: Tensor | None = None,
+    scales: Tensor | None = None,
 ) -> Tensor:
     """Attend one new token per sequence over its paged KV blocks; the new token's K and V are in the pool already.
 
     Args:
-        q, kv, block_tables, table_rows, seq_lens, scale, softcap, window, out: see paged_decode.
+        q, kv, block_tables, table_rows, seq_lens, scale, softcap, window, out, scales: see paged_decode.
         splits: programs that share a sequence's splits, see choose_splits; changes no bit. 1: no second kernel.
         split_tokens, tile: keys of a split and of a tile, which divides it; both change bits. tile: None: by q.
     Returns: [num_seqs, num_q_heads, head_dim], q's dtype; accumulated in fp32.
@@ -361,8 +375,8 @@ def invariant_decode(
     tile = tile or _tile_of(head_dim, q.element_size())
     pdl = use_pdl(q.device, num_seqs)
     _launch(
-        (num_seqs, kv.shape[3], splits), q, kv, block_tables, table_rows, seq_lens, seq_lens, seq_lens, out, parts, stats,
-        num_splits, scale, softcap, window, split_tokens, tile, decode=True, parts_only=splits > 1, pdl=pdl,
+        (num_seqs, kv.shape[3], splits), q, kv, scales, block_tables, table_rows, seq_lens, seq_lens, seq_lens, out, parts,
+        stats, num_splits, scale, softcap, window, split_tokens, tile, decode=True, parts_only=splits > 1, pdl=pdl,
     )  # fmt: skip
     if splits > 1:
         dim = max(16, triton.next_power_of_2(head_dim))
@@ -402,11 +416,12 @@ def invariant_prefill(
     split_tokens: int = SPLIT_TOKENS,
     tile: int | None = None,
     out: Tensor | None = None,
+    scales: Tensor | None = None,
 ) -> Tensor:
     """Causal attention of chunks of new tokens over their sequences' paged KV; the chunks' own K and V are in the pool already.
 
     Args:
-        q, kv, block_tables, chunks, scale, softcap, window, out: see paged_prefill.
+        q, kv, block_tables, chunks, scale, softcap, window, out, scales: see paged_prefill.
         tiles: [num_tiles, 2], int32: prefill_tiles(...) for invariant_rows(...).
         split_tokens, tile: see invariant_decode.
     Returns: [num_tokens, num_q_heads, head_dim], q's dtype; accumulated in fp32.
@@ -417,18 +432,19 @@ def invariant_prefill(
     if out is None:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     _launch(
-        (kv.shape[3], tiles.shape[0]), q, kv, block_tables, tiles, tiles, tiles, chunks, out, out, out, 0, scale, softcap,
+        (kv.shape[3], tiles.shape[0]), q, kv, scales, block_tables, tiles, tiles, tiles, chunks, out, out, out, 0, scale, softcap,
         window, split_tokens, tile or _tile_of(q.shape[2], q.element_size()), decode=False, parts_only=False, pdl=False,
     )  # fmt: skip
     return out
 
 
 def _launch(
-    grid: tuple[int, ...], q: Tensor, kv: Tensor, block_tables: Tensor, table_rows: Tensor, seq_lens: Tensor, tiles: Tensor,
-    chunks: Tensor, out: Tensor, parts: Tensor, stats: Tensor, num_splits: int, scale: float, softcap: float | None,
-    window: int | None, split_tokens: int, tile: int, *, decode: bool, parts_only: bool, pdl: bool,
+    grid: tuple[int, ...], q: Tensor, kv: Tensor, scales: Tensor | None, block_tables: Tensor, table_rows: Tensor,
+    seq_lens: Tensor, tiles: Tensor, chunks: Tensor, out: Tensor, parts: Tensor, stats: Tensor, num_splits: int,
+    scale: float, softcap: float | None, window: int | None, split_tokens: int, tile: int, *, decode: bool,
+    parts_only: bool, pdl: bool,
 ) -> None:  # fmt: skip
-    group = check_paged(q, kv, block_tables)
+    group = check_paged(q, kv, block_tables, scales)
     if split_tokens % tile:
         raise ValueError(f"a tile of {tile} keys does not divide a split of {split_tokens}")
     head_dim = q.shape[2]
@@ -436,6 +452,7 @@ def _launch(
     _invariant_attention_kernel[grid](
         q,
         kv,
+        kv if scales is None else scales,
         block_tables,
         table_rows,
         seq_lens,
@@ -452,6 +469,7 @@ def _launch(
         kv.stride(1),
         kv.stride(2),
         kv.stride(3),
+        *scale_strides(scales),
         block_tables.stride(0),
         out.stride(0),
         out.stride(1),
@@ -466,6 +484,7 @@ def _launch(
         SPLIT=split_tokens,
         WINDOW=window or 0,
         SOFTCAP=softcap is not None,
+        CODES=scales is not None,
         DECODE=decode,
         PARTS=parts_only,
         PDL=pdl,

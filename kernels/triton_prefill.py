@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from diptych.kernels.triton_decode import LOG2_E, check_paged, soft_cap
+from diptych.kernels.triton_decode import LOG2_E, check_paged, load_kv, scale_strides, soft_cap
 
 
 @triton.jit
@@ -30,6 +30,7 @@ def _attend_tile(
     peak,
     position,
     kv_ptr,
+    scales_ptr,
     table,
     lowest,
     low,
@@ -41,12 +42,16 @@ def _attend_tile(
     stride_kv,
     stride_slot,
     stride_head,
+    stride_scales_block,
+    stride_scales_kv,
+    stride_scales_slot,
     HEAD_DIM: tl.constexpr,
     DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
+    CODES: tl.constexpr,
     MASKED: tl.constexpr,
 ):
     dim = tl.arange(0, DIM)
@@ -61,14 +66,13 @@ def _attend_tile(
         else:
             block = tl.load(table + at // BLOCK_SIZE).to(tl.int64)
         slot = block * stride_block + (at % BLOCK_SIZE) * stride_slot + kv_head * stride_head
-        if MASKED or HEAD_DIM != DIM:
-            seen = inside[:, None] & (dim[None, :] < HEAD_DIM)
-            k = tl.load(kv_ptr + slot[:, None] + dim[None, :], mask=seen, other=0.0)
-            v = tl.load(kv_ptr + stride_kv + slot[:, None] + dim[None, :], mask=seen, other=0.0)
-        else:
-            k = tl.load(kv_ptr + slot[:, None] + dim[None, :])
-            v = tl.load(kv_ptr + stride_kv + slot[:, None] + dim[None, :])
+        seen = inside[:, None] & (dim[None, :] < HEAD_DIM)
+        k = load_kv(kv_ptr + slot[:, None] + dim[None, :], seen, q.dtype, MASKED or HEAD_DIM != DIM)
+        v = load_kv(kv_ptr + stride_kv + slot[:, None] + dim[None, :], seen, q.dtype, MASKED or HEAD_DIM != DIM)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        if CODES:
+            units = scales_ptr + block * stride_scales_block + (at % BLOCK_SIZE) * stride_scales_slot + kv_head
+            scores = scores * tl.load(units, mask=inside, other=0.0)[None, :]
         if SOFTCAP:
             scores = soft_cap(scores, softcap) * 1.4426950408889634
         if MASKED:
@@ -83,6 +87,8 @@ def _attend_tile(
         weights = tl.exp2(scores - new_peak[:, None])
         shrink = tl.exp2(peak - new_peak)
         total = total * shrink + tl.sum(weights, 1)
+        if CODES:
+            weights = weights * tl.load(units + stride_scales_kv, mask=inside, other=0.0)[None, :]
         acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
         peak = new_peak
     return acc, total, peak
@@ -92,6 +98,7 @@ def _attend_tile(
 def _paged_prefill_kernel(
     q_ptr,
     kv_ptr,
+    scales_ptr,
     tables_ptr,
     tiles_ptr,
     chunks_ptr,
@@ -104,6 +111,9 @@ def _paged_prefill_kernel(
     stride_kv,
     stride_slot,
     stride_head,
+    stride_scales_block,
+    stride_scales_kv,
+    stride_scales_slot,
     stride_table,
     stride_out_token,
     stride_out_head,
@@ -115,6 +125,7 @@ def _paged_prefill_kernel(
     TILE: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
+    CODES: tl.constexpr,
 ):
     kv_head, tile = tl.program_id(0), tl.program_id(1)
     chunk = chunks_ptr + tl.load(tiles_ptr + tile * 2) * 4
@@ -151,14 +162,14 @@ def _paged_prefill_kernel(
     acc = tl.zeros([ROWS, DIM], tl.float32)
     if WINDOW == 0:
         acc, total, peak = _attend_tile(
-            q, acc, total, peak, position, kv_ptr, table, lowest, low, full, kv_head, scale, softcap,
-            stride_block, stride_kv, stride_slot, stride_head,
-            HEAD_DIM, DIM, BLOCK_SIZE, TILE, WINDOW, SOFTCAP, False,
+            q, acc, total, peak, position, kv_ptr, scales_ptr, table, lowest, low, full, kv_head, scale, softcap,
+            stride_block, stride_kv, stride_slot, stride_head, stride_scales_block, stride_scales_kv, stride_scales_slot,
+            HEAD_DIM, DIM, BLOCK_SIZE, TILE, WINDOW, SOFTCAP, CODES, False,
         )  # fmt: skip
     acc, total, peak = _attend_tile(
-        q, acc, total, peak, position, kv_ptr, table, lowest, full, high, kv_head, scale, softcap,
-        stride_block, stride_kv, stride_slot, stride_head,
-        HEAD_DIM, DIM, BLOCK_SIZE, TILE, WINDOW, SOFTCAP, True,
+        q, acc, total, peak, position, kv_ptr, scales_ptr, table, lowest, full, high, kv_head, scale, softcap,
+        stride_block, stride_kv, stride_slot, stride_head, stride_scales_block, stride_scales_kv, stride_scales_slot,
+        HEAD_DIM, DIM, BLOCK_SIZE, TILE, WINDOW, SOFTCAP, CODES, True,
     )  # fmt: skip
     # A tile of an empty chunk, which pads a list, has seen nothing.
     out = (acc / tl.where(total == 0.0, 1.0, total)[:, None]).to(out_ptr.dtype.element_ty)
@@ -201,12 +212,13 @@ def paged_prefill(
     num_warps: int | None = None,
     num_stages: int | None = None,
     out: Tensor | None = None,
+    scales: Tensor | None = None,
 ) -> Tensor:
     """Causal attention of chunks of new tokens over their sequences' paged KV; the chunks' own K and V are in the pool already.
 
     Args:
         q: [num_tokens, num_q_heads, head_dim], contiguous in the last dim.
-        kv: [num_blocks, 2, block_size, num_kv_heads, head_dim], one layer's view of the pool.
+        kv, scales: [num_blocks, 2, block_size, num_kv_heads, head_dim], one layer's view of the pool: see paged_decode.
         block_tables: [num_tables, max_blocks], int32; entries past a sequence's end, and before every window, are not read.
         chunks: [num_chunks, 4], int32: first row in q, number of new tokens, tokens computed before, row of block_tables.
         tiles: [num_tiles, 2], int32: prefill_tiles(...) for the same `rows`.
@@ -218,7 +230,7 @@ def paged_prefill(
     Returns: [num_tokens, num_q_heads, head_dim], q's dtype; accumulated in fp32.
     Raises: ValueError on a shape, dtype or device mismatch (checked on the host, without a sync).
     """
-    group = check_paged(q, kv, block_tables)
+    group = check_paged(q, kv, block_tables, scales)
     if rows < group:
         raise ValueError(f"a tile of {rows} rows does not hold a group of {group} heads")
     if chunks.dim() != 2 or chunks.shape[1] != 4 or tiles.dim() != 2 or tiles.shape[1] != 2:
@@ -229,6 +241,7 @@ def paged_prefill(
     _paged_prefill_kernel[(kv.shape[3], tiles.shape[0])](
         q,
         kv,
+        kv if scales is None else scales,
         block_tables,
         tiles,
         chunks,
@@ -241,6 +254,7 @@ def paged_prefill(
         kv.stride(1),
         kv.stride(2),
         kv.stride(3),
+        *scale_strides(scales),
         block_tables.stride(0),
         out.stride(0),
         out.stride(1),
@@ -252,6 +266,7 @@ def paged_prefill(
         TILE=tile or (32 if wide else 64),
         WINDOW=window or 0,
         SOFTCAP=softcap is not None,
+        CODES=scales is not None,
         num_warps=num_warps or 4,
         num_stages=num_stages or (2 if wide else 3),
     )

@@ -223,6 +223,15 @@ class KvPool:
         group, layer = self.places[index]
         return self.groups[group].tensor[:, layer]
 
+    def elements(self, index: int) -> tuple[Tensor, Tensor | None]:
+        """Of a layer of the model: [num_blocks, 2, block_size, num_kv_heads, head_dim], and in a quantized group, whose elements
+        these are codes of, [num_blocks, 2, block_size, num_kv_heads] scales. Views."""
+        codec, layer = self.groups[self.places[index][0]].codec, self.layer(index)
+        if codec is None:
+            return layer, None
+        slots = layer.squeeze(3)
+        return codec.codes_of(slots), codec.scales_of(slots)
+
     def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
         """See ModelRunner.copy_blocks."""
         for copy in copies:

@@ -10,6 +10,7 @@ import torch
 
 from diptych.common.compiled import ALL_LANES
 from diptych.common.paths import cache_dir
+from diptych.kernels.kv_codes import dequantize, quantize
 from diptych.kernels.native.api import Library
 from diptych.kernels.native.build import build
 from diptych_tests.native_layers import GEMMA2, GEMMA3, LLAMA, QWEN3, Features, Layers, Sizes
@@ -17,6 +18,7 @@ from diptych_tests.native_layers import GEMMA2, GEMMA3, LLAMA, QWEN3, Features, 
 LENGTH = 61
 CLOSE = {"atol": 3e-4, "rtol": 3e-4}
 """Values of about 1; what a feature changes is far above."""
+CODES = (torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)
 FEATURES = {
     "llama": (LLAMA, LLAMA),
     "bias and q/k norm": (QWEN3,),
@@ -74,6 +76,61 @@ def test_the_bits_are_the_same_in_any_company(library, name):
         beside = [(o, min(3, len(o.x) - o.done)) for o in others if index % 2 and o.done < len(o.x)]
         layers.run(*beside[:2], (sequence, 1), *beside[2:], threads=1 if index % 8 else 3)
     assert torch.equal(sequence.output, alone)
+
+
+@pytest.mark.parametrize("codes", CODES, ids=str)
+@pytest.mark.parametrize("scale", [1.0, 1e30])
+def test_codes_and_scales_are_those_of_the_reference(library, codes, scale):
+    """Bit for bit: K and V of the first layer, as a pool of floats has them."""
+    some, other = (Layers(library, (LLAMA,), codes=kind) for kind in (None, codes))
+    for layers in (some, other):
+        layers.weights[0]["qkv"].mul_(scale)
+        layers.weights[0]["qkv"][100] *= 0.0
+        layers._model = layers.make_model()
+    floats, quantized = (layers.kept(in_chunks(layers, 17), 0) for layers in (some, other))
+    assert torch.equal(quantized, dequantize(*quantize(floats, codes)))
+    assert not torch.equal(quantized, floats)
+
+
+@pytest.mark.parametrize("codes", CODES, ids=str)
+@pytest.mark.parametrize("name", ["llama", "window", "softcap", "gemma3"])
+def test_attention_reads_codes_as_the_reference_does(library, codes, name):
+    layers = Layers(library, FEATURES[name], codes=codes)
+    for chunk in (1, 17, LENGTH):
+        sequence = in_chunks(layers, chunk)
+        kept = [layers.kept(sequence, i) for i in range(len(layers.features))]
+        torch.testing.assert_close(sequence.output.double(), layers.reference(sequence.x, kept), **CLOSE)
+
+
+@pytest.mark.parametrize("codes", CODES, ids=str)
+@pytest.mark.parametrize("name", ["llama", "window", "gemma2"])
+def test_quantized_kv_gives_the_same_bits_in_any_company(library, codes, name):
+    layers = Layers(library, FEATURES[name], num_blocks=128, codes=codes)
+    numbers = range(len(layers.features))
+    alone = in_chunks(layers, 1)
+    kept = [layers.kept(alone, i).clone() for i in numbers]
+    for chunk in (2, 5, 32, LENGTH):
+        some = in_chunks(layers, chunk)
+        assert torch.equal(some.output, alone.output)
+        assert all(torch.equal(layers.kept(some, i), kept[i]) for i in numbers)
+    others = [layers.sequence(length, seed=length) for length in (5, 40, 23, 61)]
+    sequence = layers.sequence(LENGTH)
+    for index in range(LENGTH):
+        beside = [(o, min(3, len(o.x) - o.done)) for o in others if index % 2 and o.done < len(o.x)]
+        layers.run(*beside[:2], (sequence, 1), *beside[2:], threads=1 if index % 8 else 3)
+    assert torch.equal(sequence.output, alone.output)
+
+
+@pytest.mark.parametrize("codes", CODES, ids=str)
+def test_a_head_that_is_not_finite_is_nan_in_the_pool(library, codes):
+    layers = Layers(library, (LLAMA,), codes=codes)
+    sequence = layers.sequence(9)
+    sequence.x[4, 3] = float("inf")
+    layers.run((sequence, 9))
+    kept = layers.kept(sequence, 0)
+    assert kept[:, 4].isnan().all()
+    assert not kept[:, :4].isnan().any()
+    assert not kept[:, 5:].isnan().any()
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 1), (8, 4), (1, 1), (12, 1)])

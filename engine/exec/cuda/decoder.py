@@ -57,7 +57,7 @@ class CudaDecoder:
         self._weights, self._description = weights, weights.description
         self._invariant = batch_invariant
         attentions = [block.attention for block in self._description.blocks]
-        self._layers = [pool.layer(index) for index in range(len(attentions))]
+        self._layers = [pool.elements(index) for index in range(len(attentions))]
         self._groups = [group for group, _ in pool.places]
         self._tables = [block_tables[group] for group in self._groups]
         like, first = weights.embedding, attentions[0]
@@ -131,9 +131,10 @@ class CudaDecoder:
     def _project(self, index: int, layer: BlockWeights, block: DecoderBlock, x: Tensor, step: StepTensors) -> Tensor:
         """Stores K and V. Returns: the queries, rotated."""
         cos, sin = self._turns[index]
+        kv, scales = self._layers[index]
         return rope_write(
             self._linear("qkv", layer.qkv, x, step.rows),
-            self._layers[index],
+            kv,
             cos,
             sin,
             step.positions,
@@ -143,6 +144,8 @@ class CudaDecoder:
             k_norm=None if layer.k_norm is None else layer.k_norm.weight,
             eps=0.0 if layer.q_norm is None else layer.q_norm.eps,
             offset=0.0 if layer.q_norm is None else layer.q_norm.offset,
+            scales=scales,
+            dtype=self._weights.embedding.dtype,
         )
 
     def _linear(self, name: str, layer: LoadedLinear, x: Tensor, rows: StepRows) -> Tensor:
@@ -196,11 +199,12 @@ class CudaDecoder:
         return choose_shape(x.shape[0], columns // 2 if silu else columns, size, silu=silu)
 
     def _attend(self, index: int, q: Tensor, step: StepTensors) -> Tensor:
-        kv, tables, attention = self._layers[index], self._tables[index], self._description.blocks[index].attention
+        (kv, scales), tables = self._layers[index], self._tables[index]
+        attention = self._description.blocks[index].attention
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         num_decode = step.decode_lens.shape[0]
         if self._invariant:
-            self._attend_invariant(q, kv, tables, attention, step, out)
+            self._attend_invariant(q, kv, scales, tables, attention, step, out)
             return out
         if num_decode:
             paged_decode(
@@ -214,6 +218,7 @@ class CudaDecoder:
                 window=attention.window,
                 splits=step.splits,
                 out=out[:num_decode],
+                scales=scales,
             )
         if step.chunks is not None and step.tiles is not None:
             paged_prefill(
@@ -227,16 +232,23 @@ class CudaDecoder:
                 window=attention.window,
                 rows=self.tile_rows,
                 out=out,
+                scales=scales,
             )
         return out
 
     @staticmethod
     def _attend_invariant(
-        q: Tensor, kv: Tensor, tables: Tensor, attention: Attention, step: StepTensors, out: Tensor
+        q: Tensor,
+        kv: Tensor,
+        scales: Tensor | None,
+        tables: Tensor,
+        attention: Attention,
+        step: StepTensors,
+        out: Tensor,
     ) -> None:
         num_decode = step.decode_lens.shape[0]
         rule: dict[str, Any] = {
-            "scale": attention.scale, "softcap": attention.softcap, "window": attention.window
+            "scale": attention.scale, "softcap": attention.softcap, "window": attention.window, "scales": scales
         }  # fmt: skip
         if num_decode:
             invariant_decode(

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import gelu, silu
 
-from diptych.kernels.kv_codes import dequantize, quantize
+from diptych.kernels.kv_codes import dequantize
 from diptych.kernels.native.api import ACTIVATIONS, FLOATS, KV_CODES, Group, Layer, Library, Model, Step
 
 NOWHERE = 0
@@ -114,13 +114,15 @@ class Layers:
             self.tables.append((angles.cos().float(), angles.sin().float()))
         self.groups = 1 + max(f.group for f in self.features)
         counts = [sum(f.group == g for f in self.features) for g in range(self.groups)]
-        page = 2 * s.block_size * s.kv_heads * (s.head_dim if codes is None else s.head_dim // 4 + 1)
+        self.slot = s.kv_heads * (s.head_dim if codes is None else s.head_dim // 4 + 1)
+        """Floats of a token's K in one layer."""
+        page = 2 * s.block_size * self.slot
         self.pools = [torch.full((num_blocks, count, page), float("nan")) for count in counts]
         self.free = [self.rng.sample(range(1, num_blocks), num_blocks - 1) for _ in counts]
         self._kept: list[object] = []
-        self._model = self._make_model()
+        self._model = self.make_model()
 
-    def _make_model(self) -> Model:
+    def make_model(self) -> Model:
         s, at = self.sizes, [0] * self.groups
         layers = (Layer * len(self.features))()
         for layer, f, w, (cosines, sines) in zip(layers, self.features, self.weights, self.tables, strict=True):
@@ -172,7 +174,7 @@ class Layers:
                 tiles.append(first)
             for g in range(self.groups):
                 table = self._table(g, sequence, sequence.done)
-                page = self.pools[g].stride(0) // (s.kv_heads * s.head_dim)
+                page = self.pools[g].stride(0) // self.slot
                 for p in range(sequence.done, sequence.done + count):
                     slots[g].append(table[p // s.block_size] * page + p % s.block_size)
                 blocks[g] += table[: (sequence.done + count - 1) // s.block_size + 1]
@@ -197,12 +199,25 @@ class Layers:
             sequence.outputs.append(out)
             sequence.done += count
 
-    def reference(self, x: Tensor) -> Tensor:
-        """The same layers in float64, over one whole sequence."""
+    def kept(self, sequence: Prompt, layer: int) -> Tensor:
+        """K and V of a layer as they stand in the pool, [2, length, kv_heads, head_dim]; of a quantized pool decoded."""
+        s, group = self.sizes, self.features[layer].group
+        place = sum(f.group == group for f in self.features[:layer])
+        blocks = self.pools[group][sequence.tables[group], place].view(-1, 2, s.block_size, self.slot)
+        slots = blocks.transpose(0, 1).flatten(1, 2)[:, : sequence.done]
+        if self.codes is None:
+            return slots.unflatten(-1, (s.kv_heads, s.head_dim))
+        codes = slots[..., : s.kv_heads * s.head_dim // 4].contiguous().view(self.codes)
+        return dequantize(codes.unflatten(-1, (s.kv_heads, s.head_dim)), slots[..., -s.kv_heads :])
+
+    def reference(self, x: Tensor, kept: Sequence[Tensor] = ()) -> Tensor:
+        """The same layers in float64, over one whole sequence. kept: K and V to attend to, of each layer; empty: its own."""
         x = x.double()
-        for f, weights, tables in zip(self.features, self.weights, self.tables, strict=True):
+        for i, (f, weights, tables) in enumerate(zip(self.features, self.weights, self.tables, strict=True)):
             w = {name: value.double() for name, value in weights.items()}
-            x = x + self._post(w, "post_attention_norm", self._attention(f, w, tables, self._norm(x, w["input_norm"])))
+            own = kept[i] if kept else None
+            attended = self._attention(f, w, tables, self._norm(x, w["input_norm"]), own)
+            x = x + self._post(w, "post_attention_norm", attended)
             y = _linear(self._norm(x, w["pre_feedforward_norm"]), w, "gate_up")
             gate, up = y.chunk(2, dim=-1)
             gate = gelu(gate, approximate="tanh") if f.activation == "gelu_tanh" else silu(gate)
@@ -215,7 +230,9 @@ class Layers:
     def _post(self, w: dict[str, Tensor], name: str, x: Tensor) -> Tensor:
         return self._norm(x, w[name]) if name in w else x
 
-    def _attention(self, f: Features, w: dict[str, Tensor], tables: tuple[Tensor, Tensor], x: Tensor) -> Tensor:
+    def _attention(
+        self, f: Features, w: dict[str, Tensor], tables: tuple[Tensor, Tensor], x: Tensor, kept: Tensor | None
+    ) -> Tensor:
         s, length = self.sizes, len(x)
         q, k, v = (
             _linear(x, w, "qkv")
@@ -232,6 +249,8 @@ class Layers:
             return torch.cat((left * cosines - right * sines, right * cosines + left * sines), dim=-1)
 
         q, k = turned(q), turned(k)
+        if kept is not None:
+            k, v = kept.double().transpose(1, 2)
         k, v = (y.repeat_interleave(s.heads // s.kv_heads, dim=0) for y in (k, v))
         scores = q @ k.transpose(1, 2) * f.scale
         if f.softcap:
