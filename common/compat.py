@@ -52,7 +52,9 @@ _INDEPENDENT_ROWS = frozenset({"native", "fake"})
 """Back ends whose rows do not depend on each other, whatever the settings."""
 
 
-CONVERTIBLE = frozenset({"block_size", "kv_dtype", "kv_layout", "compute_dtype", "block_identity_golden"})
+CONVERTIBLE = frozenset(
+    {"block_size", "kv_dtype", "kv_scale_dtype", "kv_layout", "compute_dtype", "block_identity_golden"}
+)
 """Facts that may differ where decode converts KV (`allow_kv_conversion`). The golden identity follows from the dtypes."""
 
 CONVERTS = "kv_conversion"

@@ -13,8 +13,7 @@ that any slice, reordering or shard of the block includes them. They lie behind 
 
     slot    [head 0 codes][head 1 codes] ... [scale 0][scale 1] ...       one part of one token in one layer
 
-An element is code x scale. A scale is the largest magnitude among the head's elements, divided by the largest code: 448, 57344
-or 127.
+An element is code x scale. A scale is the largest magnitude among the head's elements, divided by the largest code.
 
 With tensor parallelism each rank holds the heads of its `Shard`. Latent and recurrent groups are replicated.
 
@@ -35,11 +34,17 @@ from diptych.common.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Dtype:
-    """`computes`: also supported for weights and activations."""
+    """
+    Args:
+        computes: also supported for weights and activations.
+        largest_code, mantissa_bits: of what a quantized cache's codes are; mantissa_bits 0: integers.
+    """
 
     name: str
     size_bytes: int
     computes: bool = False
+    largest_code: float = 0.0
+    mantissa_bits: int = 0
 
 
 DTYPES: Mapping[str, Dtype] = {
@@ -48,9 +53,9 @@ DTYPES: Mapping[str, Dtype] = {
         Dtype("float32", 4, computes=True),
         Dtype("float16", 2, computes=True),
         Dtype("bfloat16", 2, computes=True),
-        Dtype("float8_e4m3fn", 1),
-        Dtype("float8_e5m2", 1),
-        Dtype("int8", 1),
+        Dtype("float8_e4m3fn", 1, largest_code=448.0, mantissa_bits=3),
+        Dtype("float8_e5m2", 1, largest_code=57344.0, mantissa_bits=2),
+        Dtype("int8", 1, largest_code=127.0),
     )
 }
 COMPUTE_DTYPES = tuple(dtype.name for dtype in DTYPES.values() if dtype.computes)

@@ -20,7 +20,7 @@ from diptych.common.errors import DiptychError, IncompatibleWorkersError, StaleR
 from diptych.common.kv_format import KvFormat
 from diptych.kvtransfer.api import PeerRef
 from diptych.kvtransfer.slabs.layout import layout_hash
-from diptych.kvtransfer.slabs.planner import convertible_group
+from diptych.kvtransfer.slabs.planner import plan_heads
 from diptych.rpc import convert
 from diptych.rpc.channels import open_channel
 from diptych.rpc.errors import describe, typed_error
@@ -198,7 +198,7 @@ class PeerDirectory:
             return (PeerRef(info.worker_id, info.incarnation, address),), None
         if theirs.kv_parts:
             raise IncompatibleWorkersError(f"{ref.worker_id} has several ranks: its KV is not converted")
-        convertible_group(theirs.kv)
+        plan_heads(theirs.kv, self._compat.kv)
         log.warning("KV of a prefill worker is converted", peer=ref.worker_id, why=differences(self._compat, theirs))
         return (PeerRef(info.worker_id, info.incarnation, address, layout_hash(theirs)),), theirs.kv
 

@@ -3,17 +3,25 @@
 A payload is what pack wrote: whole blocks of the sender, then the slots that are used of its last one. It is taken apart into
 [num_layers * 2, tokens, heads, head_dim] and put together again in blocks of the receiver. Bits change only where the dtype does:
 to a wider one exactly, to a narrower one rounded to the nearest, ties to even, as torch does.
+
+Of quantized KV an element of that array is a byte of a head's record (kv_codes.py): codes and their scale stay together. KV is
+decoded for a receiver that keeps elements, and quantized for one that keeps codes: once, since two quantized dtypes that differ
+are refused.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from diptych.common.errors import TransferError
 from diptych.common.kv_format import ORDERS, KvFormat, dtype_bytes
+from diptych.kvtransfer.slabs import kv_codes
+from diptych.kvtransfer.slabs.kv_codes import SCALE_BYTES
 from diptych.kvtransfer.slabs.planner import convertible_group, plan_heads
+
+_WIDE = "float32"
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +33,7 @@ class _Side:
     dim: int
     block_size: int
     dtype: str
+    quantized: bool
     heads_first: bool
     bytes_per_token: int
 
@@ -33,7 +42,7 @@ class _Side:
         """Raises: IncompatibleWorkersError."""
         group = convertible_group(kv)
         return cls(
-            group.num_layers, group.heads_per_rank(kv.shard), group.dims[0], group.block_size, group.dtype,
+            group.num_layers, group.heads_per_rank(kv.shard), group.dims[0], group.block_size, group.dtype, group.quantized,
             ORDERS[kv.order] == "HND", kv.bytes_per_token,
         )  # fmt: skip
 
@@ -41,6 +50,11 @@ class _Side:
     def raw(self) -> np.dtype:
         """Elements are carried as bits: numpy has no bfloat16."""
         return np.dtype(f"u{dtype_bytes(self.dtype)}")
+
+    @property
+    def width(self) -> int:
+        """Of a head: elements, or bytes of a record."""
+        return self.dim + SCALE_BYTES if self.quantized else self.dim
 
 
 def cast(bits: np.ndarray, source: str, target: str) -> np.ndarray:
@@ -61,12 +75,24 @@ def cast(bits: np.ndarray, source: str, target: str) -> np.ndarray:
     return np.where(np.isnan(wide), np.uint32(0x7FC0), rounded).astype(np.uint16)
 
 
+def _recoded(heads: np.ndarray, source: _Side, target: _Side) -> np.ndarray:
+    """[..., width of source] as [..., width of target]."""
+    if source.quantized == target.quantized:
+        return cast(heads, source.dtype, target.dtype)
+    if source.quantized:
+        return cast(kv_codes.decode(heads, source.dtype).view(np.uint32), _WIDE, target.dtype)
+    return kv_codes.encode(cast(heads, source.dtype, _WIDE).view(np.float32), target.dtype)
+
+
 def unpack_tokens(payload: memoryview, shape: _Side, num_tokens: int) -> np.ndarray:
-    """[num_layers * 2, num_tokens, heads of a rank, head_dim] of raw bits. Raises: TransferError."""
+    """[num_layers * 2, num_tokens, heads of a rank, width] of raw bits. Raises: TransferError."""
     if payload.nbytes != num_tokens * shape.bytes_per_token:
         raise TransferError(
             f"{num_tokens} tokens take {num_tokens * shape.bytes_per_token} bytes, not {payload.nbytes}"
         )
+    if shape.quantized:  # a slot is like one head
+        slots = replace(shape, heads=1, dim=shape.heads * shape.width, quantized=False)
+        return kv_codes.records_of(unpack_tokens(payload, slots, num_tokens)[:, :, 0], shape.heads, shape.dim)
     rows, heads, dim, size = shape.layers * 2, shape.heads, shape.dim, shape.block_size
     flat = np.frombuffer(payload, dtype=shape.raw)
     full, tail = divmod(num_tokens, size)
@@ -102,7 +128,7 @@ class _Block:
 
     data: np.ndarray
     left: int
-    """[num_layers * 2, tokens, heads, head_dim]"""
+    """[num_layers * 2, tokens, heads, width]"""
     seen: set[tuple[int, int]] = field(default_factory=set)
 
 
@@ -157,8 +183,8 @@ class RangeConverter:
                 raise TransferError(f"tokens from {at} on came twice")
             block.seen.add((inside, rank))
             for piece in pieces:
-                block.data[:, inside : inside + until - at, piece.at : piece.at + piece.count] = cast(
-                    part[:, :, piece.first : piece.first + piece.count], self._source.dtype, self._target.dtype
+                block.data[:, inside : inside + until - at, piece.at : piece.at + piece.count] = _recoded(
+                    part[:, :, piece.first : piece.first + piece.count], self._source, self._target
                 )
                 block.left -= (until - at) * piece.count
             if block.left < 0:
@@ -173,14 +199,16 @@ class RangeConverter:
         if block is None:
             shape = self._target
             tokens = min(shape.block_size, self._end - index * shape.block_size)
-            data = np.empty((shape.layers * 2, tokens, shape.heads, shape.dim), shape.raw)
+            data = np.empty((shape.layers * 2, tokens, shape.heads, shape.width), shape.raw)
             block = self._blocks[index] = _Block(data, tokens * shape.heads)
         return block
 
     def _range(self, indices: list[int]) -> ConvertedRange:
         parts = [self._blocks.pop(index).data for index in indices]
         num_tokens = sum(part.shape[1] for part in parts)
-        if self._target.heads_first:
+        if self._target.quantized:
+            parts = [kv_codes.slots_of(part) for part in parts]
+        elif self._target.heads_first:
             parts = [part.swapaxes(1, 2) for part in parts]
         flat = np.concatenate([part.reshape(-1) for part in parts])
         return ConvertedRange(indices[0] * self._target.block_size, num_tokens, memoryview(flat).cast("B"))

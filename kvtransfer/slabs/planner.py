@@ -12,7 +12,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from diptych.common.errors import IncompatibleWorkersError
-from diptych.common.kv_format import COMPUTE_DTYPES, KvFormat, KvGroup, Shard
+from diptych.common.kv_format import (
+    COMPUTE_DTYPES,
+    KV_SCALE_DTYPE,
+    ORDERS,
+    QUANTIZED_KV,
+    KvFormat,
+    KvGroup,
+    Shard,
+)
 
 
 def convertible_group(kv: KvFormat) -> KvGroup:
@@ -20,7 +28,12 @@ def convertible_group(kv: KvFormat) -> KvGroup:
     if not kv.has_one_full_group:
         raise IncompatibleWorkersError(f"KV of groups {', '.join(g.name for g in kv.groups)} cannot be converted")
     group = kv.only_group
-    if group.dtype not in COMPUTE_DTYPES or group.scale_dtype:
+    if group.quantized:
+        if group.dtype not in QUANTIZED_KV.values() or group.scale_dtype != KV_SCALE_DTYPE:
+            raise IncompatibleWorkersError(f"kv_dtype {group.dtype!r} with such scales cannot be converted")
+        if ORDERS[kv.order] != "NHD":
+            raise IncompatibleWorkersError(f"kv_layout {kv.order!r} of quantized KV cannot be converted")
+    elif group.dtype not in COMPUTE_DTYPES:
         raise IncompatibleWorkersError(f"kv_dtype {group.dtype!r} cannot be converted")
     return group
 
@@ -48,6 +61,9 @@ def plan_heads(source: KvFormat, target: KvFormat) -> tuple[HeadPiece, ...]:
     ):
         if a != b:
             raise IncompatibleWorkersError(f"{name}: {a} and {b}")
+    if theirs.quantized and mine.quantized and theirs.dtype != mine.dtype:
+        rule = "KV is quantized once, and this would be twice"
+        raise IncompatibleWorkersError(f"kv_dtype: {theirs.dtype} and {mine.dtype}: {rule}")
     degree = source.shard.degree
     pieces: list[HeadPiece] = []
     for at, head in enumerate(target.shard.heads(mine.heads)):

@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from diptych.common.errors import ConfigError, IncompatibleWorkersError, TransferError
-from diptych.common.kv_format import ORDERS, KvFormat, Shard, full_format, windowed_format
+from diptych.common.kv_format import KV_SCALE_DTYPE, ORDERS, KvFormat, Shard, full_format, windowed_format
+from diptych.kernels.kv_codes import SlotCodec
+from diptych.kvtransfer.slabs import kv_codes
 from diptych.kvtransfer.slabs.convert import RangeConverter, cast
 from diptych.kvtransfer.slabs.planner import first_token_to_ask, plan_heads
 
@@ -116,6 +118,83 @@ def test_casts_are_torchs_over_all_short_patterns_and_the_odd_ones(source, targe
     kind = np.uint16 if source != "float32" else np.uint32
     found = cast(bits(values).view(kind), source, target)
     assert np.array_equal(found.view(right.dtype), right)
+
+
+# ---- quantized ----
+
+CODES = ("int8", "float8_e4m3fn", "float8_e5m2")
+WIDE = 8
+
+
+def quantized_side(heads: int, size: int, dtype: str, tp: int = 1, rank: int = 0) -> KvFormat:
+    scale = KV_SCALE_DTYPE if dtype in CODES else ""
+    return full_format(LAYERS, heads, WIDE, block_size=size, dtype=dtype, shard=Shard(rank, tp), scale_dtype=scale)
+
+
+def packed_slots(kv: torch.Tensor, shape: KvFormat, rank: int) -> bytes:
+    """As pack writes it, by loops. kv: [layers, 2, tokens, heads, dim]: its elements are encoded here."""
+    group = shape.only_group
+    heads = Shard(rank, shape.shard.degree).heads(group.heads)
+    mine = kv[:, :, :, heads.start : heads.stop]
+    codec = SlotCodec(len(heads), WIDE, getattr(torch, group.dtype), len(heads) * (WIDE + 4))
+    out = b""
+    for at in range(0, kv.shape[2], group.block_size):
+        part = mine[:, :, at : at + group.block_size]
+        if group.quantized:
+            out += codec.encode(part.flatten(0, 2)).numpy().tobytes()
+        else:
+            out += bits(part.to(getattr(torch, group.dtype))).tobytes()
+    return out
+
+
+@pytest.mark.parametrize("codes", CODES)
+@pytest.mark.parametrize("plain", [*DTYPES, None])
+def test_quantized_kv_is_recoded_once_and_its_scales_go_with_it(codes, plain):
+    """Codes to elements, elements to codes, and codes as they are to blocks of another size and other ranks. None: the last."""
+    tokens, heads = 7, 4
+    sizes = list(itertools.product((2, 3, 4), (1, 2, 4)))
+    for (s_size, s_tp), (t_size, t_tp) in itertools.product(sizes, sizes):
+        for source_dtype, target_dtype in ((codes, plain or codes), (plain or codes, codes)):
+            rank = (s_size + t_size) % t_tp
+            kv = whole(tokens, heads).repeat(1, 1, 1, 1, 3)[..., :WIDE]
+            source = quantized_side(heads, s_size, source_dtype, s_tp)
+            target = quantized_side(heads, t_size, target_dtype, t_tp, rank)
+            if source_dtype in DTYPES:
+                read = kv.to(getattr(torch, source_dtype)).float()
+            else:
+                codec = SlotCodec(heads, WIDE, getattr(torch, source_dtype), heads * (WIDE + 4))
+                read = codec.decode(codec.encode(kv.flatten(0, 2)), torch.float32).view(kv.shape)
+            # Codes stay as they were: what is read of them is not encoded again.
+            expected = packed_slots(kv if plain is None else read, target, rank)
+            converter = RangeConverter(source, target, 0, tokens)
+            assert converter.changes_values == (plain is not None)
+            found = bytearray(tokens * target.bytes_per_token)
+            for source_rank in converter.ranks:
+                payload = memoryview(packed_slots(kv, source, source_rank))
+                for part in converter.feed(0, tokens, payload, rank=source_rank):
+                    start = part.first_token * target.bytes_per_token
+                    found[start : start + part.payload.nbytes] = part.payload
+            assert bytes(found) == expected, (source, target, rank)
+
+
+@pytest.mark.parametrize("codes", CODES)
+def test_the_codes_of_numpy_are_those_of_torch(codes):
+    sizes = torch.logspace(-42, 30, 300)[:, None, None]
+    x = torch.randn(300, 3, 16, generator=torch.Generator().manual_seed(3)) * sizes
+    x[5, 1, 3], x[6, 2, 1], x[7] = float("nan"), float("inf"), 0.0
+    codec = SlotCodec(3, 16, getattr(torch, codes), 3 * 20)
+    slots = codec.encode(x)
+    records = kv_codes.encode(x.numpy(), codes)
+    assert np.array_equal(kv_codes.slots_of(records), slots.numpy())
+    assert np.array_equal(kv_codes.records_of(slots.numpy(), 3, 16), records)
+    found, expected = kv_codes.decode(records, codes), codec.decode(slots, torch.float32).numpy()
+    assert np.array_equal(found, expected, equal_nan=True)
+
+
+def test_kv_is_not_quantized_twice():
+    source, target = (quantized_side(2, 4, dtype) for dtype in ("int8", "float8_e4m3fn"))
+    with pytest.raises(IncompatibleWorkersError, match="kv_dtype: int8 and float8_e4m3fn: KV is quantized once"):
+        RangeConverter(source, target, 0, 8)
 
 
 def test_nan_stays_nan():
