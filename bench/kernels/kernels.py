@@ -21,6 +21,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from diptych.bench.kernels.cases import LLAMA_8B, PagedCase, chunk_rows, paged_case
 from diptych.bench.kernels.timing import graph_time_s, machine, matmul_peak, read_bandwidth
 from diptych.kernels import kv_pack
+from diptych.kernels.kv_codes import SlotCodec
 from diptych.kernels.triton_decode import choose_splits, paged_decode
 from diptych.kernels.triton_norm import ACTIVATIONS, gate_mul, rms_norm
 from diptych.kernels.triton_pack import pack_blocks, unpack_blocks
@@ -85,6 +86,46 @@ def bench_decode(bandwidth: float, *, tune: bool) -> Rows:
             rows.append(
                 {"op": "decode", "batch": batch, "context": context, "tile": tile, "warps": warps, "stages": stages,
                  "splits": split, "us": seconds * 1e6, "of_ceiling": size / seconds / bandwidth}
+            )  # fmt: skip
+    return rows
+
+
+def bench_decode_of_codes(bandwidth: float) -> Rows:
+    """Decode attention over bf16 KV and over quantized KV, one layer at a time; bytes: of the KV, scales included."""
+    rows: Rows = []
+    programs = 4 * torch.cuda.get_device_properties(0).multi_processor_count
+    for batch, context in ((64, 8192), (16, 8192), (64, 1024)):
+        case = _case([context] * batch)
+        q = _normal(batch, LLAMA_8B.num_q_heads, LLAMA_8B.head_dim)
+        split = choose_splits(batch, LLAMA_8B.num_kv_heads, programs)
+        rule: dict[str, Any] = {"scale": 0.088, "splits": split}
+        where = (case.tables, case.rows, case.lens)
+        layers = range(case.pool.shape[1])
+        plain = [partial(paged_decode, q, case.pool[:, layer], *where, **rule) for layer in layers]
+        base = graph_time_s(plain)
+        elements = batch * context * 2 * LLAMA_8B.num_kv_heads
+        told = {"op": "decode of KV", "batch": batch, "context": context, "splits": split}
+        ceiling = elements * LLAMA_8B.head_dim * 2 / base / bandwidth
+        rows.append(told | {"kv": "bfloat16", "us": base * 1e6, "of_ceiling": ceiling})
+        heads, dim = LLAMA_8B.num_kv_heads, LLAMA_8B.head_dim
+        for dtype in (torch.int8, torch.float8_e4m3fn, torch.float8_e5m2):
+            codec = SlotCodec(heads, dim, dtype, heads * (dim + 4))
+            slots = torch.empty((*case.pool.shape[:4], codec.slot_bytes), dtype=torch.uint8, device="cuda")
+            for block in range(0, len(slots), 1024):
+                some = case.pool[block : block + 1024]
+                slots[block : block + 1024] = codec.encode(some.flatten(0, 3)).view(*some.shape[:4], -1)
+            calls = [
+                partial(
+                    paged_decode, q, codec.codes_of(slots[:, layer]), *where, scales=codec.scales_of(slots[:, layer]),
+                    **rule,
+                )
+                for layer in layers
+            ]  # fmt: skip
+            seconds = graph_time_s(calls)
+            rows.append(
+                told
+                | {"kv": str(dtype).removeprefix("torch."), "us": seconds * 1e6, "faster": round(base / seconds, 3),
+                   "of_ceiling": elements * (dim + 4) / seconds / bandwidth}
             )  # fmt: skip
     return rows
 
@@ -213,6 +254,7 @@ def main() -> None:
     print(facts, flush=True)
     rows = bench_fused(bandwidth) + bench_pack(bandwidth) + bench_linear(bandwidth)
     rows += bench_prefill(peak, tune=args.tune) + bench_decode(bandwidth, tune=args.tune)
+    rows += bench_decode_of_codes(bandwidth)
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_text(json.dumps({"machine": facts, "rows": rows}, indent=1) + "\n")
     print("\n".join(_line(row) for row in _best(rows)))
