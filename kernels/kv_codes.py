@@ -46,7 +46,9 @@ class SlotCodec:
 
     def codes_of(self, slots: Tensor) -> Tensor:
         """slots: [..., slot_bytes] uint8. Returns: [..., heads, dim], a view."""
-        return slots[..., : self._codes_end].view(self.dtype).unflatten(-1, (self.heads, self.dim))
+        codes = slots[..., : self._codes_end].view(self.dtype)
+        strides = (*slots.stride()[:-1], self.dim, 1)
+        return codes.as_strided((*slots.shape[:-1], self.heads, self.dim), strides)
 
     def scales_of(self, slots: Tensor) -> Tensor:
         """slots: [..., slot_bytes] uint8. Returns: [..., heads] float32, a view."""

@@ -93,13 +93,13 @@ class GroupPool:
         self, num_blocks: int, group: KvGroup, shard: Shard, device: torch.device, moves: KvMoves | None
     ) -> None:
         dtype: torch.dtype = getattr(torch, group.dtype)
-        slot: tuple[int, ...] = (group.heads_per_rank(shard), group.dims[0])
+        heads, dim = group.heads_per_rank(shard), group.dims[0]
         self.codec: SlotCodec | None = None
         """None: the elements are stored as they are."""
         if group.quantized:
-            self.codec = SlotCodec(*slot, dtype, group.slot_bytes(shard))
-            dtype, slot = torch.uint8, (1, self.codec.slot_bytes)
-        shape = (num_blocks, group.num_layers, len(group.dims), group.block_size, *slot)
+            self.codec = SlotCodec(heads, dim, dtype, group.slot_bytes(shard))
+            dtype, heads, dim = torch.uint8, 1, self.codec.slot_bytes
+        shape = (num_blocks, group.num_layers, len(group.dims), group.block_size, heads, dim)
         self.group, self.num_blocks = group, num_blocks
         self.tensor: Tensor = _zeros(shape, num_blocks * group.block_bytes(shard), dtype, device)
         self.num_layers, self.block_size = group.num_layers, group.block_size

@@ -64,14 +64,16 @@ def _values(dtype: str) -> np.ndarray:
     exponent, mantissa = size >> bits, size & ((1 << bits) - 1)
     fraction = (mantissa + np.where(exponent > 0, 1 << bits, 0)).astype(np.float32)
     shifted = np.ldexp(fraction, np.maximum(exponent, 1) - 1 + _LEAST_EXPONENT[bits] - bits)
-    return np.where(codes & 0x80, -shifted, shifted).astype(np.float32)
+    values: np.ndarray = np.where(codes & 0x80, -shifted, shifted).astype(np.float32)
+    return values
 
 
 def _nearest(x: np.ndarray, dtype: str) -> np.ndarray:
     """The nearest codes, ties to even, as bytes. x: float32, in size at most the largest code."""
     bits = DTYPES[dtype].mantissa_bits
     if not bits:
-        return np.rint(x).astype(np.int8).view(np.uint8)
+        integers: np.ndarray = np.rint(x).astype(np.int8).view(np.uint8)
+        return integers
     raw = np.ascontiguousarray(x, np.float32).view(np.uint32)
     size, shift = raw & np.uint32(0x7FFFFFFF), np.uint32(23 - bits)
     least = _LEAST_EXPONENT[bits]
