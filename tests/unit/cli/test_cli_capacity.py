@@ -51,6 +51,19 @@ def test_llama_3_70b_takes_320_kib_per_token_in_fp16(tmp_path, capsys):
         assert "16.0 whole contexts" in out
 
 
+def test_a_quantized_cache_is_counted_with_its_scales(tmp_path, capsys):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_3_70B))
+    assert run_capacity(str(tmp_path), kv_cache_dtype="int8", memory_gib=40.0) == 0
+    out = capsys.readouterr().out
+    assert (
+        "2 (K and V) x 80 layers x 8 KV heads x 128 head dim x 1 bytes (int8) + 1,280 scales x 4 bytes (float32) = "
+        "168,960 bytes = 165 KiB" in out
+    )
+    assert "15,887 blocks x 16 tokens = 254,192 tokens, 165 KiB per token" in out
+    with pytest.raises(ConfigError, match="kv_cache_dtype"):
+        run_capacity(str(tmp_path), kv_cache_dtype="int3")
+
+
 def test_a_small_model_is_shown_in_small_units(tmp_path, capsys):
     small = {"num_hidden_layers": 2, "num_attention_heads": 2, "head_dim": 16, "max_position_embeddings": 64}
     for context, shown in ((64, "64 tokens: 32.00 KiB"), (4096, "4,096 tokens: 2.00 MiB")):

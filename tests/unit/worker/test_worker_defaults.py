@@ -46,6 +46,19 @@ def test_15_3_3_a_gpus_defaults_for_a_model_of_8b():
     assert "max_num_seqs=256: on NVIDIA H200" in lines
 
 
+def test_a_slab_is_sized_by_the_bytes_of_quantized_kv():
+    config, lines = settled(WorkerConfig(device="cuda", kv_cache_dtype="fp8_e4m3"), H200, LLAMA_8B)
+    assert (config.dtype, config.kv_cache_dtype) == ("bfloat16", "fp8_e4m3")
+    assert "slab_bytes=140509184: 2,048 tokens of 66 KiB of KV each, in 134 MiB" in lines
+
+
+def test_a_kv_cache_dtype_that_there_is_not_is_refused_by_name():
+    with pytest.raises(ConfigError) as error:
+        WorkerConfig(kv_cache_dtype="fp4")
+    assert error.value.field == "kv_cache_dtype"
+    assert "auto, fp8_e4m3, fp8_e5m2, int8" in str(error.value)
+
+
 def test_a_mixed_step_is_the_largest_graph_with_chunks():
     pytest.importorskip("triton", reason="Triton is not installed")
     from diptych.engine.exec.cuda.chunk_graphs import CHUNK_GRAPHS
