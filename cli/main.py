@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from diptych.cli import BENCH_HELP, explain, move, observe
+from diptych.cli import BENCH_HELP, explain, move, observe, quantize
 from diptych.cli.cache import app as cache_app
 from diptych.cli.chat import DEFAULT_MAX_TOKENS
 from diptych.cli.keys import app as keys_app
@@ -160,6 +160,7 @@ def build_app(only: str | None = None) -> typer.Typer:
     explain.register(app)
     move.register(app)
     observe.register(app)
+    quantize.register(app)
     _register_small(app)
     add_layers(app, LAYERED)
     app.add_typer(keys_app)
