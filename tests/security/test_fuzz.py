@@ -73,6 +73,7 @@ from diptych.rpc.errors import from_failure
 from diptych.rpc.v1 import decode_pb2, prefill_pb2, router_pb2, types_pb2, worker_pb2
 from diptych.worker import wire
 from diptych_tests.http_api import api_servers
+from diptych_tests.quantized import AWQ, COMPRESSED_INT4, COMPRESSED_INT8, FP8, GPTQ
 from diptych_tests.records import worker_record
 
 SECONDS = float(os.environ.get("DIPTYCH_TEST_FUZZ_S", "0"))
@@ -388,7 +389,10 @@ PARSERS: dict[str, tuple[Parser, list[bytes], tuple[type[BaseException], ...]]] 
     "pending in Redis": (pending_row, [b"|".join(itertools.chain.from_iterable(
         (name.encode(), row) for name, row in encode_pending({"p0": (1, 2)}).items()))], (BadRowError,)),
     "Sentinel URL": (lambda raw: parse_sentinel_url(as_text(raw)), [b"redis+sentinel://u:p@a:1,[::1]:2/m/0"], TYPED),
-    "config.json": (config_json, [json.dumps(LLAMA).encode()], TYPED),
+    "config.json": (config_json, [json.dumps(LLAMA).encode(), *(
+        json.dumps({**LLAMA, "quantization_config": config}).encode()
+        for config in (AWQ, GPTQ, FP8, COMPRESSED_INT8, COMPRESSED_INT4)
+    )], TYPED),
     "safetensors": (in_file("model.safetensors", checkpoint), [save({"a": np.zeros((2, 3), np.float32)})], TYPED),
     "GGUF": (in_file("m.gguf", gguf_model), [_gguf_file()], TYPED),
     "manifest": (in_file("diptych-manifest.json", lambda path: read_manifest(path.parent)),

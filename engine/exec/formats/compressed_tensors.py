@@ -93,6 +93,8 @@ class CompressedTensorsFormat:
         only(config, "kv_cache_scheme", None)
         sparsity = config.get("sparsity_config")
         if sparsity:
+            if not isinstance(sparsity, Mapping):
+                raise ConfigError(f"{FIELD}.sparsity_config", sparsity, "must be an object")
             only(sparsity, "format", "dense", prefix=f"{FIELD}.sparsity_config")
             pass_over(config, "sparsity_config")
         groups, ignored = _groups(config), _names(config.get("ignore"), f"{FIELD}.ignore")
@@ -242,10 +244,7 @@ def _scheme(weights: Mapping[str, Any], inputs: Any, prefix: str) -> tuple[str, 
 
 
 def _order(weights: Mapping[str, Any], at: str) -> bool:
-    value = weights.get("actorder")
-    if value not in _ACTIVATION_ORDERS:
-        raise ConfigError(f"{at}.actorder", value, "must be absent, weight or group")
-    return _ACTIVATION_ORDERS[value]
+    return _ACTIVATION_ORDERS[only(weights, "actorder", *_ACTIVATION_ORDERS, prefix=at)]
 
 
 def _check_inputs(inputs: Any, at: str, kind: str, blocked: bool) -> None:

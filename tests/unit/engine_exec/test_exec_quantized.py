@@ -366,6 +366,42 @@ def test_what_cannot_be_run_exactly_is_refused_by_its_field(config, path, value)
     assert error.value.field.startswith(f"quantization_config.{path}"), str(error.value)
 
 
+def paths_of(config, before=()):
+    """Of every value in it, objects themselves included."""
+    for key, value in config.items():
+        yield (*before, key)
+        if isinstance(value, dict):
+            yield from paths_of(value, (*before, key))
+
+
+GGUF_CONFIG = {"quant_method": "gguf", "lm_head": False, "kinds": {DOWN: "Q4_1"}}
+COMPRESSED_BLOCKS = quantized.compressed(
+    "float-quantized",
+    {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [128, 128]},
+    {"num_bits": 8, "type": "float", "strategy": "group", "group_size": 128},
+)
+
+
+@pytest.mark.parametrize(
+    "config", [AWQ, GPTQ, FP8, COMPRESSED_INT8, COMPRESSED_FP8, COMPRESSED_BLOCKS, COMPRESSED_INT4, GGUF_CONFIG]
+)
+def test_any_value_in_any_field_is_taken_or_refused_by_name(config):
+    describe({**RAW, "quantization_config": config})
+    elsewhere = []
+    for *way, last in paths_of(config):
+        for value in (None, True, 0, -3, 1.5, 10**400, "x", "", [], [[]], [1, "a"], {}, {"a": [1]}, {"a": {"b": None}}):
+            made = copy.deepcopy(config)
+            inner = made
+            for key in way:
+                inner = inner[key]
+            inner[last] = value
+            try:
+                describe({**RAW, "quantization_config": made})
+            except ConfigError as error:
+                elsewhere += [] if error.field.startswith("quantization_config") else [error]
+    assert not elsewhere
+
+
 # ---- bad tensors ----
 
 
