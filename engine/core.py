@@ -90,8 +90,6 @@ class EngineCore:
             raise ConfigError("num_host_blocks", config.num_host_blocks, f"the runner has {able.num_host_blocks}")
         if config.num_disk_blocks and disk is None:
             raise ConfigError("num_disk_blocks", config.num_disk_blocks, "there is no folder for them")
-        if config.num_disk_blocks and able.rank_sizes:
-            raise ConfigError("num_disk_blocks", config.num_disk_blocks, "there are no files of several ranks' blocks")
         if config.num_blocks > able.num_blocks:
             raise ConfigError("num_blocks", config.num_blocks, f"the runner's pool has {able.num_blocks}")
         if drafter is not None and not able.verifies_drafts:
@@ -521,9 +519,10 @@ def _check_groups(able: RunnerCapabilities, config: EngineConfig) -> None:
     kinds = [group.name for group in kv.groups if group.kind not in (KvKind.FULL, KvKind.WINDOW)]
     if kinds:
         raise ConfigError("groups", kinds, "the engine has full and window groups only")
-    for name in ("num_host_blocks", "num_disk_blocks"):
-        if getattr(config, name):
-            raise ConfigError(name, getattr(config, name), f"this tier cannot hold {', '.join(sizes)}: set it to 0")
+    if config.num_host_blocks:
+        raise ConfigError(
+            "num_host_blocks", config.num_host_blocks, f"this tier cannot hold {', '.join(sizes)}: set it to 0"
+        )
 
 
 def _internal(what: str, error: Exception) -> DiptychError:

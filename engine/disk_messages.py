@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Protocol
 
 
@@ -32,10 +33,11 @@ class BlocksWritten:
 
 @dataclass(frozen=True, slots=True)
 class BlocksRead:
-    """A part of a `read`: a command to the step thread. The next `num_blocks` blocks lie in `payload`, which is to be given back.
+    """A part of a `read`: a command to the step thread. The next `num_blocks` blocks lie in `pieces`, which are to be given back.
 
     Args:
-        buffer: of the payload.
+        pieces: as `pieces_of` divides a buffer.
+        buffer: of the pieces.
         seconds: spent on reading and checking them.
         bad: the block behind them that is not what it should be, and `error`: how. Nothing follows.
         gone: if it is missing: those behind it that are missing, too (a purge, a lost volume).
@@ -43,7 +45,7 @@ class BlocksRead:
 
     job: int
     num_blocks: int
-    payload: memoryview
+    pieces: tuple[memoryview, ...]
     buffer: int
     seconds: float
     last: bool
@@ -69,6 +71,11 @@ class BlockStore(Protocol):
         ...
 
     @property
+    def piece_bytes(self) -> Sequence[int]:
+        """Of which a block consists, see `pieces_of`."""
+        ...
+
+    @property
     def chunk_blocks(self) -> int:
         """Blocks that a buffer holds."""
         ...
@@ -87,7 +94,7 @@ class BlockStore(Protocol):
         ...
 
     def write(self, blocks: Sequence[DiskBlock], buffer: memoryview) -> None:
-        """`buffer` holds the KV of the blocks, one after the other. BlocksWritten follows; without blocks nothing does."""
+        """`buffer` holds the KV of the blocks, as `pieces_of` divides it. BlocksWritten follows; without blocks nothing does."""
         ...
 
     def remove(self, blocks: Sequence[DiskBlock]) -> None:
@@ -109,3 +116,12 @@ class BlockStore(Protocol):
     def close(self, deadline_s: float) -> None:
         """Write what is queued, within the deadline, and end the threads. Idempotent."""
         ...
+
+
+def pieces_of(buffer: memoryview, num_blocks: int, piece_bytes: Sequence[int]) -> tuple[memoryview, ...]:
+    """A buffer with so many blocks: for each KV group, or each rank, its KV of all of them, one block after the other.
+
+    Args: piece_bytes: of one block, by group or by rank.
+    """
+    ends = [num_blocks * end for end in accumulate(piece_bytes)]
+    return tuple(buffer[end - num_blocks * size : end] for end, size in zip(ends, piece_bytes, strict=True))

@@ -15,8 +15,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from diptych.common.clock import Clock
-from diptych.common.errors import InternalError, RequestCancelledError
-from diptych.engine.disk_messages import BlocksRead, BlockStore, BlocksWritten
+from diptych.common.errors import ConfigError, InternalError, RequestCancelledError
+from diptych.engine.disk_messages import BlocksRead, BlockStore, BlocksWritten, pieces_of
 from diptych.engine.executor import Executor, ExecutorLost
 from diptych.engine.messages import EngineRequest, UnpackRange
 from diptych.engine.sched.lifecycle.restores import Restore
@@ -58,7 +58,12 @@ class DiskTraffic:
         self._scheduler, self._executor, self._store, self._clock = scheduler, executor, store, clock
         self._copy_blocks = copy_blocks
         self._disk = scheduler.kv.disk
-        self._block_bytes = scheduler.limits.kv_bytes_per_token * scheduler.config.block_size
+        size = scheduler.config.block_size
+        self._pieces = tuple((group, part, num_bytes * size) for group, part, num_bytes in scheduler.limits.pieces)
+        self._piece_bytes = [num_bytes for _, _, num_bytes in self._pieces]
+        self._block_bytes = sum(self._piece_bytes)
+        if list(store.piece_bytes) != self._piece_bytes:
+            raise ConfigError("piece_bytes", list(store.piece_bytes), f"the runner's blocks have {self._piece_bytes}")
         self._waiting: dict[str, _Waiting] = {}
         self._jobs: dict[int, str] = {}
         self._last_job = 0
@@ -152,21 +157,37 @@ class DiskTraffic:
             return True
         began, size = self._clock.now(), self._scheduler.config.block_size
         first, num_tokens = waiting.restore.first_token + waiting.arrived, reply.num_blocks * size
-        job = self._scheduler.plan_unpack(UnpackRange(waiting.restore.name, 0, first, num_tokens, reply.payload))
-        if job is None or self._copy_blocks() is None:
-            return False
-        try:
-            self._executor.unpack(job.block_ids, num_tokens, reply.payload, None, 0, 0)
-        except ExecutorLost:
-            raise
-        except Exception:
-            _log.exception("unpacking tokens %d+%d of %s failed", first, num_tokens, waiting.restore.name)
-            return False
-        self._scheduler.unpacked(job, last=False)
+        for (group, part, num_bytes), piece in zip(self._pieces, reply.pieces, strict=True):
+            unseen = min(reply.num_blocks, max(0, waiting.restore.needed_from[group] - first // size))
+            if unseen < reply.num_blocks and not self._unpack(
+                waiting.restore.name,
+                first + unseen * size,
+                num_tokens - unseen * size,
+                piece[unseen * num_bytes :],
+                group,
+                part,
+            ):
+                return False
         waiting.arrived += num_tokens
         self._num_late = 0
         seconds = reply.seconds + self._clock.now() - began
         self._scheduler.throughput.observe_disk(seconds, reply.num_blocks * self._block_bytes)
+        return True
+
+    def _unpack(self, name: str, first: int, num_tokens: int, piece: memoryview, group: int, part: int) -> bool:
+        job = self._scheduler.plan_unpack(UnpackRange(name, 0, first, num_tokens, piece, group=group, part=part))
+        if job is None or self._copy_blocks() is None:
+            return False
+        try:
+            copy = self._executor.unpack(job.block_ids, num_tokens, piece, None, group, part)
+            if copy is not None:
+                copy.wait()  # the buffer goes back
+        except ExecutorLost:
+            raise
+        except Exception:
+            _log.exception("unpacking tokens %d+%d of %s failed", first, num_tokens, name)
+            return False
+        self._scheduler.unpacked(job, last=False)
         return True
 
     def _on_bad(self, reply: BlocksRead) -> None:
@@ -221,16 +242,20 @@ class DiskTraffic:
         return saved
 
     def _save_into(self, buffer: memoryview) -> bool:
-        pool = self._scheduler.kv.pool
-        blocks = self._disk.take(self._store.chunk_blocks, lambda key: pool.cached_block(key) is not None)
+        kv = self._scheduler.kv
+        blocks = self._disk.take(self._store.chunk_blocks, lambda key: kv.copies_of(key) is not None)
         if removed := self._disk.take_removed():
             self._store.remove(removed)  # first: they make the room
         if not blocks:
             self._store.write((), buffer)
             return False
-        ids = [block for one in blocks if (block := pool.cached_block(one.key)) is not None]
+        ids = [found for one in blocks if (found := kv.copies_of(one.key)) is not None]
+        num_tokens = len(ids) * self._scheduler.config.block_size
         try:
-            self._executor.pack(ids, len(ids) * self._scheduler.config.block_size, buffer, None, 0, 0)
+            for (group, part, _), piece in zip(
+                self._pieces, pieces_of(buffer, len(ids), self._piece_bytes), strict=True
+            ):
+                self._executor.pack([blocks[group] for blocks in ids], num_tokens, piece, None, group, part)
         except ExecutorLost:
             raise
         except Exception:

@@ -10,7 +10,8 @@ from diptych.common.block_identity import IdentityHeader, golden_key
 from diptych.common.clock import Clock
 from diptych.common.compat import Compat
 from diptych.common.errors import ConfigError
-from diptych.kvtransfer.disk.block_folder import HEAD_BYTES, BlockFolder, identity_of
+from diptych.kvtransfer.disk.block_file import HEAD_BYTES, identity_of
+from diptych.kvtransfer.disk.block_folder import BlockFolder
 from diptych.kvtransfer.disk.block_store import DiskBlockStore
 from diptych.kvtransfer.slabs.layout import layout_hash
 from diptych.worker.config import WorkerConfig
@@ -19,13 +20,10 @@ log = structlog.get_logger(__name__)
 
 
 def num_disk_blocks(config: WorkerConfig, compat: Compat) -> int:
-    """Blocks in files; 0: none. Raises: ConfigError when this model's blocks cannot be kept, or not one fits."""
+    """Blocks in files; 0: none. Raises: ConfigError when there is no prefix cache, or not one block fits."""
     if not config.disk_kv_dir:
         return 0
     kv = compat.kv
-    if not kv.has_one_full_group or compat.kv_parts:
-        why = "there are files of blocks for models on one rank whose layers all attend to every token"
-        raise ConfigError("disk_kv_dir", config.disk_kv_dir, why)
     if not config.enable_prefix_caching:
         raise ConfigError("disk_kv_dir", config.disk_kv_dir, "needs enable_prefix_caching")
     count = config.disk_kv_bytes // (HEAD_BYTES + kv.block_bytes)
@@ -43,7 +41,7 @@ def open_disk(
     # The key of fixed tokens has weights, numerics and the cluster's key in it, the layout hash the rest.
     mine = identity_of(golden_key(identity), layout_hash(compat), "" if compat.same_bits else config.role)
     root = Path(config.disk_kv_dir).expanduser().absolute()
-    store = DiskBlockStore(BlockFolder(root, worker_id, mine, compat.kv.block_bytes), clock)
+    store = DiskBlockStore(BlockFolder(root, worker_id, mine, compat.kv.block_bytes), clock, _piece_bytes(compat))
     log.info(
         "blocks in files",
         folder=str(root),
@@ -53,3 +51,10 @@ def open_disk(
         bytes_per_s=round(store.bytes_per_s),
     )
     return store
+
+
+def _piece_bytes(compat: Compat) -> list[int]:
+    """Of a block, by rank, or by KV group where there is one rank."""
+    if compat.kv_parts:
+        return [part.block_bytes for part in compat.kv_parts]
+    return [group.block_bytes(compat.kv.shard) for group in compat.kv.groups]

@@ -1,7 +1,7 @@
 """One worker's folder of blocks: a file for each, in a folder for each tenant. Blocking; no threads, no account of what is there.
 
     ROOT/WORKER/lock                          held while a process uses the folder
-    ROOT/WORKER/IDENTITY/TENANT/KEY-INDEX     64 bytes of head, then the block as it lies in the pool
+    ROOT/WORKER/IDENTITY/TENANT/KEY-INDEX     a block (block_file.py)
     ROOT/WORKER/IDENTITY/TENANT/.KEY          is being written
 
 IDENTITY is a hash over all that decides the values and the layout of the KV: weights, numerics, KV format, the cluster's key.
@@ -19,51 +19,33 @@ import errno
 import fcntl
 import os
 import re
-import struct
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import quote
 
-import xxhash
-from blake3 import blake3
-
 from diptych.common.errors import ConfigError
 from diptych.engine.disk_messages import DiskBlock
+from diptych.kvtransfer.disk.block_file import (
+    HEAD_BYTES,
+    MISSING,
+    BadBlockError,
+    block_named,
+    check_content,
+    check_size,
+    head_of,
+    is_ours,
+    last_leaves_first,
+    name_of,
+    unfinished_name,
+)
 
 SETTING = "disk_kv_dir"
-_HEAD = struct.Struct("<8s16s16sQ16s")
-"""Magic, identity, key, bytes of the block, checksum."""
-HEAD_BYTES = _HEAD.size
-_MAGIC = b"DIPTYKV1"
 _HASH = re.compile(r"[0-9a-f]{32}")
 """Name of an identity's folder, and of a tenant's."""
-_NAME = re.compile(r"([0-9a-f]{32})-(\d{1,9})")
-_UNFINISHED = re.compile(r"\.[0-9a-f]{32}")
-MISSING = "missing"
 PROBE = "0" * 32
 """Folder of blocks that are written to measure the disk."""
 _LOCK = "lock"
-_NEAR_S = 60.0
-"""Uses within this time count as one: the last block of a prompt leaves first, not the first one, which is older."""
-
-
-class BadBlockError(Exception):
-    """The file is no whole block of this worker. `reason`: missing, truncated, foreign, corrupt, or an errno's name."""
-
-    def __init__(self, reason: str) -> None:
-        super().__init__(reason)
-        self.reason = reason
-
-
-def identity_of(*parts: str | bytes | int) -> bytes:
-    """16 bytes over everything that decides the bytes of a block with a given key."""
-    state = blake3(b"diptych disk identity v1")
-    for part in parts:
-        raw = part if isinstance(part, bytes) else str(part).encode()
-        state.update(len(raw).to_bytes(4, "little"))
-        state.update(raw)
-    return state.digest(16)
 
 
 def why(error: OSError) -> str:
@@ -133,35 +115,33 @@ class BlockFolder:
             self._lock = -1
 
     def _scan(self, other_bytes: int) -> Found:
-        found: list[tuple[float, int, DiskBlock]] = []
+        found: list[tuple[float, DiskBlock]] = []
         damaged: dict[str, int] = {}
         for folder in _tenants(self._folder):
             with os.scandir(folder) as entries:
                 for entry in entries:
-                    name, stat = _NAME.fullmatch(entry.name), entry.stat(follow_symlinks=False)
+                    block, stat = block_named(entry.name, folder.name), entry.stat(follow_symlinks=False)
                     whole = stat.st_size == HEAD_BYTES + self.block_bytes and entry.is_file(follow_symlinks=False)
-                    if name is not None and whole and folder.name != PROBE:
-                        index = int(name[2])
-                        block = DiskBlock(bytes.fromhex(name[1]), folder.name, index)
-                        found.append((-(stat.st_mtime // _NEAR_S), index, block))
+                    if block is not None and whole and folder.name != PROBE:
+                        found.append((stat.st_mtime, block))
                         continue
-                    reason = "truncated" if name is not None else "unfinished" if _is_ours(entry.name) else "foreign"
+                    reason = "truncated" if block is not None else "unfinished" if is_ours(entry.name) else "foreign"
                     damaged[reason] = damaged.get(reason, 0) + 1
                     if reason != "foreign":
                         os.unlink(entry.path)
-        found.sort(key=lambda one: one[:2])
-        return Found(tuple(block for _, _, block in found), damaged, other_bytes)
+        return Found(last_leaves_first(found), damaged, other_bytes)
 
     # ---- blocks ----
 
-    def write(self, block: DiskBlock, payload: memoryview) -> str:
-        """Returns: its folder, which is to be synced. Raises: OSError; nothing is there then."""
+    def write(self, block: DiskBlock, pieces: Sequence[memoryview]) -> str:
+        """Args: pieces: of block_bytes together. Returns: its folder, which is to be synced. Raises: OSError; nothing is there
+        then."""
         folder = f"{self._folder}/{block.tenant}"
-        temporary = f"{folder}/.{block.key.hex()}"
+        temporary = f"{folder}/{unfinished_name(block)}"
         fd = self._create(temporary, folder)
         try:
             try:
-                _write(fd, _head(self._identity, block.key, payload), payload)
+                _write(fd, [memoryview(head_of(self._identity, block.key, pieces)), *pieces])
                 os.fsync(fd)
             finally:
                 os.close(fd)
@@ -181,16 +161,15 @@ class BlockFolder:
             finally:
                 os.close(fd)
 
-    def read(self, block: DiskBlock, into: memoryview) -> None:
-        """Fill `into`, of block_bytes. Raises: BadBlockError; `into` holds anything then."""
-        head = bytearray(HEAD_BYTES)
+    def read(self, block: DiskBlock, into: Sequence[memoryview]) -> None:
+        """Fill `into`, pieces of block_bytes together. Raises: BadBlockError; they hold anything then."""
+        head = memoryview(bytearray(HEAD_BYTES))
         try:
             # What is no file must not hold the thread: opening a pipe waits for a writer.
             fd = os.open(self._path(block), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
             try:
-                if os.fstat(fd).st_size != HEAD_BYTES + self.block_bytes:
-                    raise BadBlockError("truncated")
-                _read(fd, head, into)
+                check_size(os.fstat(fd).st_size, self.block_bytes)
+                _read(fd, [head, *into])
                 os.utime(fd)
             finally:
                 os.close(fd)
@@ -198,11 +177,7 @@ class BlockFolder:
             raise BadBlockError(MISSING) from None
         except OSError as error:
             raise BadBlockError(why(error)) from None
-        magic, identity, key, size, checksum = _HEAD.unpack_from(head)
-        if (magic, identity, key, size) != (_MAGIC, self._identity, block.key, self.block_bytes):
-            raise BadBlockError("foreign")
-        if _checksum(memoryview(head), into) != checksum:
-            raise BadBlockError("corrupt")
+        check_content(head, into, self._identity, block.key)
 
     def has(self, block: DiskBlock) -> bool:
         """Whether there is anything under its name."""
@@ -221,7 +196,7 @@ class BlockFolder:
         _unlink(self._path(block))
 
     def _path(self, block: DiskBlock) -> str:
-        return f"{self._folder}/{block.tenant}/{block.key.hex()}-{block.index}"
+        return f"{self._folder}/{block.tenant}/{name_of(block)}"
 
     @staticmethod
     def _create(path: str, folder: str) -> int:
@@ -251,7 +226,7 @@ class TenantBlocks:
 def tenants_in(root: Path) -> Iterator[TenantBlocks]:
     """What lies under the root of all workers' folders. Raises: OSError."""
     for folder in _tenant_folders(root):
-        files = [stat for path in folder.iterdir() if _is_ours(path.name) and (stat := _stat(path)) is not None]
+        files = [stat for path in folder.iterdir() if is_ours(path.name) and (stat := _stat(path)) is not None]
         if files:
             yield TenantBlocks(
                 folder.parent.parent.name, folder.parent.name, folder.name, len(files),
@@ -268,7 +243,7 @@ def purge(root: Path, tenant: str | None = None) -> tuple[int, int]:
     files = size = 0
     for folder in _tenant_folders(root):
         if tenant is None or folder.name == tenant:
-            for path in filter(lambda path: _is_ours(path.name), list(folder.iterdir())):
+            for path in filter(lambda path: is_ours(path.name), list(folder.iterdir())):
                 if (stat := _stat(path)) is not None and _unlink(str(path)):
                     files, size = files + 1, size + stat.st_size
     return files, size
@@ -286,28 +261,10 @@ def _tenants(identity: Path) -> list[Path]:
     )
 
 
-def _is_ours(name: str) -> bool:
-    return bool(_NAME.fullmatch(name) or _UNFINISHED.fullmatch(name))
-
-
 # ---- files ----
 
 
-def _head(identity: bytes, key: bytes, payload: memoryview) -> bytes:
-    head = bytearray(_HEAD.pack(_MAGIC, identity, key, len(payload), bytes(16)))
-    head[-16:] = _checksum(memoryview(head), payload)
-    return bytes(head)
-
-
-def _checksum(head: memoryview, payload: memoryview) -> bytes:
-    """Over the head without its checksum, and the block."""
-    state = xxhash.xxh3_128(head[:-16])
-    state.update(payload)
-    return state.digest()
-
-
-def _write(fd: int, head: bytes, payload: memoryview) -> None:
-    parts = [memoryview(head), payload]
+def _write(fd: int, parts: list[memoryview]) -> None:
     while parts:
         written = os.writev(fd, parts)
         while parts and written >= len(parts[0]):
@@ -316,8 +273,7 @@ def _write(fd: int, head: bytes, payload: memoryview) -> None:
             parts[0] = parts[0][written:]
 
 
-def _read(fd: int, head: bytearray, into: memoryview) -> None:
-    parts = [memoryview(head), into]
+def _read(fd: int, parts: list[memoryview]) -> None:
     while parts:
         count = os.readv(fd, parts)
         if not count:
@@ -350,7 +306,7 @@ def _remove_identity(identity: Path) -> int:
     size = 0
     for folder in _tenants(identity):
         for path in list(folder.iterdir()):
-            if _is_ours(path.name) and (stat := _stat(path)) is not None and _unlink(str(path)):
+            if is_ours(path.name) and (stat := _stat(path)) is not None and _unlink(str(path)):
                 size += stat.st_size
     for empty in (*_tenants(identity), identity):
         with contextlib.suppress(OSError):

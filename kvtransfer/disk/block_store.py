@@ -4,6 +4,7 @@
     step thread --read, cancel---> [queue] --> reader --BlocksRead-----> step thread
 
 Each has a few buffers, which bound what is under way. A disk that is full or fails is left alone for PAUSE_S; serving goes on.
+A thread calls `write_next` or `read_next` again and again: a simulation may call them instead.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ from threading import Thread
 import structlog
 
 from diptych.common.clock import Clock
-from diptych.engine.disk_messages import BlocksRead, BlocksWritten, DiskBlock, DiskReply
-from diptych.kvtransfer.disk.block_folder import MISSING, PROBE, BadBlockError, BlockFolder, why
+from diptych.engine.disk_messages import BlocksRead, BlocksWritten, DiskBlock, DiskReply, pieces_of
+from diptych.kvtransfer.disk.block_file import MISSING, BadBlockError
+from diptych.kvtransfer.disk.block_folder import PROBE, BlockFolder, why
 
 log = structlog.get_logger(__name__)
 
@@ -48,14 +50,29 @@ class _Cancelled:
 
 _Write = tuple[Sequence[DiskBlock], memoryview]
 _Remove = Sequence[DiskBlock]
+_Read = tuple[int, Sequence[DiskBlock]]
+"""A job, and the blocks that are still to be read."""
 
 
 class DiskBlockStore:
-    """Takes the folder at once. Raises: ConfigError, see BlockFolder.open. See BlockStore for the rest."""
+    """Takes the folder at once. Raises: ConfigError, see BlockFolder.open. See BlockStore for the rest.
 
-    def __init__(self, folder: BlockFolder, clock: Clock) -> None:
-        self._folder, self._clock = folder, clock
-        self.chunk_blocks = max(1, BUFFER_BYTES // folder.block_bytes)
+    Args: piece_bytes: of a block, by KV group or by rank; empty: it has one piece.
+    """
+
+    def __init__(
+        self,
+        folder: BlockFolder,
+        clock: Clock,
+        piece_bytes: Sequence[int] = (),
+        *,
+        buffer_bytes: int = BUFFER_BYTES,
+        pause_s: float = PAUSE_S,
+    ) -> None:
+        self._folder, self._clock, self._pause_s = folder, clock, pause_s
+        self.piece_bytes = tuple(piece_bytes) or (folder.block_bytes,)
+        assert sum(self.piece_bytes) == folder.block_bytes
+        self.chunk_blocks = max(1, buffer_bytes // folder.block_bytes)
         size = self.chunk_blocks * folder.block_bytes
         found = folder.open()
         self.found, self.damaged, self.other_bytes = found.blocks, found.damaged, found.other_bytes
@@ -67,7 +84,9 @@ class DiskBlockStore:
             self._write_buffers.put(memoryview(bytearray(size)))
             self._read_buffers.put(number)
         self._writes: SimpleQueue[_Write | _Remove | _Stop] = SimpleQueue()
-        self._reads: SimpleQueue[tuple[int, Sequence[DiskBlock]] | _Stop] = SimpleQueue()
+        self._reads: SimpleQueue[_Read | _Stop] = SimpleQueue()
+        self._reading: _Read | None = None
+        self._ended_writing = self._ended_reading = False
         self._cancelled = _Cancelled()
         self._paused_until = 0.0
         self._reply: Callable[[DiskReply], None] = lambda reply: None
@@ -125,32 +144,38 @@ class DiskBlockStore:
     # ---- on the writer's thread ----
 
     def _write_all(self) -> None:
-        while True:
-            try:
-                item = self._writes.get(timeout=_WAIT_S)
-            except Empty:
-                continue
-            if isinstance(item, _Stop):
-                return
-            if isinstance(item, tuple):
-                blocks, buffer = item
-                failed, error = self._write_some(blocks, buffer)
-                self._write_buffers.put(buffer)
-                self._reply(BlocksWritten(tuple(blocks), tuple(failed), error))
-            else:
-                self._remove_some(item)
+        while not self._ended_writing:
+            self.write_next(_WAIT_S)
+
+    def write_next(self, wait_s: float) -> bool:
+        """Write or remove what is next in the queue. Returns: whether there was anything within `wait_s`."""
+        try:
+            item = self._writes.get(timeout=wait_s)
+        except Empty:
+            return False
+        if isinstance(item, _Stop):
+            self._ended_writing = True
+        elif isinstance(item, tuple):
+            blocks, buffer = item
+            failed, error = self._write_some(blocks, buffer)
+            self._write_buffers.put(buffer)
+            self._reply(BlocksWritten(tuple(blocks), tuple(failed), error))
+        else:
+            self._remove_some(item)
+        return True
 
     def _write_some(self, blocks: Sequence[DiskBlock], buffer: memoryview) -> tuple[Sequence[DiskBlock], str]:
         """Returns: those that are not there, and why."""
-        size, folders, written = self._folder.block_bytes, dict[str, None](), 0
+        folders, written = dict[str, None](), 0
+        pieces = pieces_of(buffer, len(blocks), self.piece_bytes)
         try:
             for at, block in enumerate(blocks):
-                folders[self._folder.write(block, buffer[at * size : (at + 1) * size])] = None
+                folders[self._folder.write(block, self._block(pieces, at))] = None
                 written += 1
             self._folder.sync(list(folders))
         except OSError as error:
-            self._paused_until = self._clock.now() + PAUSE_S
-            log.warning("a block cannot be written: nothing is for a while", error=str(error), pause_s=PAUSE_S)
+            self._paused_until = self._clock.now() + self._pause_s
+            log.warning("a block cannot be written: nothing is for a while", error=str(error), pause_s=self._pause_s)
             return blocks[written:], why(
                 error
             )  # none of them, where the folder was not synced: they may be gone after a crash
@@ -166,55 +191,63 @@ class DiskBlockStore:
     # ---- on the reader's thread ----
 
     def _read_all(self) -> None:
-        while True:
-            try:
-                item = self._reads.get(timeout=_WAIT_S)
-            except Empty:
-                continue
-            if isinstance(item, _Stop):
-                return
-            job, blocks = item
-            self._read_some(job, blocks)
-            for number in list(self._cancelled.jobs):  # a copy: the step thread adds to it
-                if number <= job:
-                    self._cancelled.jobs.discard(number)
+        while not self._ended_reading:
+            self.read_next(_WAIT_S)
 
-    def _read_some(self, job: int, blocks: Sequence[DiskBlock]) -> None:
-        size, first = self._folder.block_bytes, 0
-        while first < len(blocks):
-            number = self._read_buffer()
-            if job in self._cancelled:
-                self._read_buffers.put(number)
-                return
-            chunk, into = blocks[first : first + self.chunk_blocks], self._into[number]
-            began, bad, error, count, gone = time.monotonic(), None, "", 0, list[DiskBlock]()
-            for at, block in enumerate(chunk):
-                try:
-                    self._folder.read(block, into[at * size : (at + 1) * size])
-                except BadBlockError as failure:
-                    bad, error = block, failure.reason
-                    if error == MISSING:
-                        gone = [one for one in blocks[first + at + 1 :] if not self._folder.has(one)]
-                    break
-                count += 1
-            first += count
-            last = bad is not None or first >= len(blocks)
-            seconds = time.monotonic() - began
-            self._reply(BlocksRead(job, count, into[: count * size], number, seconds, last, bad, error, gone))
-            if last:
-                return
+    def read_next(self, wait_s: float) -> bool:
+        """Begin the next read, or read a buffer full of the one that was begun. Returns: whether there was anything to do, and a
+        buffer for it, within `wait_s`."""
+        try:
+            if self._reading is None:
+                item = self._reads.get(timeout=wait_s)
+                if isinstance(item, _Stop):
+                    self._ended_reading = True
+                else:
+                    self._reading = item
+                return True
+            buffer = self._read_buffers.get(timeout=wait_s)
+        except Empty:
+            return False
+        (job, blocks), self._reading = self._reading, None
+        if job in self._cancelled:
+            self._read_buffers.put(buffer)
+        else:
+            reply = self._read_some(job, blocks, buffer)
+            self._reply(reply)
+            if not reply.last:
+                self._reading = job, blocks[reply.num_blocks :]
+                return True
+        for number in list(self._cancelled.jobs):  # a copy: the step thread adds to it
+            if number <= job:
+                self._cancelled.jobs.discard(number)
+        return True
 
-    def _read_buffer(self) -> int:
-        while True:
+    def _read_some(self, job: int, blocks: Sequence[DiskBlock], buffer: int) -> BlocksRead:
+        """As many as the buffer holds, up to the first bad one."""
+        chunk = blocks[: self.chunk_blocks]
+        pieces = pieces_of(self._into[buffer], len(chunk), self.piece_bytes)
+        began, bad, error, count, gone = self._clock.now(), None, "", 0, list[DiskBlock]()
+        for at, block in enumerate(chunk):
             try:
-                return self._read_buffers.get(timeout=_WAIT_S)
-            except Empty:
-                continue
+                self._folder.read(block, self._block(pieces, at))
+            except BadBlockError as failure:
+                bad, error = block, failure.reason
+                if error == MISSING:
+                    gone = [one for one in blocks[at + 1 :] if not self._folder.has(one)]
+                break
+            count += 1
+        last = bad is not None or count == len(blocks)
+        seconds = self._clock.now() - began
+        read = tuple(piece[: count * size] for piece, size in zip(pieces, self.piece_bytes, strict=True))
+        return BlocksRead(job, count, read, buffer, seconds, last, bad, error, gone)
+
+    def _block(self, pieces: Sequence[memoryview], at: int) -> list[memoryview]:
+        """The pieces of one block."""
+        return [piece[at * size : (at + 1) * size] for piece, size in zip(pieces, self.piece_bytes, strict=True)]
 
     def _probe(self) -> float:
         """Bytes a second of reading a few blocks that memory does not hold; 0.0: there are none, and none can be written."""
-        size = self._folder.block_bytes
-        buffer = memoryview(bytearray(size))
+        buffer = (memoryview(bytearray(self._folder.block_bytes)),)
         if len(self.found) >= _PROBE_BLOCKS:
             try:
                 return self._read_rate(self.found[:_PROBE_BLOCKS], buffer)
@@ -231,11 +264,11 @@ class DiskBlockStore:
         finally:
             self._remove_some(blocks)
 
-    def _read_rate(self, blocks: Sequence[DiskBlock], buffer: memoryview) -> float:
+    def _read_rate(self, blocks: Sequence[DiskBlock], buffer: Sequence[memoryview]) -> float:
         """Raises: OSError, BadBlockError."""
         for block in blocks:
             self._folder.drop_cached(block)
-        began = time.monotonic()
+        began = self._clock.now()
         for block in blocks:
             self._folder.read(block, buffer)
-        return len(blocks) * self._folder.block_bytes / max(time.monotonic() - began, 1e-9)
+        return len(blocks) * self._folder.block_bytes / max(self._clock.now() - began, 1e-9)

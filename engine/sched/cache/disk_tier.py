@@ -53,6 +53,10 @@ class DiskTier:
         """Of blocks that can be read."""
         return tuple(self._held)
 
+    def knows(self, key: bytes) -> bool:
+        """It is held, or will be."""
+        return key in self._held or self._writing.get(key) is not None or key in self._offered
+
     @property
     def num_held(self) -> int:
         return len(self._held)

@@ -193,6 +193,11 @@ class KvCacheManager:
         request.num_kept_tokens = num_kept * self.block_size
         return True
 
+    def copies_of(self, key: bytes) -> list[int] | None:
+        """By group, the block of a key in the cache; None: a group has none."""
+        blocks = [pool.cached_block(key) for pool in self.pools]
+        return None if None in blocks else [block for block in blocks if block is not None]
+
     def num_cached_blocks(self, keys: Sequence[bytes]) -> int:
         """The block at which the longest prefix of `keys` ends of which every group has what the next token sees."""
         if self._kv is None:
@@ -278,6 +283,9 @@ class KvCacheManager:
                 for pool, table, begin in zip(self.pools, request.tables, request.seq.first_blocks, strict=True):
                     for i in range(max(first, begin), full):
                         pool.publish(table[i - begin], keys[i], tenant)
+                # A file has the blocks of all groups. Of KV that arrives, window blocks in front of the window never were here.
+                if max(request.seq.first_blocks) <= first and (not first or self.disk.knows(keys[first - 1])):
+                    self.disk.offer(keys[first:full], first, tenant, request.arrival)
             request.num_published = full
         if self.slides:
             self._slide(request, in_prompt=in_prompt)

@@ -29,12 +29,18 @@ LEAST_S = 0.05
 
 @dataclass(frozen=True, slots=True)
 class Restore:
-    """The attempt `name` waits for `blocks`, which hold its tokens from `first_token` on. `limit_s`: to compute them."""
+    """The attempt `name` waits for `blocks`, which hold its tokens from `first_token` on.
+
+    Args:
+        limit_s: to compute them.
+        needed_from: by KV group, the first block that is wanted: not what is behind the window at the end of the blocks.
+    """
 
     name: str
     blocks: tuple[DiskBlock, ...]
     first_token: int
     limit_s: float
+    needed_from: tuple[int, ...]
 
 
 def plan_restore(
@@ -83,7 +89,8 @@ def plan_restore(
     live.enter_pull(request)
     start = request.num_computed // size  # earlier than `first` where the host tier's blocks are not worth their copy
     blocks = tuple(kv.disk.run(keys[start:end]))
-    return Restore(request.attempt, blocks, start * size, max(LEAST_S, rates.recompute_s(len(blocks) * size)))
+    limit_s = max(LEAST_S, rates.recompute_s(len(blocks) * size))
+    return Restore(request.attempt, blocks, start * size, limit_s, tuple(request.seq.first_blocks))
 
 
 def end_restore(live: Lifecycle, name: str) -> tuple[int, NewBlocks | None]:

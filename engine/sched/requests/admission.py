@@ -39,6 +39,14 @@ class ModelLimits:
         return list(self.adapters).index(name) if name else -1
 
     @property
+    def pieces(self) -> tuple[tuple[int, int, int], ...]:
+        """Of which a block consists: KV group, rank, and bytes of a token's KV in it. Several ranks have one group."""
+        if self.rank_sizes:
+            return tuple((0, part, size) for part, (_, size) in enumerate(self.rank_sizes))
+        groups = range(1 if self.kv is None else len(self.kv.groups))
+        return tuple((group, 0, self.group_sizes(group)[1]) for group in groups)
+
+    @property
     def num_parts(self) -> int:
         return len(self.rank_sizes) or 1
 

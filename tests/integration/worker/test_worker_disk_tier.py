@@ -3,11 +3,11 @@ nothing but the time changes."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,13 +15,18 @@ import pytest
 from diptych.cli.worker_roles import services_of
 from diptych.common.block_identity import block_keys
 from diptych.common.clock import MonotonicClock
+from diptych.common.compat import identified
 from diptych.common.errors import ConfigError
+from diptych.common.kv_format import full_format
+from diptych.common.kv_parts import split
 from diptych.common.store.memory import MemoryStore
+from diptych.engine.ranks import RanksExecutor, RankSpec
 from diptych.engine.sched.lifecycle import restores
 from diptych.engine.stats import TierStats
 from diptych.router.placement.block_table import as_keys
 from diptych.router.placement.index import BlockIndex, IndexMode
 from diptych.worker.disk_tier import num_disk_blocks, open_disk
+from diptych.worker.model import LoadedModel
 from diptych.worker.process import make_transfer
 from diptych.worker.runtime import WorkerRuntime
 from diptych_tests import waiting
@@ -31,10 +36,17 @@ PROMPT = [*range(300, 353)]
 
 @asynccontextmanager
 async def a_worker(
-    pd: ModuleType, root: Path, store: MemoryStore | None = None, role: str = "decode", **settings: object
+    pd: ModuleType,
+    root: Path,
+    store: MemoryStore | None = None,
+    role: str = "decode",
+    model: LoadedModel | None = None,
+    **settings: object,
 ) -> AsyncIterator[WorkerRuntime]:
     config = pd.worker_config(role, f"{role}-0", heartbeat_s=0.02, lease_s=1.0, disk_kv_dir=str(root), **settings)
-    worker = WorkerRuntime(config, pd.fake_model(), make_transfer=make_transfer, make_services=services_of, store=store)
+    worker = WorkerRuntime(
+        config, model or pd.fake_model(), make_transfer=make_transfer, make_services=services_of, store=store
+    )
     await worker.start()
     try:
         yield worker
@@ -125,6 +137,44 @@ async def test_prefill_reads_its_files_and_vouches_for_them(pd: ModuleType, tmp_
     assert list(why.cached_tiers_decode) == []
 
 
+def of_windows(pd: ModuleType) -> LoadedModel:
+    """Two KV groups, of which one sees nine tokens back."""
+    model: LoadedModel = pd.fake_model(windows=(0, 9, 9))
+    return model
+
+
+def of_two_ranks(pd: ModuleType) -> LoadedModel:
+    """Processes of their own, with half of the heads each."""
+    spec = RankSpec(
+        "diptych.engine.fake_runner:FakeRunner", {"num_blocks": 64, "block_size": pd.BLOCK, "vocab_size": pd.VOCAB}
+    )
+    executor = RanksExecutor([spec, spec], sampler=1, deadline_s=120.0)
+    kv = full_format(2, 2, 4, block_size=pd.BLOCK, dtype="int8")
+    compat = replace(pd.fake_model().compat, kv=kv, kv_parts=split(kv, tensor_parallel=2))
+    identity, compat = identified(compat, bytes(32))
+    runner: Any = SimpleNamespace(capabilities=executor.capabilities, expect_compiled=lambda: None)
+    return LoadedModel(runner, compat, identity, None, executor=executor)
+
+
+@pytest.mark.multiproc
+@pytest.mark.parametrize("make", [of_windows, of_two_ranks])
+async def test_files_have_the_blocks_of_every_group_and_of_every_rank(
+    pd: ModuleType, tmp_path: Path, make: Callable[[ModuleType], LoadedModel]
+) -> None:
+    hit, answers = (len(PROMPT) - 1) // pd.BLOCK * pd.BLOCK, []
+    for _ in range(2):
+        async with a_worker(pd, tmp_path, model=make(pd)) as worker:
+            before = worker.engine.stats().computed_tokens_total
+            answers.append(await ask(pd, worker, []))
+            computed = worker.engine.stats().computed_tokens_total - before
+            await written(worker, (len(PROMPT) + 12 - 1) // pd.BLOCK)
+            assert (await worker.audit(full=True)).violations == []
+    cold, warm = answers
+    assert warm.token_ids == cold.token_ids
+    assert [(part.tier, part.tokens) for part in warm.explanation.cached_tiers_decode] == [("disk", hit)]
+    assert computed == len(PROMPT) - hit
+
+
 async def test_another_model_finds_nothing(pd: ModuleType, tmp_path: Path) -> None:
     async with a_worker(pd, tmp_path) as worker:
         await ask(pd, worker, [])
@@ -183,13 +233,12 @@ async def test_metrics_by_tier(pd: ModuleType, tmp_path: Path) -> None:
     [
         ({"disk_kv_bytes": 10}, "disk_kv_bytes"),
         ({"enable_prefix_caching": False}, "disk_kv_dir"),
-        ({"windows": (0, 6)}, "disk_kv_dir"),
     ],
 )
 def test_what_cannot_be_kept_is_refused(
     pd: ModuleType, tmp_path: Path, settings: dict[str, object], named: str
 ) -> None:
-    model = pd.fake_model(windows=settings.pop("windows", ()))
+    model = pd.fake_model()
     config = pd.worker_config("decode", "decode-0", disk_kv_dir=str(tmp_path), **settings)
     with pytest.raises(ConfigError, match=named):
         num_disk_blocks(config, model.compat)

@@ -12,7 +12,8 @@ from diptych.cli.main import build_app
 from diptych.common.errors import ConfigError
 from diptych.common.secret import create_secret, further_salt, tenant_folder, tenant_of, tenant_salt
 from diptych.engine.disk_messages import DiskBlock
-from diptych.kvtransfer.disk.block_folder import BlockFolder, identity_of
+from diptych.kvtransfer.disk.block_file import identity_of
+from diptych.kvtransfer.disk.block_folder import BlockFolder
 
 
 def cache(*arguments: str) -> Result:
@@ -29,7 +30,7 @@ def root(tmp_path: Path) -> Path:
     folder.open()
     for number, salt in enumerate(salts):
         block = DiskBlock(number.to_bytes(16, "big"), tenant_folder(tenant_of(salt)), number)
-        folder.write(block, memoryview(bytes(100)))
+        folder.write(block, [memoryview(bytes(100))])
     folder.close()
     return tmp_path / "kv"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from itertools import accumulate
 
 import pytest
 from hypothesis import settings
@@ -11,8 +12,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
 from diptych.common.errors import ConfigError, RequestCancelledError
+from diptych.common.kv_format import windowed_format
+from diptych.common.kv_groups import PoolDemand
 from diptych.common.secret import tenant_folder
-from diptych.engine.disk_messages import BlocksRead, BlocksWritten, DiskBlock, DiskReply
+from diptych.common.text.prompt_digest import prompt_digest
+from diptych.engine.disk_messages import BlocksRead, BlocksWritten, DiskBlock, DiskReply, pieces_of
 from diptych.engine.fake_runner import FakeRunner
 from diptych.engine.messages import (
     Admitted,
@@ -37,12 +41,17 @@ WEAK = FakeRunner(8, 4).kv_bytes_per_token
 class MemoryFiles:
     """A BlockStore whose disk is a dict, and whose threads are the test's calls of `work`."""
 
-    def __init__(self, kept: dict[bytes, tuple[DiskBlock, bytes]] | None = None, chunk_blocks: int = 3) -> None:
+    def __init__(
+        self,
+        kept: dict[bytes, tuple[DiskBlock, bytes]] | None = None,
+        chunk_blocks: int = 3,
+        piece_bytes: Sequence[int] = (4 * WEAK,),
+    ) -> None:
         self.kept = {} if kept is None else kept
         self.found = [block for block, _ in self.kept.values()]
         self.chunk_blocks, self.bytes_per_s = chunk_blocks, RATE
         self.damaged: dict[str, int] = {}
-        self.block_bytes = 4 * WEAK
+        self.piece_bytes, self.block_bytes = tuple(piece_bytes), sum(piece_bytes)
         self.buffers = [memoryview(bytearray(chunk_blocks * self.block_bytes)) for _ in range(2)]
         self.queue: deque[tuple[str, object, object]] = deque()
         self.cancelled: set[int] = set()
@@ -91,31 +100,39 @@ class MemoryFiles:
         return None if job in self.cancelled else self._read(job, last, two)
 
     def _write(self, blocks, buffer):
-        data = bytes(buffer)
+        pieces = [bytes(piece) for piece in pieces_of(buffer, len(blocks), self.piece_bytes)]
         self.buffers.append(buffer)
         if self.failing:
             return BlocksWritten(blocks, blocks, self.failing)
         for at, block in enumerate(blocks):
-            self.kept[block.key] = block, data[at * self.block_bytes : (at + 1) * self.block_bytes]
+            mine = [piece[at * n : (at + 1) * n] for piece, n in zip(pieces, self.piece_bytes, strict=True)]
+            self.kept[block.key] = block, b"".join(mine)
         return BlocksWritten(blocks)
 
     def _read(self, job, last, blocks):
         self.lent += 1
-        data, bad = b"", None
+        whole, bad = [], None
         for block in blocks:
             if block.key in self.bad or block.key not in self.kept:
                 bad = block
                 self.cancelled.add(job)
                 break
-            data += self.kept[block.key][1]
+            whole.append(self.kept[block.key][1])
         error = "" if bad is None else self.bad.get(bad.key, "missing")
-        count = len(data) // self.block_bytes
-        return BlocksRead(job, count, memoryview(data), 0, 1e-6, last or bad is not None, bad, error)
+        ends = list(accumulate(self.piece_bytes))
+        pieces = tuple(
+            memoryview(b"".join(one[end - size : end] for one in whole))
+            for end, size in zip(ends, self.piece_bytes, strict=True)
+        )
+        return BlocksRead(job, len(whole), pieces, 0, 1e-6, last or bad is not None, bad, error)
 
 
-def engine_on(kit, files: MemoryFiles, num_blocks: int = 32, num_disk_blocks: int = 64, **fields) -> OfflineEngine:
+def engine_on(
+    kit, files: MemoryFiles, num_blocks: int = 32, num_disk_blocks: int = 64, windows: Sequence[int] = (), **fields
+) -> OfflineEngine:
     config = kit.make_config(num_blocks=num_blocks, num_disk_blocks=num_disk_blocks, **fields)
-    runner = FakeRunner(num_blocks, kit.BLOCK, num_host_blocks=config.num_host_blocks)
+    demand = PoolDemand(config.max_num_seqs, config.max_num_batched_tokens)
+    runner = FakeRunner(num_blocks, kit.BLOCK, num_host_blocks=config.num_host_blocks, windows=windows, demand=demand)
     engine = OfflineEngine(kit.local(runner), config, kit.IDENTITY, clock=kit.FakeClock(), disk=files)
     engine.core.open_disk()
     return engine
@@ -302,6 +319,73 @@ def test_bad_logits_take_the_block_from_the_disk_too(kit):
     assert tier(engine).errors == ()
 
 
+# ---- window groups ----
+
+WINDOWS = [(0, 6, 6, 9), (7, 0, 3), (10, 10)]
+
+
+def grouped(kit, windows, kept=None) -> MemoryFiles:
+    kv = windowed_format(windows, 1, 4, block_size=kit.BLOCK, dtype="int8")
+    return MemoryFiles(kept, piece_bytes=[group.block_bytes(kv.shard) for group in kv.groups])
+
+
+@pytest.mark.parametrize("windows", WINDOWS)
+@pytest.mark.parametrize("chunk", [8, 64])
+def test_a_file_has_the_blocks_of_all_groups(kit, windows, chunk):
+    request, files = kit.make_request("a", PROMPT, 8), grouped(kit, windows)
+    want = kit.undisturbed([request], windows)["a"]
+    fields = {"windows": windows, "max_num_batched_tokens": chunk}
+    once(kit, engine_on(kit, files, **fields), files, request)
+    assert len(files.kept) == 12
+    again = grouped(kit, windows, dict(files.kept))
+    engine = engine_on(kit, again, **fields)
+    events = once(kit, engine, again, request)
+    assert kit.tokens_of(events) == want
+    assert computed(engine) == 1
+    assert tier(engine).hit_tokens == 40
+
+
+@pytest.mark.parametrize("windows", WINDOWS)
+@pytest.mark.parametrize("at", [0, 5, 9])
+def test_with_windows_a_bad_block_leaves_all_or_nothing_to_be_used(kit, windows, at):
+    """An end before the bad block sees other window blocks than the end that was asked for."""
+    request, files = kit.make_request("a", PROMPT, 8), grouped(kit, windows)
+    once(kit, engine_on(kit, files, windows=windows), files, request)
+    again = grouped(kit, windows, dict(files.kept))
+    again.bad[next(key for key, (block, _) in files.kept.items() if block.index == at)] = "corrupt"
+    engine = engine_on(kit, again, windows=windows)
+    events = once(kit, engine, again, request)
+    assert kit.tokens_of(events) == kit.undisturbed([request], windows)["a"]
+    assert computed(engine) == len(PROMPT)
+    assert tier(engine).errors == (("corrupt", 1),)
+
+
+@pytest.mark.parametrize("windows", [(7, 7, 7, 7), (0, 6, 6, 9)])
+def test_a_block_that_slides_behind_the_window_at_once_is_vouched_for_all_the_same(kit, windows):
+    """It stays in the cache, where a shorter prompt hits it: prefill could not say what that KV was computed from."""
+    files = grouped(kit, windows)
+    once(kit, engine_on(kit, files, windows=windows), files, kit.make_request("a", PROMPT, 8))
+    again = grouped(kit, windows, dict(files.kept))
+    engine = engine_on(kit, again, windows=windows)
+    for end, left in ((13, 1), (7, 3)):
+        before, prompt = computed(engine), PROMPT[:end]
+        request = kit.make_request(f"of {end}", prompt, mode=KvMode.PREFILL, want_kv=False)
+        [reported] = [e for e in once(kit, engine, again, request) if isinstance(e, PromptComputed)]
+        assert computed(engine) - before == left
+        assert reported.computed_from.digest == prompt_digest(prompt, 4)
+
+
+@pytest.mark.parametrize("windows", [(0, 6, 6, 9), (7, 0, 3)])
+def test_where_window_blocks_never_were_nothing_is_written(kit, windows):
+    """KV from a prefill worker has no window blocks but the last ones."""
+    files = grouped(kit, windows)
+    decode = engine_on(kit, files, windows=windows)
+    outcome = kit.Pair(kit.make_engine(windows=windows), decode).run([kit.make_request("a", PROMPT, 8)])["a"]
+    settle(kit, decode, files)
+    assert len(outcome.token_ids) == 8
+    assert files.kept == {}
+
+
 # ---- who waits for files, and how long ----
 
 
@@ -465,7 +549,7 @@ def test_settings_that_cannot_be_are_refused(kit):
         kit.make_config(num_disk_blocks=-1)
     config = kit.make_config(num_blocks=32, num_disk_blocks=4)
     runner = FakeRunner(32, kit.BLOCK, windows=(0, 6))
-    with pytest.raises(ConfigError, match="num_disk_blocks"):
+    with pytest.raises(ConfigError, match="piece_bytes"):
         OfflineEngine(kit.local(runner), config, kit.IDENTITY, clock=kit.FakeClock(), disk=MemoryFiles())
 
 

@@ -13,15 +13,8 @@ import pytest
 
 from diptych.common.errors import ConfigError
 from diptych.engine.disk_messages import DiskBlock
-from diptych.kvtransfer.disk.block_folder import (
-    HEAD_BYTES,
-    PROBE,
-    BadBlockError,
-    BlockFolder,
-    identity_of,
-    purge,
-    tenants_in,
-)
+from diptych.kvtransfer.disk.block_file import HEAD_BYTES, BadBlockError, identity_of
+from diptych.kvtransfer.disk.block_folder import PROBE, BlockFolder, purge, tenants_in
 
 SIZE = 500
 IDENTITY = identity_of("model", 1)
@@ -44,12 +37,12 @@ def opened(root: Path, identity: bytes = IDENTITY, size: int = SIZE, worker: str
 
 def write(folder: BlockFolder, *blocks: DiskBlock) -> None:
     for one in blocks:
-        folder.sync([folder.write(one, memoryview(content(one.key[-1])))])
+        folder.sync([folder.write(one, [memoryview(content(one.key[-1]))])])
 
 
 def read(folder: BlockFolder, one: DiskBlock) -> bytes:
     into = bytearray(SIZE)
-    folder.read(one, memoryview(into))
+    folder.read(one, [memoryview(into)])
     return bytes(into)
 
 
@@ -203,7 +196,7 @@ root, identity, size = Path(sys.argv[1]), bytes.fromhex(sys.argv[2]), int(sys.ar
 folder = BlockFolder(root, "decode-0", identity, size)
 folder.open()
 def write(number):
-    folder.sync([folder.write(DiskBlock(number.to_bytes(16, "big"), "a" * 32, number), memoryview(bytes([number]) * size))])
+    folder.sync([folder.write(DiskBlock(number.to_bytes(16, "big"), "a" * 32, number), [memoryview(bytes([number]) * size)])])
 write(1)
 def hold(name):
     print("written, not renamed", flush=True)

@@ -23,7 +23,8 @@ from diptych.engine.fake_runner import FakeRunner
 from diptych.engine.messages import Admitted, EngineEvent, EngineRequest, Finished, TokensOut
 from diptych.engine.offline import OfflineEngine
 from diptych.kvtransfer.disk import block_store
-from diptych.kvtransfer.disk.block_folder import BlockFolder, identity_of
+from diptych.kvtransfer.disk.block_file import identity_of
+from diptych.kvtransfer.disk.block_folder import BlockFolder
 from diptych.kvtransfer.disk.block_store import PAUSE_S, DiskBlockStore
 
 SIZE = 4 * FakeRunner(8, 4).kv_bytes_per_token
@@ -74,7 +75,7 @@ def test_what_is_written_is_read_in_parts(started, monkeypatch):
     assert isinstance(first, BlocksRead)
     assert isinstance(second, BlocksRead)
     assert (first.job, first.num_blocks, first.last, second.num_blocks, second.last) == (7, 2, False, 1, True)
-    assert bytes(first.payload) + bytes(second.payload) == b"".join(bytes([n]) * SIZE for n in (1, 2, 3))
+    assert bytes(first.pieces[0]) + bytes(second.pieces[0]) == b"".join(bytes([n]) * SIZE for n in (1, 2, 3))
     assert first.buffer != second.buffer
 
 
