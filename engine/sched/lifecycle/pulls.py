@@ -72,12 +72,13 @@ def finish_pull(live: Lifecycle, request: Request) -> tuple[int, NewBlocks | Non
         live.remote.set_complete(request)
     live.remote.remove(request)
     live.kv.bind(request)
-    request.num_computed = until
-    live.kv.advance(request)
     new = None
     if until > first and request.seq.vouch:
         size, begin = live.block_size, request.seq.first_blocks[0]
+        # Now: what slides behind the window below is in the cache, and a hit of a shorter prompt.
         table = tuple(request.block_ids[: until // size - begin])
         new = NewBlocks(table, begin, first // size, tuple(request.token_ids[:until]))
+    request.num_computed = until
+    live.kv.advance(request)
     live.end(request, State.FINISHED_HANDED_OFF)
     return until - first, new
