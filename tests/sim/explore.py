@@ -2,7 +2,7 @@
 
 A long run may be split: `--first 20000 --seeds 20000 --out FILE` adds the results to FILE, with the commit, a part for every
 5,000 schedules: a run that is killed keeps what it has found. `--within` ends a part early, between two schedules, and records
-where. `--jobs 16` runs sixteen parts in parallel.
+where. `--jobs 16` runs sixteen parts in parallel. With `--files` every schedule has files of KV, pulls, and restarts.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -25,17 +26,21 @@ from handoff_sim.world import run_all  # noqa: E402
 
 _PART = 5000
 """Schedules that are recorded together."""
+_COUNTS = ("callbacks", "with_files", "restarts", "ranges_from_files", "damaged_files", "ranges_pulled")
+"""Of all schedules: what they did, so that a run without violations shows that there was something to violate."""
+_LOOK_S = 20.0
+"""How often the progress of parts that run side by side is printed."""
 
 
-def note(out: Path, first: int, num: int, failed: list[int], callbacks: int, seconds: float) -> None:
+def note(out: Path, first: int, failed: list[int], counts: dict[str, int], seconds: float) -> None:
     """Add one part to the file; the sums stand at its top."""
     commit = subprocess.run(
         ["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False, cwd=Path(__file__).parent
     )
     part = {
-        "first": first, "seeds": num, "violations": len(failed), "failing_seeds": failed, "callbacks": callbacks,
-        "seconds": round(seconds, 1), "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "commit": commit.stdout.strip(), "python": platform.python_version(),
+        "first": first, **counts, "violations": len(failed), "failing_seeds": failed, "seconds": round(seconds, 1),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"), "commit": commit.stdout.strip(),
+        "python": platform.python_version(),
     }  # fmt: skip
     add(out, [part])
 
@@ -43,7 +48,7 @@ def note(out: Path, first: int, num: int, failed: list[int], callbacks: int, sec
 def add(out: Path, new: list[dict[str, Any]]) -> None:
     parts = [*(json.loads(out.read_text())["parts"] if out.exists() else []), *new]
     parts.sort(key=lambda part: part["first"])
-    total = {name: sum(part[name] for part in parts) for name in ("seeds", "violations", "callbacks")}
+    total = {name: sum(part.get(name, 0) for part in parts) for name in ("seeds", "violations", *_COUNTS)}
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps({"what": "random schedules of the hand-off", **total, "parts": parts}, indent=2) + "\n")
 
@@ -52,26 +57,41 @@ def side_by_side(args: argparse.Namespace) -> int:
     """Run children of this script, each with a part of the seeds."""
     cuts = [args.first + args.seeds * i // args.jobs for i in range(args.jobs + 1)]
     with tempfile.TemporaryDirectory() as folder:
-        outs = [Path(folder, f"{i}.json") for i in range(args.jobs)]
+        outs, logs = ([Path(folder, f"{i}.{kind}") for i in range(args.jobs)] for kind in ("json", "log"))
         children = [
             subprocess.Popen(
                 [
                     sys.executable, "-P", __file__, "--first", str(cuts[i]), "--seeds", str(cuts[i + 1] - cuts[i]),
                     "--stop-after", str(args.stop_after), "--within", str(args.within), "--out", str(outs[i]),
+                    *(["--files"] if args.files else []),
                 ],
-                stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+                stdout=logs[i].open("w"), stderr=subprocess.STDOUT,
             )
             for i in range(args.jobs) if cuts[i + 1] > cuts[i]
         ]  # fmt: skip
         failed = 0
-        for child in children:
-            output, _ = child.communicate()
+        for child, log in zip(children, logs, strict=False):
+            while not _ended(child):
+                print("; ".join(_last_line(one) for one in logs if one.exists()), flush=True)
             failed += child.returncode != 0
-            print(output if child.returncode else output.splitlines()[-1], flush=True)
+            print(log.read_text() if child.returncode else _last_line(log), flush=True)
         if args.out is not None:
             add(args.out, [part for out in outs if out.exists() for part in json.loads(out.read_text())["parts"]])
     print(f"{'FAILED' if failed else 'ok'}: seeds {args.first} to {args.first + args.seeds - 1}, {failed} parts failed")
     return 1 if failed else 0
+
+
+def _ended(child: subprocess.Popen[Any]) -> bool:
+    """Within _LOOK_S."""
+    try:
+        child.wait(_LOOK_S)
+    except subprocess.TimeoutExpired:
+        return False
+    return True
+
+
+def _last_line(log: Path) -> str:
+    return next(reversed(log.read_text().split("\n")[-3:-1]), "")
 
 
 def main() -> int:
@@ -81,25 +101,28 @@ def main() -> int:
     parser.add_argument("--stop-after", type=int, default=5, help="failing seeds")
     parser.add_argument("--within", type=float, default=float("inf"), help="seconds, after which the run ends early")
     parser.add_argument("--out", type=Path, help="add what was found to this JSON file")
+    parser.add_argument("--files", action="store_true", help="every schedule has files of KV, pulls, and restarts")
     parser.add_argument("--jobs", type=int, default=1, help="parts that run side by side")
     args = parser.parse_args()
     if args.jobs > 1:
         return side_by_side(args)
-    began, callbacks = time.monotonic(), 0
+    began = since = time.monotonic()
     failed: list[int] = []
-    recorded = (0, 0, 0, began)
-    """Schedules, failed ones and callbacks up to the last part that was recorded, and when that was."""
+    counts, callbacks, num_failed = Counter[str](), 0, 0
+    """`counts`, and seeds in `failed` from `num_failed` on: of the schedules that are not recorded yet."""
 
     def record() -> None:
-        nonlocal recorded
-        schedules, failures, calls, since = recorded
-        if args.out is not None and n > schedules:
-            first = args.first + schedules
-            note(args.out, first, n - schedules, failed[failures:], callbacks - calls, time.monotonic() - since)
-        recorded = (n, len(failed), callbacks, time.monotonic())
+        nonlocal since, num_failed
+        if args.out is not None and counts["seeds"]:
+            first = args.first + n - counts["seeds"]
+            note(args.out, first, failed[num_failed:], dict(counts), time.monotonic() - since)
+        since, num_failed = time.monotonic(), len(failed)
+        counts.clear()
 
-    for n, (seed, problems, world) in enumerate(run_all(range(args.first, args.first + args.seeds)), 1):
+    seeds = range(args.first, args.first + args.seeds)
+    for n, (seed, problems, world) in enumerate(run_all(seeds, with_files=args.files), 1):
         callbacks += world.loop.num_callbacks
+        counts.update(world.counts())
         if problems:
             failed.append(seed)
             print(f"\n{world.reported()}\n  " + "\n  ".join(problems), flush=True)

@@ -10,8 +10,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+import handoff_sim.file_mutations  # noqa: E402, F401
 from handoff_sim.hashes import fix_hashes  # noqa: E402
-from handoff_sim.mutations import MUTATIONS, SEEN_BY, applied  # noqa: E402
+from handoff_sim.mutations import MUTATIONS, SEEN_BY, WITH_FILES, applied  # noqa: E402
 from handoff_sim.world import run_all  # noqa: E402
 
 
@@ -19,7 +20,7 @@ def seeds_until_found(name: str, limit: int) -> tuple[int, str]:
     """A seed below `limit` that shows it (-1: there is none), and what it shows. The one that showed it before is tried first."""
     known = [SEEN_BY[name]] if SEEN_BY.get(name, limit) < limit else []
     with applied(name):
-        for seed, problems, _ in run_all(itertools.chain(known, range(limit))):
+        for seed, problems, _ in run_all(itertools.chain(known, range(limit)), with_files=name in WITH_FILES):
             if problems:
                 return seed, problems[0]
     return -1, ""

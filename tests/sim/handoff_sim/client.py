@@ -98,6 +98,8 @@ class Client:
             remaining_s=ask.remaining_s,
             failure_policy=ask.policy,
         )
+        if self._world.files is not None:
+            self._world.files.before_ask()
         self._world.sources.name(message.placement, ask)
         self._world.session.on_command(decode_pb2.Command(submit=message))
 
@@ -155,6 +157,7 @@ class Client:
         """Whether the schedule contains anything that may cost a leg. Short leases and read deadlines do, with delays."""
         return (
             self._world.profile != "calm"
+            or self._world.files is not None
             or self._world.wires.faults.forge > 0
             or self._world.wires.faults.twice > 0
             or (min(self._world.sizes.read_base_s, self._world.sizes.lease_s) < 0.9)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from random import Random
+from typing import TYPE_CHECKING
 
 from handoff_sim.links import Links, Node
 from handoff_sim.loop import VirtualLoop
@@ -31,6 +33,9 @@ from diptych.engine.messages import (
     needs_no_step,
 )
 from diptych.kvtransfer.slabs.layout import layout_hash
+
+if TYPE_CHECKING:
+    from handoff_sim.files import Files
 
 BLOCK = 4
 LAYERS = 4
@@ -129,6 +134,8 @@ class Context:
     report: Callable[[str], None]
     check_unpack: Callable[[UnpackRange], None]
     check_packed: Callable[[RangePacked], None]
+    files: Files | None = None
+    """None: workers have no disks."""
 
 
 class CancelledLater:
@@ -151,24 +158,35 @@ class SimEngine:
         config = EngineConfig(
             num_blocks=sizes.num_blocks, block_size=BLOCK, max_num_seqs=8, max_step_time_s=None, mixed_step_time_s=None,
             max_num_batched_tokens=sizes.chunk, slab_quota_per_peer=sizes.grant_quota,
-            check_invariants=True,
+            num_disk_blocks=context.files.draw_num_blocks() if context.files else 0, check_invariants=True,
         )  # fmt: skip
         runner = make_runner(sizes.num_blocks, sizes.windows, PoolDemand(config.max_num_seqs, sizes.chunk))
         runner.on_read = self._check_read
-        self.core = EngineCore(LocalExecutor(runner), config, sizes.facts.identity, context.loop)
+        kv = runner.kv
+        piece_bytes = [group.block_bytes(kv.shard) for group in kv.groups]
+        self.store = context.files.store_of(node, piece_bytes) if context.files else None
+        self.core = EngineCore(LocalExecutor(runner), config, sizes.facts.identity, context.loop, disk=self.store)
         self.core.on_packing(self._take_grants, self._deliver_early)
         self.core.on_layer(self._take_pulls)
+        if context.files is not None and self.store is not None:
+            context.files.watch(self)
+            self.store.begin(self.send)
+            self.core.open_disk()
+        self.is_saving = False
+        """Blocks are packed for the disk."""
         self._inbox: list[Command] = []
         self._scheduled = False
+        self._wakes_at = math.inf
         self._some_early = False
         self._unfinished: tuple[list[EngineEvent], bool] | None = None
         """A step that the worker was stopped in."""
         node.on_resume += [self._go_on, self._kick]
 
     def _check_read(self, what: str, group: int, blocks: Sequence[int]) -> None:
-        """What is read has an owner: no block that was freed behind the window."""
+        """What is read has an owner: no block that was freed behind the window. Between two steps the cache is one, too."""
         pool = self.core.scheduler.kv.pools[group]
-        if any(block < 0 or not pool.refs(block) for block in blocks):
+        cached = set(pool._by_key.values()) if self.is_saving else ()
+        if any(block < 0 or not (pool.refs(block) or block in cached) for block in blocks):
             self._ctx.report(f"{self._node.worker_id}: {what} reads a block of KV group {group} that is free")
 
     def send(self, command: Command) -> None:
@@ -203,6 +221,8 @@ class SimEngine:
         coming = {command.attempt for command in self._inbox if isinstance(command, Cancel)}
         self._some_early = False
         worked = self.core.step(CancelledLater(coming, self._ctx.rng.randint(0, 6)) if coming else ())
+        if self._ctx.files is not None:
+            self._ctx.files.check_step(self, self._node.worker_id)
         events = self.core.take_events()
         if self._some_early:  # the rest of the step takes its time
             self._scheduled = True
@@ -219,6 +239,13 @@ class SimEngine:
             self._ctx.loop.call_soon(self._deliver, events)
         if worked or self._inbox:
             self._kick()
+        elif self._ctx.loop.time() < self.core.wakes_at < self._wakes_at:
+            self._wakes_at = self.core.wakes_at
+            self._ctx.loop.call_at(self._wakes_at, self._wake)
+
+    def _wake(self) -> None:
+        self._wakes_at = math.inf
+        self._kick()
 
     def _go_on(self) -> None:
         if self._unfinished is not None:

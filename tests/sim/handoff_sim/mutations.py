@@ -36,6 +36,8 @@ from diptych.worker.reads.slab_unpacker import SlabUnpacker
 
 Patch = Callable[[], Any]
 MUTATIONS: dict[str, Patch] = {}
+WITH_FILES: set[str] = set()
+"""Those that are looked for in schedules which all have files of KV (file_mutations.py)."""
 SEEN_BY: dict[str, int] = {
     "a_handle_of_an_old_generation_is_served": 55,
     "a_handle_is_served_after_its_lease": 87,

@@ -9,14 +9,26 @@ from typing import Any
 
 from handoff_sim.channel import SimCall, SimChannel
 from handoff_sim.engine import BLOCK, LAYERS, MAX_LEN, VOCAB, Context, SimEngine
+from handoff_sim.files import Mirror
 from handoff_sim.links import Node
 from handoff_sim.offers import OfferingSimTransport
 from handoff_sim.wire import SimTransport
 
+from diptych.common.tiers import DEVICE, TIER_NAMES
 from diptych.decode.attempt_manager import AttemptManager
 from diptych.decode.refetch_policy import PrefillRates
 from diptych.decode.remote_prefill import RemotePrefillContext
-from diptych.engine.messages import EngineEvent, GrantSlabs, RangePacked, SlabGrant
+from diptych.engine.messages import (
+    BlocksEvicted,
+    BlocksStored,
+    CacheCleared,
+    EngineEvent,
+    GrantSlabs,
+    RangePacked,
+    SlabGrant,
+    TierEvicted,
+    TierStored,
+)
 from diptych.engine.overlap import Overlap
 from diptych.kvtransfer.api import SlabCounts
 from diptych.kvtransfer.config import TransferConfig
@@ -147,6 +159,7 @@ class WorkerNode:
         self.channels: list[SimChannel] = []
         self.transfer = SimTransfer(context, self.node)
         self.lent: set[int] = set()
+        self.mirror = Mirror()
         self.readers: Callable[[], list[WorkerNode]] = list
         self.engine = SimEngine(context, self.node, lambda events: self.on_events(events))
         self.limits = Limits(worker_id, incarnation, VOCAB, MAX_LEN, BLOCK)
@@ -189,8 +202,37 @@ class WorkerNode:
         self.transfer.core.start(self._on_grants, self.handoffs.on_settled, lambda peer: self.handoffs.on_silent(peer))
 
     def on_events(self, events: list[EngineEvent]) -> None:
+        self._note_cache(events)
         self.pulls.on_step(events)
         self.handoffs.on_step(events)
+
+    def _note_cache(self, events: list[EngineEvent]) -> None:
+        for event in events:
+            wrong = ""
+            match event:
+                case BlocksStored(sequence, keys):
+                    wrong = self.mirror.take(DEVICE, sequence, keys, ())
+                case BlocksEvicted(sequence, keys):
+                    wrong = self.mirror.take(DEVICE, sequence, (), keys)
+                case TierStored(tier, sequence, keys):
+                    wrong = self.mirror.take(tier, sequence, keys, ())
+                case TierEvicted(tier, sequence, keys):
+                    wrong = self.mirror.take(tier, sequence, (), keys)
+                case CacheCleared():
+                    self.mirror.clear()
+            if wrong:
+                self.context.report(f"{self.ref.worker_id}: {wrong}")
+
+    def check_end(self) -> list[str]:
+        """Laws of a worker that has nothing to do any more."""
+        self._note_cache(self.engine.core.take_events())
+        out = [] if self.context.files is None else self.context.files.check_end(self)
+        for tier, dump in zip(TIER_NAMES, self.engine.core.scheduler.kv.pool.dump().tiers, strict=True):
+            if (known := self.mirror.tiers.get(tier, set())) != set(dump.keys):
+                out.append(
+                    f"{self.ref.worker_id}: {len(known ^ set(dump.keys))} blocks of tier {tier} are known wrongly"
+                )
+        return out
 
     def info(self) -> worker_pb2.GetInfoResponse:
         return worker_pb2.GetInfoResponse(
@@ -259,6 +301,8 @@ class WorkerNode:
 
     def left_over(self) -> list[str]:
         out = [*self.engine.left_over(), *self.transfer.left_over()]
+        if self.context.files is not None:
+            out += self.context.files.left_over(self)
         if self.handoffs.num_sessions:
             out.append(f"{self.ref.worker_id}: legs are left: {self.handoffs.states()}")
         if len(self.pulls):

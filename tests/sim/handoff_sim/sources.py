@@ -32,7 +32,7 @@ class Sources:
 
     def __init__(self, world: World) -> None:
         self._world, self._rng = world, Random(f"sources {world.seed}")
-        self.active = has_pulls(world.seed)
+        self.active = world.has_pulls
         if not self.active:
             return
         world.decode.readers = lambda: list(world.prefill.values())

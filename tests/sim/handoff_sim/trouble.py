@@ -72,7 +72,11 @@ class Trouble:
         return planned
 
     def _kill_prefill(self) -> None:
-        victim = self.rng.choice(list(self._world.prefill.values()))
+        self.kill_prefill(self.rng.choice(list(self._world.prefill)))
+
+    def kill_prefill(self, worker_id: str) -> None:
+        """It starts again."""
+        victim = self._world.prefill[worker_id]
         self._began(f"{victim.ref.worker_id} killed at {self.loop.num_callbacks}")
         if not victim.node.dead:
             victim.die()

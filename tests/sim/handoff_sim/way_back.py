@@ -34,7 +34,7 @@ class WayBack:
         self._open = 0
         if not world.sources.active:
             self._core.start(self._grants.extend, lambda attempt, slab: None)
-        for number in range(self._rng.randint(1, 4) if 3 <= world.seed % 10 <= 8 else 0):
+        for number in range(self._rng.randint(1, 4) if 3 <= world.seed % 10 <= 8 and not world.sources.active else 0):
             world.loop.call_later(self._rng.random() * _LATEST_S, self._begin, f"back-{number}")
 
     @property

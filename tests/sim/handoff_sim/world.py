@@ -17,6 +17,7 @@ import structlog
 from handoff_sim import reference
 from handoff_sim.client import Client
 from handoff_sim.engine import BLOCK, LAYERS, WINDOWS, Context, Sizes
+from handoff_sim.files import Files, has_files
 from handoff_sim.links import Links
 from handoff_sim.loop import Deadlock, VirtualLoop
 from handoff_sim.nodes import DecodeNode, PrefillNode, WorkerNode
@@ -44,8 +45,13 @@ def _window_groups(seed: int) -> dict[str, Any]:
 
 
 class World:
-    def __init__(self, seed: int) -> None:
+    """Args: with_files: the schedule has files of KV, and pulls, whichever its seed."""
+
+    def __init__(self, seed: int, *, with_files: bool = False) -> None:
         self.seed = seed
+        self.has_pulls = with_files or has_pulls(seed)
+        windows = _window_groups(seed)
+        has_disks = with_files or has_files(seed)
         self.rng = rng = Random(seed)
         self.loop = VirtualLoop()
         self.profile = rng.choice(PROFILES)
@@ -70,18 +76,27 @@ class World:
             cap=rng.randint(1, 2),
             grant_quota=rng.randint(1, 3),
             overlap=rng.choice(("on", "on", "off")),
-            slab_blocks=2 if has_pulls(seed) else 0,
+            slab_blocks=2 if self.has_pulls else 0,
             offers=has_offers(seed),
-            **_window_groups(seed),
+            **windows,
         )
         self.client = Client(self)
         self.trouble = Trouble(self)
+        self.files = Files(self) if has_disks else None
         self.wires = Wires(self.links, rng, faults, self.report)
         self.context = Context(
-            self.loop, rng, self.links, self.wires, self.sizes, self.report, self._check_unpack, self._check_packed
+            self.loop,
+            rng,
+            self.links,
+            self.wires,
+            self.sizes,
+            self.report,
+            self.check_unpack,
+            self._check_packed,
+            self.files,
         )
         self.prefill: dict[str, PrefillNode] = {}
-        self.lives = 0
+        self.lives = self.num_pulled = 0
 
     # ---- reports ----
 
@@ -99,9 +114,21 @@ class World:
             self.trouble.trail
         )
 
-    def _check_unpack(self, command: UnpackRange) -> None:
-        ask = next(a for a in self.client.asks if a.name == command.attempt.removeprefix("pull/").partition("/")[0])
+    def counts(self) -> dict[str, int]:
+        """What has happened in it."""
+        files = self.files
+        return {
+            "seeds": 1, "callbacks": self.loop.num_callbacks, "with_files": files is not None, "ranges_pulled": self.num_pulled,
+            **({} if files is None else files.counts()),
+        }  # fmt: skip
+
+    def check_unpack(self, command: UnpackRange) -> None:
+        self.num_pulled += command.attempt.startswith("pull/")
+        name = command.attempt.removeprefix("pull/").partition("/")[0].partition("\0")[0]
+        ask = next(a for a in self.client.asks if a.name == name)
         ids, windows = reference.prompt(ask.family, ask.length), self.sizes.windows
+        if command.first_token + command.num_tokens > ask.length:
+            ids = (*ids, *reference.tokens(ask.family, ask.length, ask.seed, windows))
         layers = None  # of a window group ranges have all
         if not windows:
             layers = range(command.first_layer, command.first_layer + (command.num_layers or LAYERS))
@@ -158,11 +185,15 @@ class World:
             self.session = self.decode.intake.open_session()
             reader = asyncio.create_task(self.client.read(self.session))
             for number, ask in enumerate(self.client.asks):
-                after_s = self.rng.random() ** 2 * 0.1 + self.sources.later_s(number)
+                turns = self.sources if self.files is None else self.files
+                after_s = self.rng.random() ** 2 * 0.1 + turns.later_s(number)
                 self.loop.call_later(after_s, self.client.submit, ask)
                 if self.rng.random() < 0.35:
                     self.trouble.at(lambda a=ask: self.client.cancel(a), 0.4)
             faulty = self.trouble.plan()
+            if self.files is not None:
+                self.files.plan()
+                faulty = True
             await self._until_all_ended()
             if self.profile == "calm" and not faulty:
                 await self._settle(1.0)
@@ -235,12 +266,15 @@ class World:
     def _check_end(self) -> None:
         for left in self._left_over():
             self.report(left)
+        for node in self.nodes:
+            for broken in [] if node.node.dead else node.check_end():
+                self.report(broken)
         for ask in self.client.asks:
             if ask.ended != 1 and not ask.lost:
                 self.report(f"{ask.name}: ended {ask.ended} times")
 
 
-def run_all(seeds: Iterable[int]) -> Iterator[tuple[int, list[str], World]]:
+def run_all(seeds: Iterable[int], *, with_files: bool = False) -> Iterator[tuple[int, list[str], World]]:
     """One after the other, without logs. A schedule leaves reference cycles, all garbage at its end: collect them then,
     and exempt earlier objects."""
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
@@ -249,14 +283,14 @@ def run_all(seeds: Iterable[int]) -> Iterator[tuple[int, list[str], World]]:
     gc.collect()
     gc.freeze()
     for n, seed in enumerate(seeds, 1):
-        problems, world = run(seed)
+        problems, world = run(seed, with_files=with_files)
         yield seed, problems, world
         del world
         if n % _COLLECT_EVERY == 0:
             gc.collect()
 
 
-def run(seed: int) -> tuple[list[str], World]:
+def run(seed: int, *, with_files: bool = False) -> tuple[list[str], World]:
     """The failures of one schedule; expected: none."""
-    world = World(seed)
+    world = World(seed, with_files=with_files)
     return world.run(), world
