@@ -66,6 +66,11 @@ class BlockStore(Protocol):
         ...
 
     @property
+    def is_shared(self) -> bool:
+        """Others write blocks, too: those that are not in `found` may be there. It lets go of blocks by itself."""
+        ...
+
+    @property
     def damaged(self) -> Mapping[str, int]:
         """Files that were found at the start and are no whole blocks of this worker, by reason."""
         ...

@@ -70,6 +70,7 @@ class DiskTraffic:
         self._num_late, self._paused_until = 0, 0.0
         self._credit_s, self._credit_at = 0.0, clock.now()
         scheduler.throughput.disk_bytes_per_s = store.bytes_per_s
+        self._disk.is_shared = store.is_shared
 
     def open(self) -> None:
         """What was found at the start can be read, and is announced; blocks are written from now on."""
@@ -168,6 +169,8 @@ class DiskTraffic:
                 part,
             ):
                 return False
+        at = waiting.arrived // size
+        self._disk.learn(waiting.restore.blocks[at : at + reply.num_blocks], waiting.restore.use)
         waiting.arrived += num_tokens
         self._num_late = 0
         seconds = reply.seconds + self._clock.now() - began

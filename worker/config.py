@@ -111,6 +111,9 @@ class WorkerConfig:
         disk_kv_dir: folder for files of KV blocks, which outlive the worker: each worker has a folder of its own in it; empty:
             none. Whoever may read it can read prompts from it.
         disk_kv_bytes: of these files, at most.
+        kv_store: instead of a folder, a store of blocks that all workers with the same model share: mooncake://HOST:PORT of a
+            master, with ?protocol=, device=, metadata=, host= (this worker's address) and segment_bytes= (of its memory) if
+            need be. Whoever may use the store can read prompts from it, and change answers.
         preemption_mode: auto (by measured cost), recompute or swap.
         grammar_backend: of structured output: auto (xgrammar, and llguidance for what xgrammar would only approximate),
             xgrammar, llguidance, or none, which rejects requests with a grammar.
@@ -204,6 +207,7 @@ class WorkerConfig:
     num_host_blocks: int = _ENGINE.num_host_blocks
     disk_kv_dir: str = ""
     disk_kv_bytes: int = 16 << 30
+    kv_store: str = ""
     preemption_mode: str = _ENGINE.preemption_mode
     grammar_backend: str = "auto"
     grammar_time_cap_s: float = 5.0

@@ -1,4 +1,4 @@
-"""The worker's folder of blocks, as its settings ask for it."""
+"""The worker's folder of blocks, or the store that it shares, as its settings ask for it."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from diptych.common.errors import ConfigError
 from diptych.kvtransfer.disk.block_file import HEAD_BYTES, identity_of
 from diptych.kvtransfer.disk.block_folder import BlockFolder
 from diptych.kvtransfer.disk.block_store import DiskBlockStore
+from diptych.kvtransfer.disk.keeper import BlockKeeper
+from diptych.kvtransfer.disk.mooncake import MooncakeKeeper, connect
 from diptych.kvtransfer.slabs.layout import layout_hash
 from diptych.worker.config import WorkerConfig
 
@@ -21,11 +23,14 @@ log = structlog.get_logger(__name__)
 
 def num_disk_blocks(config: WorkerConfig, compat: Compat) -> int:
     """Blocks in files; 0: none. Raises: ConfigError when there is no prefix cache, or not one block fits."""
-    if not config.disk_kv_dir:
+    setting = "kv_store" if config.kv_store else "disk_kv_dir"
+    if not getattr(config, setting):
         return 0
+    if config.kv_store and config.disk_kv_dir:
+        raise ConfigError(setting, config.kv_store, "replaces disk_kv_dir: set one of the two")
     kv = compat.kv
     if not config.enable_prefix_caching:
-        raise ConfigError("disk_kv_dir", config.disk_kv_dir, "needs enable_prefix_caching")
+        raise ConfigError(setting, getattr(config, setting), "needs enable_prefix_caching")
     count = config.disk_kv_bytes // (HEAD_BYTES + kv.block_bytes)
     if not count:
         raise ConfigError("disk_kv_bytes", config.disk_kv_bytes, f"one block takes {HEAD_BYTES + kv.block_bytes} bytes")
@@ -35,16 +40,24 @@ def num_disk_blocks(config: WorkerConfig, compat: Compat) -> int:
 def open_disk(
     config: WorkerConfig, compat: Compat, identity: IdentityHeader, worker_id: str, clock: Clock
 ) -> DiskBlockStore | None:
-    """None: the worker keeps no blocks in files. Blocking, for as long as a folder with many files takes. Raises: ConfigError."""
+    """None: the worker keeps no blocks outside of its memory. Blocking, for as long as a folder with many files takes. Raises:
+    ConfigError."""
     if not num_disk_blocks(config, compat):
         return None
     # The key of fixed tokens has weights, numerics and the cluster's key in it, the layout hash the rest.
     mine = identity_of(golden_key(identity), layout_hash(compat), "" if compat.same_bits else config.role)
-    root = Path(config.disk_kv_dir).expanduser().absolute()
-    store = DiskBlockStore(BlockFolder(root, worker_id, mine, compat.kv.block_bytes), clock, _piece_bytes(compat))
+    block_bytes = compat.kv.block_bytes
+    keeper: BlockKeeper
+    if config.kv_store:
+        where = config.kv_store
+        keeper = MooncakeKeeper(connect(where, block_bytes), mine, block_bytes)
+    else:
+        root = Path(config.disk_kv_dir).expanduser().absolute()
+        where, keeper = str(root), BlockFolder(root, worker_id, mine, block_bytes)
+    store = DiskBlockStore(keeper, clock, _piece_bytes(compat))
     log.info(
-        "blocks in files",
-        folder=str(root),
+        "blocks outside of memory",
+        where=where,
         found=len(store.found),
         removed=store.damaged,
         removed_bytes_of_other_models=store.other_bytes,

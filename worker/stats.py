@@ -23,7 +23,7 @@ SETTINGS = (
         "max_num_batched_tokens",
         "max_step_time_s",
     ),
-    *("mixed_step_time_s", "max_mixed_prefill_tokens", "num_host_blocks", "disk_kv_dir", "preemption_mode"),
+    *("mixed_step_time_s", "max_mixed_prefill_tokens", "num_host_blocks", "disk_kv_dir", "kv_store", "preemption_mode"),
     *("transport", "slab_bytes", "num_slabs", "enable_prefix_caching"),
 )
 

@@ -6,6 +6,7 @@ KEY-INDEX     64 bytes of head, then the block as it lies in the pool of each KV
 
 from __future__ import annotations
 
+import errno
 import re
 import struct
 from collections.abc import Iterable, Sequence
@@ -22,6 +23,8 @@ _MAGIC = b"DIPTYKV1"
 _NAME = re.compile(r"([0-9a-f]{32})-(\d{1,9})")
 _UNFINISHED = re.compile(r"\.[0-9a-f]{32}")
 MISSING = "missing"
+PROBE = "0" * 32
+"""Tenant of blocks that are written to measure a disk."""
 _NEAR_S = 60.0
 """Uses within this time count as one: the last block of a prompt leaves first, not the first one, which is older."""
 
@@ -42,6 +45,11 @@ def identity_of(*parts: str | bytes | int) -> bytes:
         state.update(len(raw).to_bytes(4, "little"))
         state.update(raw)
     return state.digest(16)
+
+
+def why(error: OSError) -> str:
+    """The errno's name."""
+    return errno.errorcode.get(error.errno or 0, "EIO")
 
 
 # ---- names ----

@@ -15,7 +15,6 @@ Folders have mode 0700 and files 0600. Whoever may read them can read the tenant
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import os
 import re
@@ -29,6 +28,7 @@ from diptych.engine.disk_messages import DiskBlock
 from diptych.kvtransfer.disk.block_file import (
     HEAD_BYTES,
     MISSING,
+    PROBE,
     BadBlockError,
     block_named,
     check_content,
@@ -38,42 +38,24 @@ from diptych.kvtransfer.disk.block_file import (
     last_leaves_first,
     name_of,
     unfinished_name,
+    why,
 )
+from diptych.kvtransfer.disk.keeper import Found
 
 SETTING = "disk_kv_dir"
 _HASH = re.compile(r"[0-9a-f]{32}")
 """Name of an identity's folder, and of a tenant's."""
-PROBE = "0" * 32
-"""Folder of blocks that are written to measure the disk."""
 _LOCK = "lock"
 
 
-def why(error: OSError) -> str:
-    """The errno's name."""
-    return errno.errorcode.get(error.errno or 0, "EIO")
-
-
-@dataclass(frozen=True, slots=True)
-class Found:
-    """What was there at the start.
-
-    Args:
-        blocks: what is to leave first comes last.
-        damaged: other files, by reason. They were removed, but for foreign ones, whose names are none of ours.
-        other_bytes: of folders of other identities, which were removed.
-    """
-
-    blocks: tuple[DiskBlock, ...]
-    damaged: dict[str, int]
-    other_bytes: int
-
-
 class BlockFolder:
-    """The files of one identity. Read and written by several threads, each block by one of them at a time.
+    """The files of one identity: a BlockKeeper.
 
     Args:
         block_bytes: of every block.
     """
+
+    is_shared = False
 
     def __init__(self, root: Path, worker_id: str, identity: bytes, block_bytes: int) -> None:
         self._worker = root / quote(worker_id, safe="")

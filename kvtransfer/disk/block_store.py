@@ -1,4 +1,4 @@
-"""Threads that write and read the files of blocks: a BlockStore (engine/disk_messages.py).
+"""Threads that write and read blocks in a folder, or a store of others: a BlockStore (engine/disk_messages.py).
 
     step thread --write, remove--> [queue] --> writer --BlocksWritten--> step thread
     step thread --read, cancel---> [queue] --> reader --BlocksRead-----> step thread
@@ -9,6 +9,7 @@ A thread calls `write_next` or `read_next` again and again: a simulation may cal
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Sequence
 from queue import Empty, SimpleQueue
@@ -18,8 +19,8 @@ import structlog
 
 from diptych.common.clock import Clock
 from diptych.engine.disk_messages import BlocksRead, BlocksWritten, DiskBlock, DiskReply, pieces_of
-from diptych.kvtransfer.disk.block_file import MISSING, BadBlockError
-from diptych.kvtransfer.disk.block_folder import PROBE, BlockFolder, why
+from diptych.kvtransfer.disk.block_file import MISSING, PROBE, BadBlockError, why
+from diptych.kvtransfer.disk.keeper import BlockKeeper
 
 log = structlog.get_logger(__name__)
 
@@ -55,26 +56,26 @@ _Read = tuple[int, Sequence[DiskBlock]]
 
 
 class DiskBlockStore:
-    """Takes the folder at once. Raises: ConfigError, see BlockFolder.open. See BlockStore for the rest.
+    """Opens the keeper at once. Raises: ConfigError, see BlockKeeper.open. See BlockStore for the rest.
 
     Args: piece_bytes: of a block, by KV group or by rank; empty: it has one piece.
     """
 
     def __init__(
         self,
-        folder: BlockFolder,
+        keeper: BlockKeeper,
         clock: Clock,
         piece_bytes: Sequence[int] = (),
         *,
         buffer_bytes: int = BUFFER_BYTES,
         pause_s: float = PAUSE_S,
     ) -> None:
-        self._folder, self._clock, self._pause_s = folder, clock, pause_s
-        self.piece_bytes = tuple(piece_bytes) or (folder.block_bytes,)
-        assert sum(self.piece_bytes) == folder.block_bytes
-        self.chunk_blocks = max(1, buffer_bytes // folder.block_bytes)
-        size = self.chunk_blocks * folder.block_bytes
-        found = folder.open()
+        self._keeper, self._clock, self._pause_s = keeper, clock, pause_s
+        self.piece_bytes = tuple(piece_bytes) or (keeper.block_bytes,)
+        assert sum(self.piece_bytes) == keeper.block_bytes
+        self.chunk_blocks = max(1, buffer_bytes // keeper.block_bytes)
+        size = self.chunk_blocks * keeper.block_bytes
+        found = keeper.open()
         self.found, self.damaged, self.other_bytes = found.blocks, found.damaged, found.other_bytes
         self.bytes_per_s = self._probe()  # of files that are there, for a full disk takes no others
         self._write_buffers: SimpleQueue[memoryview] = SimpleQueue()
@@ -91,6 +92,10 @@ class DiskBlockStore:
         self._paused_until = 0.0
         self._reply: Callable[[DiskReply], None] = lambda reply: None
         self._threads: list[Thread] = []
+
+    @property
+    def is_shared(self) -> bool:
+        return self._keeper.is_shared
 
     # ---- on the step thread ----
 
@@ -139,7 +144,7 @@ class DiskBlockStore:
             thread.join(max(0.0, until - time.monotonic()))
             if thread.is_alive():
                 log.warning("does not end", thread=thread.name)
-        self._folder.close()
+        self._keeper.close()
 
     # ---- on the writer's thread ----
 
@@ -166,13 +171,13 @@ class DiskBlockStore:
 
     def _write_some(self, blocks: Sequence[DiskBlock], buffer: memoryview) -> tuple[Sequence[DiskBlock], str]:
         """Returns: those that are not there, and why."""
-        folders, written = dict[str, None](), 0
+        to_sync, written = dict[str, None](), 0
         pieces = pieces_of(buffer, len(blocks), self.piece_bytes)
         try:
             for at, block in enumerate(blocks):
-                folders[self._folder.write(block, self._block(pieces, at))] = None
+                to_sync[self._keeper.write(block, self._block(pieces, at))] = None
                 written += 1
-            self._folder.sync(list(folders))
+            self._keeper.sync(list(to_sync))
         except OSError as error:
             self._paused_until = self._clock.now() + self._pause_s
             log.warning("a block cannot be written: nothing is for a while", error=str(error), pause_s=self._pause_s)
@@ -184,7 +189,7 @@ class DiskBlockStore:
     def _remove_some(self, blocks: Sequence[DiskBlock]) -> None:
         for block in blocks:
             try:
-                self._folder.remove(block)
+                self._keeper.remove(block)
             except OSError as error:
                 log.warning("a block cannot be removed", error=str(error))
 
@@ -229,11 +234,11 @@ class DiskBlockStore:
         began, bad, error, count, gone = self._clock.now(), None, "", 0, list[DiskBlock]()
         for at, block in enumerate(chunk):
             try:
-                self._folder.read(block, self._block(pieces, at))
+                self._keeper.read(block, self._block(pieces, at))
             except BadBlockError as failure:
                 bad, error = block, failure.reason
                 if error == MISSING:
-                    gone = [one for one in blocks[at + 1 :] if not self._folder.has(one)]
+                    gone = [one for one in blocks[at + 1 :] if not self._keeper.has(one)]
                 break
             count += 1
         last = bad is not None or count == len(blocks)
@@ -247,16 +252,16 @@ class DiskBlockStore:
 
     def _probe(self) -> float:
         """Bytes a second of reading a few blocks that memory does not hold; 0.0: there are none, and none can be written."""
-        buffer = (memoryview(bytearray(self._folder.block_bytes)),)
+        buffer = (memoryview(bytearray(self._keeper.block_bytes)),)
         if len(self.found) >= _PROBE_BLOCKS:
             try:
                 return self._read_rate(self.found[:_PROBE_BLOCKS], buffer)
             except (OSError, BadBlockError) as error:
                 log.info("a file of the disk tier cannot be read", error=str(error))
-        blocks = [DiskBlock(bytes([number]) * 16, PROBE, number) for number in range(_PROBE_BLOCKS)]
+        blocks = [DiskBlock(os.urandom(16), PROBE, number) for number in range(_PROBE_BLOCKS)]  # others may probe, too
         try:
             for block in blocks:
-                self._folder.write(block, buffer)
+                self._keeper.write(block, buffer)
             return self._read_rate(blocks, buffer)
         except (OSError, BadBlockError) as error:
             log.warning("the disk tier cannot be used yet", error=str(error))
@@ -267,8 +272,8 @@ class DiskBlockStore:
     def _read_rate(self, blocks: Sequence[DiskBlock], buffer: Sequence[memoryview]) -> float:
         """Raises: OSError, BadBlockError."""
         for block in blocks:
-            self._folder.drop_cached(block)
+            self._keeper.drop_cached(block)
         began = self._clock.now()
         for block in blocks:
-            self._folder.read(block, buffer)
-        return len(blocks) * self._folder.block_bytes / max(self._clock.now() - began, 1e-9)
+            self._keeper.read(block, buffer)
+        return len(blocks) * self._keeper.block_bytes / max(self._clock.now() - began, 1e-9)

@@ -26,6 +26,8 @@ class DiskTier:
 
     def __init__(self, num_blocks: int, most_offered: int = 1 << 16) -> None:
         self.num_blocks = num_blocks
+        self.is_shared = False
+        """As the BlockStore is: what leaves for others is forgotten here, and stays there."""
         self.is_open = False
         """What was found at the start is known, and offers are taken."""
         self._most_offered = most_offered
@@ -102,10 +104,9 @@ class DiskTier:
             if not is_there(key):
                 self.num_dropped += 1
                 continue
-            while len(self._held) + len(self._writing) >= self.num_blocks:
-                if not self._evict_one():
-                    self.num_dropped += 1
-                    return taken  # all that there is room for is being written
+            if not self._make_room():
+                self.num_dropped += 1
+                return taken  # all that there is room for is being written
             self._writing[key] = use
             taken.append(block)
         return taken
@@ -135,6 +136,23 @@ class DiskTier:
                 break
             found.append(block)
         return found
+
+    def may_have(self, keys: Sequence[bytes], first: int, tenant: str) -> list[DiskBlock]:
+        """`run`, and in a shared store all that follows, for others may have written it. Args: first: index of keys[0]."""
+        found = self.run(keys)
+        if self.is_shared and self.is_open:
+            folder = tenant_folder(tenant)
+            found += [DiskBlock(key, folder, index) for index, key in enumerate(keys[len(found) :], first + len(found))]
+        return found
+
+    def learn(self, blocks: Iterable[DiskBlock], use: int) -> None:
+        """They were read. Those that were not known, as others have written them, are held from now on."""
+        for block in blocks:
+            if not self.is_open or self.knows(block.key) or not self._make_room():
+                continue
+            self._held[block.key] = block
+            self._order.used((block.key,), use)
+            self._events.stored((block.key,))
 
     def used(self, keys: Sequence[bytes], use: int) -> None:
         """A request begins with these blocks, wherever it has them from."""
@@ -187,11 +205,19 @@ class DiskTier:
             out.append(f"disk tier: {len(twice)} blocks are held and to be written")
         return out
 
+    def _make_room(self) -> bool:
+        """For one block."""
+        while len(self._held) + len(self._writing) >= self.num_blocks:
+            if not self._evict_one():
+                return False
+        return True
+
     def _evict_one(self) -> bool:
         key = self._order.pop()
         if key is None:
             return False
-        self._removed.append(self._held[key])
+        if not self.is_shared:
+            self._removed.append(self._held[key])
         self._forget(self._held[key])
         self.num_evicted += 1
         return True

@@ -33,6 +33,7 @@ class Restore:
 
     Args:
         limit_s: to compute them.
+        use: number of the request.
         needed_from: by KV group, the first block that is wanted: not what is behind the window at the end of the blocks.
     """
 
@@ -40,20 +41,23 @@ class Restore:
     blocks: tuple[DiskBlock, ...]
     first_token: int
     limit_s: float
+    use: int
     needed_from: tuple[int, ...]
 
 
 def plan_restore(
     live: Lifecycle, wanted: EngineRequest, header: IdentityHeader, arrival: int, now: float, rates: Rates
 ) -> Restore | None:
-    """None: nothing that the request needs is in files alone, or computing it is faster, or there is no room.
+    """None: nothing that the request needs is in files alone, or computing it is faster, or there is no room. In a shared store
+    anything may be: what is not there shows when it is read.
 
     Args: rates: those of the disk."""
     kv, size = live.kv, live.block_size
     tokens = (*wanted.prompt.token_ids, *wanted.output_token_ids)
     limit = hit_end(size, len(tokens)) // size
     if (
-        not (limit and kv.disk.num_held and kv.caches and rates.copy_bytes_per_s)
+        not (limit and kv.caches and rates.copy_bytes_per_s)
+        or not (kv.disk.num_held or kv.disk.is_shared)
         or wanted.sampling.prompt_logprobs is not None
     ):
         return None
@@ -61,13 +65,20 @@ def plan_restore(
         return None  # it will be refused
     hasher = BlockHasher(header)
     hasher.update(tokens[:size])
-    if not kv.disk.run(hasher.keys) and kv.pool.cached_block(hasher.keys[0]) is None and not kv.host.find(hasher.keys):
+    # What others may have written is asked for where it is computed: it would delay the first token that prefill sends.
+    looks = kv.disk.is_shared and wanted.mode is not KvMode.REMOTE
+    known = kv.disk.run(hasher.keys) or kv.pool.cached_block(hasher.keys[0]) is not None or kv.host.find(hasher.keys)
+    if not known and not looks:
         return None  # most prompts that are new end here
     hasher.update(tokens[size : limit * size])
     keys = hasher.keys
     first = kv.num_cached_blocks(keys)
     first += len(kv.host.find(keys[first:]))
-    end = first + len(kv.disk.run(keys[first:]))
+
+    def there(begin: int, end: int) -> list[DiskBlock]:
+        return kv.disk.may_have(keys[begin:end], begin, wanted.tenant) if looks else kv.disk.run(keys[begin:end])
+
+    end = first + len(there(first, limit))
     if end == first or not restore_is_cheaper((end - first) * size, rates):
         return None
     if wanted.mode is KvMode.REMOTE and len(tokens) - end * size > wanted.own_tokens:
@@ -88,9 +99,9 @@ def plan_restore(
     kv.disk.used(keys[:end], arrival)  # they are not evicted while they are read
     live.enter_pull(request)
     start = request.num_computed // size  # earlier than `first` where the host tier's blocks are not worth their copy
-    blocks = tuple(kv.disk.run(keys[start:end]))
+    blocks = tuple(there(start, end))
     limit_s = max(LEAST_S, rates.recompute_s(len(blocks) * size))
-    return Restore(request.attempt, blocks, start * size, limit_s, tuple(request.seq.first_blocks))
+    return Restore(request.attempt, blocks, start * size, limit_s, arrival, tuple(request.seq.first_blocks))
 
 
 def end_restore(live: Lifecycle, name: str) -> tuple[int, NewBlocks | None]:

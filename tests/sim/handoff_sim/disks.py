@@ -26,8 +26,8 @@ from diptych.kvtransfer.disk.block_file import (
     name_of,
     unfinished_name,
 )
-from diptych.kvtransfer.disk.block_folder import Found
 from diptych.kvtransfer.disk.block_store import NUM_BUFFERS, DiskBlockStore
+from diptych.kvtransfer.disk.keeper import Found
 
 Path = tuple[bytes, str, str]
 """Identity, tenant, name."""
@@ -65,7 +65,9 @@ class Disk:
 
 
 class SimFolder:
-    """As a BlockFolder, over a Disk."""
+    """A BlockKeeper over a Disk."""
+
+    is_shared = False
 
     def __init__(self, disk: Disk, loop: VirtualLoop, identity: bytes, block_bytes: int) -> None:
         self._disk, self._loop, self.identity, self.block_bytes = disk, loop, identity, block_bytes

@@ -41,6 +41,8 @@ WEAK = FakeRunner(8, 4).kv_bytes_per_token
 class MemoryFiles:
     """A BlockStore whose disk is a dict, and whose threads are the test's calls of `work`."""
 
+    is_shared = False
+
     def __init__(
         self,
         kept: dict[bytes, tuple[DiskBlock, bytes]] | None = None,

@@ -13,8 +13,8 @@ import pytest
 
 from diptych.common.errors import ConfigError
 from diptych.engine.disk_messages import DiskBlock
-from diptych.kvtransfer.disk.block_file import HEAD_BYTES, BadBlockError, identity_of
-from diptych.kvtransfer.disk.block_folder import PROBE, BlockFolder, purge, tenants_in
+from diptych.kvtransfer.disk.block_file import HEAD_BYTES, PROBE, BadBlockError, identity_of
+from diptych.kvtransfer.disk.block_folder import BlockFolder, purge, tenants_in
 
 SIZE = 500
 IDENTITY = identity_of("model", 1)

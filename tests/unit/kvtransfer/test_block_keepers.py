@@ -1,0 +1,317 @@
+"""What is asked of a keeper of blocks: a folder, and a Mooncake store, whose client is a dict here."""
+
+from __future__ import annotations
+
+import errno
+import sys
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from queue import SimpleQueue
+
+import pytest
+
+from diptych.common.block_identity import IdentityHeader
+from diptych.common.clock import FakeClock
+from diptych.common.errors import ConfigError
+from diptych.common.request import Prompt
+from diptych.common.sampling import SamplingParams
+from diptych.engine.config import EngineConfig
+from diptych.engine.disk_messages import DiskBlock, DiskReply
+from diptych.engine.executor import LocalExecutor
+from diptych.engine.fake_runner import FakeRunner
+from diptych.engine.messages import Admitted, EngineEvent, EngineRequest, Finished, TierStored, TokensOut
+from diptych.engine.offline import OfflineEngine
+from diptych.kvtransfer.disk.block_file import HEAD_BYTES, BadBlockError, identity_of
+from diptych.kvtransfer.disk.block_folder import BlockFolder
+from diptych.kvtransfer.disk.block_store import DiskBlockStore
+from diptych.kvtransfer.disk.keeper import BlockKeeper
+from diptych.kvtransfer.disk.mooncake import MooncakeKeeper, connect
+
+PIECES = (300, 200)
+SIZE = sum(PIECES)
+IDENTITY, OTHER = identity_of("model", 1), identity_of("model", 2)
+TENANT = "a" * 32
+DEADLINE_S = 30.0
+
+
+class DictStore:
+    """As the client of a Mooncake store. Put under a name that is there, bytes stay as they are."""
+
+    def __init__(self, kept: dict[str, bytes] | None = None) -> None:
+        self.kept = {} if kept is None else kept
+        self.code = 0
+        self.is_closed = False
+
+    def put_parts(self, key: str, *parts: memoryview) -> int:
+        if not self.code:
+            self.kept.setdefault(key, b"".join(parts))
+        return self.code
+
+    def get_buffer(self, key: str) -> bytes | None:
+        return self.kept.get(key)
+
+    def is_exist(self, key: str) -> int:
+        return int(key in self.kept)
+
+    def remove(self, key: str) -> int:
+        return 0 if self.kept.pop(key, None) is not None else -704
+
+    def close(self) -> int:
+        assert not self.is_closed
+        self.is_closed = True
+        return 0
+
+
+class Kept:
+    """A keeper, and its bytes by name."""
+
+    def __init__(self, root: Path, kind: str, identity: bytes = IDENTITY) -> None:
+        self.root, self.kind = root, kind
+        self.store = DictStore()
+        self.keeper: BlockKeeper
+        if kind == "folder":
+            self.keeper = BlockFolder(root, "w", identity, SIZE)
+        else:
+            self.keeper = MooncakeKeeper(self.store, identity, SIZE)
+        self.keeper.open()
+
+    def change(self, block: DiskBlock, content: bytes | None = None, **swap: DiskBlock) -> None:
+        """Its bytes become `content`, or those of another block; None and no other: it is lost."""
+        if isinstance(self.keeper, BlockFolder):
+            path = Path(self.keeper._path(block))
+            if swap:
+                path.write_bytes(Path(self.keeper._path(swap["by"])).read_bytes())
+            elif content is None:
+                path.unlink()
+            else:
+                path.write_bytes(content)
+        else:
+            assert isinstance(self.keeper, MooncakeKeeper)
+            name = self.keeper.name(block)
+            if swap:
+                self.store.kept[name] = self.store.kept[self.keeper.name(swap["by"])]
+            elif content is None:
+                del self.store.kept[name]
+            else:
+                self.store.kept[name] = content
+
+    def content(self, block: DiskBlock) -> bytes:
+        if isinstance(self.keeper, BlockFolder):
+            return Path(self.keeper._path(block)).read_bytes()
+        assert isinstance(self.keeper, MooncakeKeeper)
+        return self.store.kept[self.keeper.name(block)]
+
+
+@pytest.fixture(params=["folder", "store"])
+def kept(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Kept]:
+    one = Kept(tmp_path, request.param)
+    yield one
+    one.keeper.close()
+    one.keeper.close()
+
+
+def block(number: int) -> DiskBlock:
+    return DiskBlock(number.to_bytes(16, "big"), TENANT, number)
+
+
+def pieces(number: int) -> list[memoryview]:
+    return [memoryview(bytes([number + at]) * size) for at, size in enumerate(PIECES)]
+
+
+def write(kept: Kept, *numbers: int) -> None:
+    kept.keeper.sync(list({kept.keeper.write(block(number), pieces(number)) for number in numbers}))
+
+
+def read(kept: Kept, number: int) -> list[bytes]:
+    into = [memoryview(bytearray(size)) for size in PIECES]
+    kept.keeper.read(block(number), into)
+    return [bytes(piece) for piece in into]
+
+
+def bad(kept: Kept, number: int) -> str:
+    with pytest.raises(BadBlockError) as error:
+        read(kept, number)
+    return error.value.reason
+
+
+def test_what_is_written_is_read_piece_by_piece(kept: Kept) -> None:
+    write(kept, 1, 2)
+    assert read(kept, 1) == [bytes(piece) for piece in pieces(1)]
+    assert read(kept, 2) == [bytes(piece) for piece in pieces(2)]
+    assert kept.keeper.has(block(1))
+    assert not kept.keeper.has(block(3))
+    kept.keeper.drop_cached(block(1))
+    assert read(kept, 1) == [bytes(piece) for piece in pieces(1)]
+
+
+def test_what_is_not_there_is_missing_and_removed_without_an_error(kept: Kept) -> None:
+    assert bad(kept, 1) == "missing"
+    kept.keeper.remove(block(1))
+    write(kept, 1)
+    kept.keeper.remove(block(1))
+    assert bad(kept, 1) == "missing"
+    write(kept, 1)
+    kept.change(block(1))
+    assert bad(kept, 1) == "missing"
+
+
+def test_other_bytes_are_never_taken_for_the_block(kept: Kept, tmp_path: Path) -> None:
+    write(kept, 1, 2)
+    whole = kept.content(block(1))
+    assert len(whole) == HEAD_BYTES + SIZE
+    for at in (0, 9, 30, HEAD_BYTES - 1, HEAD_BYTES, HEAD_BYTES + SIZE - 1):
+        changed = bytearray(whole)
+        changed[at] ^= 1
+        kept.change(block(1), bytes(changed))
+        assert bad(kept, 1) in ("corrupt", "foreign")
+    for content in (b"", whole[:-1], whole + b"x"):
+        kept.change(block(1), content)
+        assert bad(kept, 1) == "truncated"
+    kept.change(block(1), by=block(2))
+    assert bad(kept, 1) == "foreign"
+    other = Kept(tmp_path / "other", kept.kind, OTHER)
+    write(other, 1)
+    kept.change(block(1), other.content(block(1)))
+    assert bad(kept, 1) == "foreign"
+    other.keeper.close()
+    kept.change(block(1), whole)
+    assert read(kept, 1) == [bytes(piece) for piece in pieces(1)]
+
+
+# ---- a shared store ----
+
+
+@pytest.mark.parametrize(("code", "name"), [(-200, errno.ENOSPC), (-800, errno.EIO)])
+def test_a_store_that_takes_nothing_is_an_error_of_the_disk(tmp_path: Path, code: int, name: int) -> None:
+    kept = Kept(tmp_path, "store")
+    kept.store.code = code
+    with pytest.raises(OSError, match=str(code)) as error:
+        write(kept, 1)
+    assert error.value.errno == name
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "mooncake://host",
+        "http://host:1",
+        "mooncake://host:99999",
+        "mooncake://host:1/path",
+        "mooncake://host:1?segment_bytes=x",
+        "mooncake://host:1?segment_bytes=-1",
+        "mooncake://host:1?colour=red",
+    ],
+)
+def test_an_address_that_cannot_be_is_refused_by_the_settings_name(url: str) -> None:
+    with pytest.raises(ConfigError, match="kv_store"):
+        connect(url, SIZE)
+
+
+def test_without_the_package_the_setting_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "mooncake.store", None)
+    with pytest.raises(ConfigError, match="kv_store.*mooncake-transfer-engine"):
+        connect("mooncake://host:1", SIZE)
+
+
+@pytest.mark.parametrize("code", [0, -1])
+def test_the_address_and_its_options_are_the_stores(monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+    asked: list[object] = []
+
+    class Store(DictStore):
+        def setup(self, *args: object) -> int:
+            asked.extend(args)
+            return code
+
+    monkeypatch.setitem(sys.modules, "mooncake", types.ModuleType("mooncake"))
+    module = types.ModuleType("mooncake.store")
+    module.MooncakeDistributedStore = Store  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "mooncake.store", module)
+    url = "mooncake://master:5?protocol=rdma&device=mlx5_0&segment_bytes=7&host=me&metadata=http://m/"
+    if code:
+        with pytest.raises(ConfigError, match="answers -1"):
+            connect(url, SIZE)
+    else:
+        assert isinstance(connect(url, SIZE), Store)
+    assert asked == ["me", "http://m/", 7, 16 << 20, "rdma", "mlx5_0", "master:5"]
+
+
+PROMPT = tuple(range(200, 241))
+"""Ten blocks and a token."""
+_HEADER = IdentityHeader(b"k" * 32, "model", "tokenizer", "uint8", 4)
+
+
+class Worker:
+    """An engine with a store that it shares with others by `kept`."""
+
+    def __init__(self, kept: dict[str, bytes], num_disk_blocks: int = 100) -> None:
+        runner = FakeRunner(64, 4)
+        self.client = DictStore(kept)
+        keeper = MooncakeKeeper(self.client, IDENTITY, 4 * runner.kv_bytes_per_token)
+        self.store = DiskBlockStore(keeper, FakeClock())
+        self.store.bytes_per_s = 1e12
+        self.replies: SimpleQueue[DiskReply] = SimpleQueue()
+        self.store.begin(self.replies.put)
+        config = EngineConfig(
+            num_blocks=64, block_size=4, num_disk_blocks=num_disk_blocks, check_invariants=True,
+            initial_prefill_tokens_per_s=1.0,
+        )  # fmt: skip
+        self.engine = OfflineEngine(LocalExecutor(runner), config, _HEADER, clock=FakeClock(), disk=self.store)
+        self.engine.core.open_disk()
+
+    def answer(self, num_files: int, prompt: tuple[int, ...] = PROMPT) -> tuple[list[int], int]:
+        """Tokens, and tokens that came from the store; until so many blocks are in this worker's account."""
+        self.engine.send(EngineRequest("a", Prompt(prompt), SamplingParams(max_tokens=8, ignore_eos=True, seed=1)))
+        self.events: list[EngineEvent] = []
+        disk = self.engine.core.scheduler.kv.disk
+        while not any(isinstance(one, Finished) for one in self.events) or disk.num_held != num_files:
+            before = len(self.events)
+            self.events += self.engine.step()
+            if len(self.events) == before or not self.replies.empty():
+                self.engine.send(self.replies.get(timeout=DEADLINE_S))
+        [admitted] = [one for one in self.events if isinstance(one, Admitted)]
+        tokens = [token for one in self.events if isinstance(one, TokensOut) for token in one.token_ids]
+        return tokens, sum(count for _, count in admitted.tiers)
+
+
+@pytest.fixture
+def shared() -> Iterator[dict[str, bytes]]:
+    kept: dict[str, bytes] = {}
+    yield kept
+    assert all(name.startswith(f"diptych/{IDENTITY.hex()}/") for name in kept)
+
+
+def test_a_worker_reads_what_another_has_written_without_knowing_of_it(shared: dict[str, bytes]) -> None:
+    first, second = Worker(shared), Worker(shared)
+    cold, from_store = first.answer(12)
+    assert (from_store, len(shared)) == (0, 12)
+    warm, from_store = second.answer(12)
+    assert warm == cold
+    assert from_store == 40
+    announced = [key for one in second.events if isinstance(one, TierStored) for key in one.keys]
+    assert len(announced) == 12
+    for worker in (first, second):
+        worker.store.close(DEADLINE_S)
+        assert worker.client.is_closed
+
+
+def test_what_the_store_has_let_go_is_computed_and_written_again(shared: dict[str, bytes]) -> None:
+    first = Worker(shared)
+    cold, _ = first.answer(12)
+    first.store.close(DEADLINE_S)
+    names = sorted(shared, key=lambda name: int(name.rpartition("-")[2]))
+    for name in names[5:]:
+        del shared[name]
+    second = Worker(shared)
+    warm, from_store = second.answer(12)
+    assert (warm, from_store) == (cold, 20)
+    assert set(shared) == set(names)
+    assert second.engine.stats().tiers[2].errors == ()
+    second.store.close(DEADLINE_S)
+
+
+def test_a_small_account_forgets_and_removes_nothing(shared: dict[str, bytes]) -> None:
+    worker = Worker(shared, num_disk_blocks=3)
+    worker.answer(3)
+    worker.store.close(DEADLINE_S)
+    assert len(shared) == 12
