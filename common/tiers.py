@@ -29,6 +29,9 @@ class TierSpec:
     eviction: str = "lru"
 
 
+TIER_EVICTIONS = ("lru", "value")
+"""Of the tiers below the first one: what was used longest ago leaves first, or what has the least predicted value (engine's
+eviction.py)."""
 TIERS = (TierSpec("device"), TierSpec("host"), TierSpec("disk", "lru, last blocks first"))
 TIER_NAMES = tuple(tier.name for tier in TIERS)
 DEVICE = TIER_NAMES[0]
@@ -67,11 +70,19 @@ def in_order(by_name: Mapping[str, T], missing: T) -> tuple[T, ...]:
     return tuple(by_name.get(name, missing) for name in TIER_NAMES)
 
 
-def tier_states(sizes: Mapping[str, int], bytes_per_s: Mapping[str, float]) -> tuple[TierState, ...]:
+def tier_states(
+    sizes: Mapping[str, int], bytes_per_s: Mapping[str, float], eviction: str = "lru"
+) -> tuple[TierState, ...]:
     """The tiers that a worker has, nearest first. By name: their sizes in bytes (0, or missing: it has no such tier), and
-    the measured rates of copies to the first tier. Raises: ValueError for a name that is no tier's."""
+    the measured rates of copies to the first tier. `eviction`: one of TIER_EVICTIONS. Raises: ValueError for a name that is no
+    tier's."""
     return tuple(
-        TierState(tier.name, num_bytes=size, bytes_per_s=rate, eviction=tier.eviction)
+        TierState(
+            tier.name,
+            num_bytes=size,
+            bytes_per_s=rate,
+            eviction=tier.eviction if eviction == "lru" or tier.name == DEVICE else eviction,
+        )
         for tier, size, rate in zip(TIERS, in_order(sizes, 0), in_order(bytes_per_s, 0.0), strict=True)
         if size
     )

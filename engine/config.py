@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from diptych.common.errors import ConfigError
-from diptych.common.tiers import DEVICE, DISK, HOST
+from diptych.common.tiers import DEVICE, DISK, HOST, TIER_EVICTIONS
 
 POLICIES = ("sojourn", "fcfs", "priority", "sjf", "fair")
 PREEMPTION_MODES = ("auto", "recompute", "swap")
@@ -36,6 +36,7 @@ class EngineConfig:
         claim_share: part of the pool that requests may claim, see engine.sched.cache.retention; 0: claims have no effect.
         num_host_blocks: slots of the host tier; at most what the runner has.
         num_disk_blocks: blocks in files; needs a BlockStore.
+        tier_eviction: which blocks leave these two first, see engine.sched.cache.eviction.
         preemption_mode: auto (by measured cost), recompute or swap (recompute where the host tier is full).
         initial_copy_bytes_per_s: the first guess of the rate between pool and host tier.
         slab_quota_per_peer: packed and not yet settled slabs that one decode peer may hold.
@@ -59,6 +60,7 @@ class EngineConfig:
     claim_share: float = 0.25
     num_host_blocks: int = 0
     num_disk_blocks: int = 0
+    tier_eviction: str = "lru"
     preemption_mode: str = "auto"
     initial_copy_bytes_per_s: float = 4e9
     slab_quota_per_peer: int = 4
@@ -74,7 +76,11 @@ class EngineConfig:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 0:
                 raise ConfigError(name, value, "must be an integer of at least 0")
-        for name, known in (("scheduling_policy", POLICIES), ("preemption_mode", PREEMPTION_MODES)):
+        for name, known in (
+            ("scheduling_policy", POLICIES),
+            ("preemption_mode", PREEMPTION_MODES),
+            ("tier_eviction", TIER_EVICTIONS),
+        ):
             if getattr(self, name) not in known:
                 raise ConfigError(name, getattr(self, name), f"must be one of {', '.join(known)}")
         if self.preemption_mode == "swap" and not self.num_host_blocks:

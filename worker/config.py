@@ -12,6 +12,7 @@ from diptych.common.addresses import is_loopback
 from diptych.common.checkpoint.modes import CHANGED, VERIFY_MODES
 from diptych.common.errors import ConfigError
 from diptych.common.kv_format import COMPUTE_DTYPES, KV_CACHE_DTYPES, SAME_DTYPE
+from diptych.common.tiers import TIER_EVICTIONS
 from diptych.engine.config import GRAMMAR_BACKENDS, POLICIES, PREEMPTION_MODES, EngineConfig
 from diptych.engine.overlap import MODES as OVERLAP_MODES
 from diptych.kvtransfer.wrappers import ciphers
@@ -114,6 +115,8 @@ class WorkerConfig:
         kv_store: instead of a folder, a store of blocks that all workers with the same model share: mooncake://HOST:PORT of a
             master, with ?protocol=, device=, metadata=, host= (this worker's address) and segment_bytes= (of its memory) if
             need be. Whoever may use the store can read prompts from it, and change answers.
+        tier_eviction: which blocks leave host memory and files first: lru (used longest ago), or value (those whose reuse is
+            least probable, by what was seen).
         preemption_mode: auto (by measured cost), recompute or swap.
         grammar_backend: of structured output: auto (xgrammar, and llguidance for what xgrammar would only approximate),
             xgrammar, llguidance, or none, which rejects requests with a grammar.
@@ -208,6 +211,7 @@ class WorkerConfig:
     disk_kv_dir: str = ""
     disk_kv_bytes: int = 16 << 30
     kv_store: str = ""
+    tier_eviction: str = _ENGINE.tier_eviction
     preemption_mode: str = _ENGINE.preemption_mode
     grammar_backend: str = "auto"
     grammar_time_cap_s: float = 5.0
@@ -259,6 +263,7 @@ class WorkerConfig:
         for name, known in (
             ("scheduling_policy", POLICIES),
             ("preemption_mode", PREEMPTION_MODES),
+            ("tier_eviction", TIER_EVICTIONS),
             ("dtype", (AUTO, *COMPUTE_DTYPES)),
             ("kv_cache_dtype", KV_CACHE_DTYPES),
             ("backend", BACKENDS),

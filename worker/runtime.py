@@ -367,7 +367,7 @@ class WorkerRuntime:
             sizes[TIERS[0].name] = sum(
                 count * group.block_bytes(kv.shard) for count, group in zip(able.group_blocks, kv.groups, strict=True)
             )
-        return tier_states(sizes, self.engine.stats().tier_bytes_per_s)
+        return tier_states(sizes, self.engine.stats().tier_bytes_per_s, self.config.tier_eviction)
 
     async def audit(self, *, full: bool) -> worker_pb2.AuditResponse:
         engine, transfer = await asyncio.gather(self.engine.audit(full), self.transfer.audit(full))

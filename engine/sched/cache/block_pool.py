@@ -38,6 +38,7 @@ from diptych.engine.messages import (
 )
 from diptych.engine.sched.cache.block_ages import BlockAges
 from diptych.engine.sched.cache.disk_tier import DiskTier
+from diptych.engine.sched.cache.eviction import Uses
 from diptych.engine.sched.cache.host_tier import HostTier
 from diptych.engine.sched.cache.retention import Claims, EvictionOrder
 from diptych.engine.stats import ClaimStats
@@ -52,6 +53,7 @@ class BlockPool:
         claim_share: part of the blocks that requests may claim.
         group: index of the KV group whose blocks these are.
         announces: entries of the prefix cache and evictions are events.
+        uses: of blocks, for the order in which tiers below evict; None: that needs none.
     """
 
     def __init__(
@@ -64,7 +66,9 @@ class BlockPool:
         claim_share: float = 0.25,
         group: int = 0,
         announces: bool = True,
+        uses: Uses | None = None,
     ) -> None:
+        self._uses = uses
         self.num_blocks = num_blocks
         self._group = group
         self._announces = announces
@@ -185,8 +189,10 @@ class BlockPool:
         self.ages.evicted(block)
         key = self._keys[block]
         assert key is not None
-        if self.host.num_slots and (slot := self.host.store(key)) is not None:
-            self.copy(CopyKind.TO_HOST, block, slot)
+        if self.host.num_slots:
+            _, use, index = (1, 0, 0) if self._uses is None else self._uses.of(key)
+            if (slot := self.host.store(key, use, index)) is not None:
+                self.copy(CopyKind.TO_HOST, block, slot)
         self._forget_key(block)
         self._free.append(block)
 

@@ -15,16 +15,17 @@ from diptych.common.secret import tenant_folder
 from diptych.common.tiers import DISK
 from diptych.engine.disk_messages import DiskBlock
 from diptych.engine.messages import TierEvicted, TierStored
-from diptych.engine.sched.cache.eviction import OldestUseLastBlockFirst
+from diptych.engine.sched.cache.eviction import OldestUseLastBlockFirst, TierOrder
 from diptych.engine.sched.cache.tier_events import TierEvents
 
 
 class DiskTier:
-    """Args: num_blocks: 0: there is no disk, everything is ignored. most_offered: blocks that wait to be written."""
+    """Args: num_blocks: 0: there is no disk, everything is ignored. most_offered: blocks that wait to be written. order: of
+    evictions; None: the blocks that were used longest ago leave first, of one use the last one."""
 
     name = DISK
 
-    def __init__(self, num_blocks: int, most_offered: int = 1 << 16) -> None:
+    def __init__(self, num_blocks: int, most_offered: int = 1 << 16, order: TierOrder | None = None) -> None:
         self.num_blocks = num_blocks
         self.is_shared = False
         """As the BlockStore is: what leaves for others is forgotten here, and stays there."""
@@ -35,7 +36,7 @@ class DiskTier:
         self._writing: dict[bytes, int | None] = {}
         """By key: the use of the block; None: it must not stay."""
         self._held: dict[bytes, DiskBlock] = {}
-        self._order = OldestUseLastBlockFirst()
+        self._order = order or OldestUseLastBlockFirst()
         self._removed: list[DiskBlock] = []
         self._events = TierEvents(self.name)
         self.num_evicted = 0
@@ -77,7 +78,8 @@ class DiskTier:
         if not self.is_open:
             return
         self._held = {block.key: block for block in found[: self.num_blocks]}
-        self._order.used(self._held, 0)
+        for place, key in enumerate(self._held):
+            self._order.add(key, 0, place)
         self._events.stored(self._held)
         self._remove(found[self.num_blocks :])
 
@@ -122,7 +124,7 @@ class DiskTier:
                 self._removed.append(block)
                 continue
             self._held[block.key] = block
-            self._order.used((block.key,), use)
+            self._order.add(block.key, use, block.index)
             self._events.stored((block.key,))
 
     # ---- reading ----
@@ -151,13 +153,13 @@ class DiskTier:
             if not self.is_open or self.knows(block.key) or not self._make_room():
                 continue
             self._held[block.key] = block
-            self._order.used((block.key,), use)
+            self._order.add(block.key, use, block.index)
             self._events.stored((block.key,))
 
     def used(self, keys: Sequence[bytes], use: int) -> None:
         """A request begins with these blocks, wherever it has them from."""
         if self._held:
-            self._order.used((key for key in keys if key in self._held), use)
+            self._order.used(keys, use)
 
     # ---- leaving ----
 

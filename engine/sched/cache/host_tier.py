@@ -1,6 +1,6 @@
 """The tier below the prefix cache: slots in host memory, each for one block. Ownership only; the runner has the bytes.
 
-free --store--> cached (has a key, LRU) --evict--> free
+free --store--> cached (has a key) --evict--> free
 free/cached --take--> held by a swapped request --give--> free
 
 free + cached + held == total
@@ -8,22 +8,24 @@ free + cached + held == total
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from diptych.common.tiers import HOST
 from diptych.engine.messages import TierEvicted, TierStored
+from diptych.engine.sched.cache.eviction import OldestArrivalFirst, TierOrder
 from diptych.engine.sched.cache.tier_events import TierEvents
 
 
 class HostTier:
-    """Args: num_slots: 0: everything is refused."""
+    """Args: num_slots: 0: everything is refused. order: of evictions; None: the block leaves first that came first."""
 
     name = HOST
 
-    def __init__(self, num_slots: int) -> None:
+    def __init__(self, num_slots: int, order: TierOrder | None = None) -> None:
         self.num_slots = num_slots
+        self._order = order or OldestArrivalFirst()
         self._free = list(range(num_slots - 1, -1, -1))
-        self._cached: dict[bytes, int] = {}  # oldest first
+        self._cached: dict[bytes, int] = {}
         self._protected: frozenset[bytes] = frozenset()
         self._num_held = 0
         self._events = TierEvents(self.name)
@@ -53,16 +55,18 @@ class HostTier:
 
     # ---- the cache ----
 
-    def store(self, key: bytes) -> int | None:
-        """The slot to copy an evicted block into; None: the block is stored already, or no slot is available."""
-        slot = self._cached.pop(key, None)
-        if slot is not None:
-            self._cached[key] = slot
+    def store(self, key: bytes, use: int = 0, index: int = 0) -> int | None:
+        """The slot to copy an evicted block into; None: the block is stored already, or no slot is available.
+
+        Args: use, index: see TierOrder.add."""
+        if key in self._cached:
+            self._order.add(key, use, index)
             return None
         if not self._free and not self._evict_one():
             return None
         slot = self._free.pop()
         self._cached[key] = slot
+        self._order.add(key, use, index)
         self._events.stored((key,))
         return slot
 
@@ -76,6 +80,11 @@ class HostTier:
             found.append(slot)
         return found
 
+    def used(self, keys: Sequence[bytes], use: int) -> None:
+        """A request begins with these blocks, wherever it has them from."""
+        if self._cached:
+            self._order.used(keys, use)
+
     def protect(self, keys: Iterable[bytes]) -> None:
         """These are about to be read: they are not evicted until the next call."""
         self._protected = frozenset(keys)
@@ -83,6 +92,7 @@ class HostTier:
     def discard(self, key: bytes) -> None:
         slot = self._cached.pop(key, None)
         if slot is not None:
+            self._order.remove(key)
             self._free.append(slot)
             self._events.evicted((key,))
 
@@ -90,6 +100,8 @@ class HostTier:
         """Empty the cache and begin a new epoch with the pool's; events that were not taken are dropped. Swapped
         requests keep their slots."""
         self._free.extend(self._cached.values())
+        for key in self._cached:
+            self._order.remove(key)
         self._cached.clear()
         self._events.restart()
 
@@ -124,12 +136,14 @@ class HostTier:
             out.append(f"host tier: {len(slots)} places for {self.num_slots} slots, {len(set(slots))} distinct")
         if len(self._free) + len(self._cached) + self._num_held != self.num_slots:
             out.append("host tier: free + cached + held != total")
+        if set(self._cached) != set(self._order):
+            out.append(f"host tier: {len(self._cached)} blocks, {len(self._order)} in the order of eviction")
         return out
 
     def _evict_one(self) -> bool:
-        for key in self._cached:
-            if key not in self._protected:
-                self.discard(key)
-                self.num_evicted += 1
-                return True
-        return False
+        key = self._order.pop(self._protected)
+        if key is None:
+            return False
+        self.discard(key)
+        self.num_evicted += 1
+        return True

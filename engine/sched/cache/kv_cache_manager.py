@@ -20,6 +20,7 @@ from diptych.common.kv_groups import hit_end, longest_hit, most_blocks_held
 from diptych.engine.messages import BlockCopy, CopyKind, KvMode
 from diptych.engine.sched.cache.block_pool import BlockPool
 from diptych.engine.sched.cache.disk_tier import DiskTier
+from diptych.engine.sched.cache.eviction import tier_orders
 from diptych.engine.sched.cache.host_tier import HostTier
 from diptych.engine.sched.requests.request import Request, State
 
@@ -33,6 +34,7 @@ class KvCacheManager:
         max_chunk: tokens of a prompt that one step computes at most.
         tenant_cache_share: part of each pool that one tenant's cached blocks may take.
         claim_share: part of each pool that requests may claim.
+        tier_eviction: which blocks leave the tiers below first, see `tier_orders`.
         worth_restoring: whether copying so many tokens from the host tier is better than computing them.
     """
 
@@ -49,10 +51,14 @@ class KvCacheManager:
         num_disk_blocks: int = 0,
         tenant_cache_share: float = 1.0,
         claim_share: float = 0.25,
+        tier_eviction: str = "lru",
         worth_restoring: Callable[[int], bool] = lambda num_tokens: True,
     ) -> None:
-        self.host = HostTier(num_host_blocks)
-        self.disk = DiskTier(num_disk_blocks)
+        self._uses, host_order, disk_order = tier_orders(
+            tier_eviction, (num_blocks + num_host_blocks + num_disk_blocks) if num_host_blocks or num_disk_blocks else 0
+        )
+        self.host = HostTier(num_host_blocks, host_order)
+        self.disk = DiskTier(num_disk_blocks, order=disk_order)
         self._kv = kv if kv is not None and not kv.has_one_full_group else None
         """None: one group, which keeps every token."""
         self._groups: tuple[KvGroup | None, ...] = (None,) if self._kv is None else self._kv.groups
@@ -66,6 +72,7 @@ class KvCacheManager:
                 claim_share=claim_share,
                 group=index,
                 announces=index == 0,
+                uses=self._uses,
             )
             for index, count in enumerate(counts)
         )
@@ -185,13 +192,20 @@ class KvCacheManager:
         self.restored_tokens += len(slots) * self.block_size
         if slots:
             request.tier_tokens[self.host.name] = len(slots) * self.block_size
-        if self.disk.num_held:
-            self.disk.used(request.keys(request.num_published)[: request.num_published], request.arrival)
+        if self._uses is not None or self.disk.num_held:
+            self._note_use(request.keys(request.num_published)[: request.num_published], request.arrival)
         claim = request.source.claim
         for pool, found in zip(self.pools, hits, strict=True):
             pool.hit(found, b"" if claim is None else claim.session, num_kept if pool is self.pool else 0)
         request.num_kept_tokens = num_kept * self.block_size
         return True
+
+    def _note_use(self, keys: Sequence[bytes], use: int) -> None:
+        """A request begins with these."""
+        if self._uses is not None:
+            self._uses.used(keys, use)
+        self.host.used(keys, use)
+        self.disk.used(keys, use)
 
     def copies_of(self, key: bytes) -> list[int] | None:
         """By group, the block of a key in the cache; None: a group has none."""
@@ -287,6 +301,8 @@ class KvCacheManager:
                 if max(request.seq.first_blocks) <= first and (not first or self.disk.knows(keys[first - 1])):
                     self.disk.offer(keys[first:full], first, tenant, request.arrival)
             request.num_published = full
+            if self._uses is not None:
+                self._uses.used(keys[first:full], request.arrival, first)
         if self.slides:
             self._slide(request, in_prompt=in_prompt)
 

@@ -68,6 +68,7 @@ class Lifecycle:
             max_chunk=config.max_num_batched_tokens,
             tenant_cache_share=config.tenant_cache_share,
             claim_share=config.claim_share,
+            tier_eviction=config.tier_eviction,
             worth_restoring=lambda num_tokens: restore_is_cheaper(num_tokens, self.rates),
         )
         self.policy = make_policy(config.scheduling_policy, sjf_aging_tokens_per_s=config.sjf_aging_tokens_per_s)

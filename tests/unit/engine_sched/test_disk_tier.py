@@ -30,7 +30,7 @@ from diptych.engine.messages import (
 )
 from diptych.engine.offline import OfflineEngine
 from diptych.engine.sched.cache.disk_tier import DiskTier
-from diptych.engine.sched.cache.eviction import OldestUseLastBlockFirst
+from diptych.engine.sched.cache.eviction import tier_orders
 
 PROMPT = tuple(range(100, 141))
 """Ten blocks and a token."""
@@ -555,22 +555,7 @@ def test_settings_that_cannot_be_are_refused(kit):
         OfflineEngine(kit.local(runner), config, kit.IDENTITY, clock=kit.FakeClock(), disk=MemoryFiles())
 
 
-# ---- which block leaves first ----
-
-
-def test_the_oldest_use_leaves_first_and_of_it_the_last_block():
-    order = OldestUseLastBlockFirst()
-    order.used([b"a", b"b", b"c", b"d"], 7)
-    order.used([b"x"], 8)
-    order.used([b"a", b"b", b"e"], 9)
-    assert [order.pop() for _ in range(7)] == [b"d", b"c", b"x", b"e", b"b", b"a", None]
-
-
-def test_an_older_use_takes_nothing_from_a_newer_one():
-    order = OldestUseLastBlockFirst()
-    order.used([b"a"], 9)
-    order.used([b"a", b"b"], 7)
-    assert [order.pop(), order.pop()] == [b"a", b"b"]
+# ---- the account, at random ----
 
 
 class Books(RuleBasedStateMachine):
@@ -578,7 +563,12 @@ class Books(RuleBasedStateMachine):
 
     def __init__(self):
         super().__init__()
-        self.tier, self.there, self.mirror, self.writing = DiskTier(6, most_offered=8), set(), set(), []
+        self.tier, self.there, self.mirror, self.writing = (
+            DiskTier(6, 8, tier_orders(self.eviction, 20)[2]),
+            set(),
+            set(),
+            [],
+        )
         self.use = 0
         self.tier.open([])
 
@@ -633,8 +623,13 @@ class Books(RuleBasedStateMachine):
         assert len(self.there) + sum(map(len, self.writing)) <= 6
 
 
-def test_the_account_at_random():
-    run_state_machine_as_test(Books, settings=settings(max_examples=60, stateful_step_count=40, deadline=None))
+class BooksByValue(Books):
+    eviction = "value"
+
+
+@pytest.mark.parametrize("books", [Books, BooksByValue])
+def test_the_account_at_random(books):
+    run_state_machine_as_test(books, settings=settings(max_examples=60, stateful_step_count=40, deadline=None))
 
 
 def test_random_load_with_every_tier_too_small_keeps_every_token(kit):

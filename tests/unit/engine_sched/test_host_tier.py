@@ -9,6 +9,7 @@ from diptych.common.errors import ConfigError
 from diptych.engine.fake_runner import FakeRunner
 from diptych.engine.messages import Failed, Finished, TierEvicted, TierStored, TokensOut
 from diptych.engine.sched.cache.block_pool import BlockPool
+from diptych.engine.sched.cache.eviction import tier_orders
 from diptych.engine.sched.cache.host_tier import HostTier
 
 
@@ -173,9 +174,11 @@ def test_copies_are_timed_without_a_trace(kit):
 
 
 class Books(RuleBasedStateMachine):
+    eviction = "lru"
+
     def __init__(self):
         super().__init__()
-        self.tier = HostTier(6)
+        self.tier, self.use = HostTier(6, tier_orders(self.eviction, 20)[1]), 0
         self.held: list[list[int]] = []
         self.mirror: set[bytes] = set()
         self.protected: set[bytes] = set()
@@ -184,11 +187,16 @@ class Books(RuleBasedStateMachine):
     @rule(name=st.integers(0, 11))
     def store(self, name):
         known = key(name) in self.tier.keys
-        slot = self.tier.store(key(name))
+        slot = self.tier.store(key(name), self.use, name)
         if known or slot is None:
             assert (slot is None) == (known or slot is None)
         else:
             assert self.tier.find([key(name)]) == [slot]
+
+    @rule(names=st.lists(st.integers(0, 11), max_size=4, unique=True))
+    def use_again(self, names):
+        self.use += 1
+        self.tier.used([key(name) for name in names], self.use)
 
     @rule(count=st.integers(1, 7))
     def take(self, count):
@@ -231,8 +239,13 @@ class Books(RuleBasedStateMachine):
         assert self.mirror == set(self.tier.keys)
 
 
-def test_books_at_random():
-    run_state_machine_as_test(Books, settings=settings(max_examples=60, stateful_step_count=30, deadline=None))
+class BooksByValue(Books):
+    eviction = "value"
+
+
+@pytest.mark.parametrize("books", [Books, BooksByValue])
+def test_books_at_random(books):
+    run_state_machine_as_test(books, settings=settings(max_examples=60, stateful_step_count=30, deadline=None))
 
 
 def test_random_load_on_pool_and_host_keeps_every_token(kit):
