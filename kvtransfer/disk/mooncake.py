@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 from urllib.parse import parse_qsl, urlsplit
 
+from diptych.common.addresses import host_port
 from diptych.common.errors import ConfigError
 from diptych.engine.disk_messages import DiskBlock
 from diptych.kvtransfer.disk.block_file import (
@@ -74,7 +75,7 @@ def connect(url: str, block_bytes: int) -> MooncakeApi:
         raise ConfigError(SETTING, url, f"needs the package mooncake-transfer-engine: {error}") from None
     code = store.setup(
         options["host"], options["metadata"], segment_bytes, max(16 << 20, 16 * block_bytes), options["protocol"],
-        options["device"], f"{parts.hostname}:{port}",
+        options["device"], host_port(parts.hostname, port),
     )  # fmt: skip
     if code:
         raise ConfigError(SETTING, url, f"the store cannot be used: it answers {code}")
