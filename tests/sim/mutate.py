@@ -17,8 +17,9 @@ from handoff_sim.world import run_all  # noqa: E402
 
 
 def seeds_until_found(name: str, limit: int) -> tuple[int, str]:
-    """A seed below `limit` that shows it (-1: there is none), and what it shows. The one that showed it before is tried first."""
-    known = [SEEN_BY[name]] if SEEN_BY.get(name, limit) < limit else []
+    """A seed below `limit` that shows it (-1: there is none), and what it shows. The one that showed it before is tried first,
+    whatever the limit."""
+    known = [SEEN_BY[name]] if name in SEEN_BY else []
     with applied(name):
         for seed, problems, _ in run_all(itertools.chain(known, range(limit)), with_files=name in WITH_FILES):
             if problems:

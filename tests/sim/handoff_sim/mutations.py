@@ -54,6 +54,7 @@ SEEN_BY: dict[str, int] = {
     "a_pull_counts_blocks_of_one_group": 659,
     "a_read_names_a_place_and_no_identity": 200,
     "an_offer_that_nobody_expects_is_kept": 246,
+    "a_damaged_file_is_read": 1246,
 }
 """A seed that detects the missing guard, if finding one takes more than a few. It only saves time: see mutate.py."""
 
