@@ -6,6 +6,7 @@ import errno
 import sys
 import types
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -260,58 +261,73 @@ class Worker:
         self.engine.core.open_disk()
 
     def answer(self, num_files: int, prompt: tuple[int, ...] = PROMPT) -> tuple[list[int], int]:
-        """Tokens, and tokens that came from the store; until so many blocks are in this worker's account."""
+        """Tokens, and tokens that came from the store; until all is written, and so many blocks are in this worker's account."""
         self.engine.send(EngineRequest("a", Prompt(prompt), SamplingParams(max_tokens=8, ignore_eos=True, seed=1)))
         self.events: list[EngineEvent] = []
-        disk = self.engine.core.scheduler.kv.disk
-        while not any(isinstance(one, Finished) for one in self.events) or disk.num_held != num_files:
-            before = len(self.events)
-            self.events += self.engine.step()
-            if len(self.events) == before or not self.replies.empty():
+        core, disk = self.engine.core, self.engine.core.scheduler.kv.disk
+        while (
+            not any(isinstance(one, Finished) for one in self.events) or disk.has_offers or disk.num_held != num_files
+        ):
+            worked = core.step()
+            self.events += core.take_events()
+            if not worked:  # nothing to do, until the store has read or written something
                 self.engine.send(self.replies.get(timeout=DEADLINE_S))
+        self.events += core.take_events()
         [admitted] = [one for one in self.events if isinstance(one, Admitted)]
         tokens = [token for one in self.events if isinstance(one, TokensOut) for token in one.token_ids]
         return tokens, sum(count for _, count in admitted.tiers)
 
 
+@dataclass
+class Sharing:
+    """Workers of one store, which end with the test."""
+
+    kept: dict[str, bytes] = field(default_factory=dict)
+    workers: list[Worker] = field(default_factory=list)
+
+    def worker(self, num_disk_blocks: int = 100) -> Worker:
+        self.workers.append(Worker(self.kept, num_disk_blocks))
+        return self.workers[-1]
+
+
 @pytest.fixture
-def shared() -> Iterator[dict[str, bytes]]:
-    kept: dict[str, bytes] = {}
-    yield kept
-    assert all(name.startswith(f"diptych/{IDENTITY.hex()}/") for name in kept)
+def sharing() -> Iterator[Sharing]:
+    sharing = Sharing()
+    yield sharing
+    for worker in sharing.workers:
+        worker.store.close(DEADLINE_S)
+        assert worker.client.is_closed
+    assert all(name.startswith(f"diptych/{IDENTITY.hex()}/") for name in sharing.kept)
 
 
-def test_a_worker_reads_what_another_has_written_without_knowing_of_it(shared: dict[str, bytes]) -> None:
-    first, second = Worker(shared), Worker(shared)
+def test_a_worker_reads_what_another_has_written_without_knowing_of_it(sharing: Sharing) -> None:
+    first, second = sharing.worker(), sharing.worker()
     cold, from_store = first.answer(12)
-    assert (from_store, len(shared)) == (0, 12)
+    assert (from_store, len(sharing.kept)) == (0, 12)
     warm, from_store = second.answer(12)
     assert warm == cold
     assert from_store == 40
     announced = [key for one in second.events if isinstance(one, TierStored) for key in one.keys]
     assert len(announced) == 12
-    for worker in (first, second):
-        worker.store.close(DEADLINE_S)
-        assert worker.client.is_closed
 
 
-def test_what_the_store_has_let_go_is_computed_and_written_again(shared: dict[str, bytes]) -> None:
-    first = Worker(shared)
+def test_what_the_store_has_let_go_is_computed_and_written_again(sharing: Sharing) -> None:
+    first, kept = sharing.worker(), sharing.kept
     cold, _ = first.answer(12)
     first.store.close(DEADLINE_S)
-    names = sorted(shared, key=lambda name: int(name.rpartition("-")[2]))
+    names = sorted(kept, key=lambda name: int(name.rpartition("-")[2]))
     for name in names[5:]:
-        del shared[name]
-    second = Worker(shared)
+        del kept[name]
+    second = sharing.worker()
     warm, from_store = second.answer(12)
     assert (warm, from_store) == (cold, 20)
-    assert set(shared) == set(names)
-    assert second.engine.stats().tiers[2].errors == ()
-    second.store.close(DEADLINE_S)
+    assert set(kept) == set(names)
+    assert not second.engine.core.scheduler.kv.disk.errors
 
 
-def test_a_small_account_forgets_and_removes_nothing(shared: dict[str, bytes]) -> None:
-    worker = Worker(shared, num_disk_blocks=3)
-    worker.answer(3)
-    worker.store.close(DEADLINE_S)
-    assert len(shared) == 12
+def test_a_small_account_forgets_and_removes_nothing(sharing: Sharing) -> None:
+    worker = sharing.worker(num_disk_blocks=3)
+    for number, prompt in enumerate((PROMPT[:5], PROMPT[10:15]), start=1):
+        worker.answer(3, prompt)
+        assert len(sharing.kept) == 3 * number
+    assert worker.engine.core.scheduler.kv.disk.num_evicted == 3
