@@ -53,7 +53,8 @@ def purge(
 ) -> None:
     """Remove the files of all tenants, or of one. Workers may run: they compute again what they miss.
 
-    KV in the memory of running workers stays until it is evicted."""
+    KV in the memory of running workers stays until it is evicted. A tenant without blocks is an error: its name may be
+    wrong."""
     from diptych.common.secret import load_secret, tenant_folder, tenant_of, tenant_salt
     from diptych.kvtransfer.disk import block_folder
 
@@ -73,6 +74,8 @@ def purge(
         raise ConfigError(
             "disk_kv_dir", str(error.filename or disk_kv_dir), f"cannot be purged: {error.strerror}"
         ) from None
+    if tenant is not None and not files:
+        raise ConfigError("tenant", tenant, f"has no blocks in {disk_kv_dir}")
     print(f"removed {files} blocks, {size} bytes")
 
 

@@ -15,6 +15,7 @@ from diptych.common.kv_format import COMPUTE_DTYPES, KV_CACHE_DTYPES, SAME_DTYPE
 from diptych.common.tiers import TIER_EVICTIONS
 from diptych.engine.config import GRAMMAR_BACKENDS, POLICIES, PREEMPTION_MODES, EngineConfig
 from diptych.engine.overlap import MODES as OVERLAP_MODES
+from diptych.kvtransfer.disk.store_address import StoreAddress
 from diptych.kvtransfer.wrappers import ciphers
 from diptych.worker.role_spec import DECODE, ROLES
 
@@ -111,7 +112,7 @@ class WorkerConfig:
         num_host_blocks: KV blocks in host memory for evicted and swapped-out blocks; 0: none.
         disk_kv_dir: folder for files of KV blocks, which outlive the worker: each worker has a folder of its own in it; empty:
             none. Whoever may read it can read prompts from it.
-        disk_kv_bytes: of these files, at most.
+        disk_kv_bytes: of these files, at most; of a store, of the blocks in it that this worker knows.
         kv_store: instead of a folder, a store of blocks that all workers with the same model share: mooncake://HOST:PORT of a
             master, with ?protocol=, device=, metadata=, host= (this worker's address) and segment_bytes= (of its memory) if
             need be. Whoever may use the store can read prompts from it, and change answers.
@@ -274,6 +275,10 @@ class WorkerConfig:
         ):
             if getattr(self, name) not in known:
                 raise ConfigError(name, getattr(self, name), f"must be one of {', '.join(known)}")
+        if self.kv_store:
+            StoreAddress.parse(self.kv_store)
+            if self.disk_kv_dir:
+                raise ConfigError("kv_store", self.kv_store, "replaces disk_kv_dir: set one of the two")
         if self.preemption_mode == "swap" and not self.num_host_blocks:
             raise ConfigError("preemption_mode", "swap", "needs a host tier: set num_host_blocks")
         if not 0.0 < self.gpu_memory_utilization <= 1.0:

@@ -14,7 +14,7 @@ from diptych.kvtransfer.disk.block_file import HEAD_BYTES, identity_of
 from diptych.kvtransfer.disk.block_folder import BlockFolder
 from diptych.kvtransfer.disk.block_store import DiskBlockStore
 from diptych.kvtransfer.disk.keeper import BlockKeeper
-from diptych.kvtransfer.disk.mooncake import MooncakeKeeper, connect
+from diptych.kvtransfer.disk.mooncake import MooncakeKeeper, check, connect
 from diptych.kvtransfer.slabs.layout import layout_hash
 from diptych.worker.config import WorkerConfig
 
@@ -26,8 +26,6 @@ def num_disk_blocks(config: WorkerConfig, compat: Compat) -> int:
     setting = "kv_store" if config.kv_store else "disk_kv_dir"
     if not getattr(config, setting):
         return 0
-    if config.kv_store and config.disk_kv_dir:
-        raise ConfigError(setting, config.kv_store, "replaces disk_kv_dir: set one of the two")
     kv = compat.kv
     if not config.enable_prefix_caching:
         raise ConfigError(setting, getattr(config, setting), "needs enable_prefix_caching")
@@ -35,6 +33,12 @@ def num_disk_blocks(config: WorkerConfig, compat: Compat) -> int:
     if not count:
         raise ConfigError("disk_kv_bytes", config.disk_kv_bytes, f"one block takes {HEAD_BYTES + kv.block_bytes} bytes")
     return count
+
+
+def check_store(config: WorkerConfig) -> None:
+    """Before the model is loaded. Raises: ConfigError when the shared store that the settings name cannot be used."""
+    if config.kv_store:
+        check(config.kv_store)
 
 
 def open_disk(

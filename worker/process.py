@@ -31,6 +31,7 @@ from diptych.kvtransfer.wrappers.encryption import PURPOSE, check_mode
 from diptych.kvtransfer.wrappers.faults import FaultSpec
 from diptych.worker.config import WorkerConfig
 from diptych.worker.defaults import slab_quotas
+from diptych.worker.disk_tier import check_store
 from diptych.worker.model import load_model, warmed_up_on
 from diptych.worker.runtime import MakeServices, WorkerRuntime
 from diptych.worker.step_gate import hold_steps
@@ -70,6 +71,7 @@ def run_process(config: WorkerConfig, make_services: MakeServices) -> NoReturn:
     if config.transport:
         registry.check(config.transport, config.device, in_process=False)
         check_mode(config.kv_encryption, config.transport)
+    check_store(config)
     setup_logging(worker=config.effective_worker_id, role=config.role)
     raise_open_files()
     if tracing.configure(config.role, config.effective_worker_id):

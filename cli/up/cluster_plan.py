@@ -152,6 +152,7 @@ class ClusterPlan:
                 "metrics-port": metrics_port,
                 "transport": config.transport or self._transport(),
                 "kv-encryption": config.kv_encryption,
+                "kv-store": config.kv_store,
                 "block-size": config.block_size,
                 "num-blocks": config.num_blocks,
                 "max-model-len": config.max_model_len,

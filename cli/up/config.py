@@ -10,6 +10,7 @@ from diptych.common.addresses import is_loopback
 from diptych.common.checkpoint.modes import VERIFY_MODES
 from diptych.common.errors import ConfigError
 from diptych.common.kv_format import COMPUTE_DTYPES, KV_CACHE_DTYPES
+from diptych.kvtransfer.disk.store_address import StoreAddress
 from diptych.kvtransfer.wrappers import ciphers
 from diptych.router.config import MOST_PROCESSES
 from diptych.worker.config import AUTO, MOST, WorkerConfig
@@ -63,6 +64,7 @@ class UpConfig:
         secret_file: the cluster secret, written where the file is missing; None makes a new one for this run.
         disk_kv_dir: folder for files of KV blocks, which outlive the cluster and are used by the next one with the same
             secret_file; None: no such files.
+        kv_store: instead of that folder, a store of blocks that all workers share, see `diptych decode`; empty: none.
         transport: of KV between the workers: ucx, nixl, ipc or ucx-gpu (GPUs), or auto: the best that passes its
             self-test; empty: ucx on a CPU, auto on GPUs.
         kv_encryption: cipher of KV between the workers: off, aes-gcm or chacha20-poly1305; not with ipc and ucx-gpu.
@@ -93,6 +95,7 @@ class UpConfig:
     redis_key: Path | None = None
     secret_file: Path | None = None
     disk_kv_dir: Path | None = None
+    kv_store: str = ""
     router_processes: int = 1
     prefill_workers: int = 1
     decode_workers: int = 1
@@ -134,11 +137,16 @@ class UpConfig:
         for name in ("redis_ca", "redis_cert", "redis_key"):
             if getattr(self, name) is not None and not self.redis_url.startswith("rediss"):
                 raise ConfigError(name, str(getattr(self, name)), "needs a redis_url of rediss://")
-        if self.disk_kv_dir is not None and self.secret_file is None:
-            rule = (
-                "must be set with disk_kv_dir: blocks are found under a secret, and without it each run has a new one"
-            )
-            raise ConfigError("secret_file", None, rule)
+        if self.kv_store:
+            StoreAddress.parse(self.kv_store)
+            if self.disk_kv_dir is not None:
+                raise ConfigError("kv_store", self.kv_store, "replaces disk_kv_dir: set one of the two")
+        for name in ("disk_kv_dir", "kv_store"):
+            if getattr(self, name) and self.secret_file is None:
+                rule = (
+                    f"must be set with {name}: blocks are found under a secret, and without it each run has a new one"
+                )
+                raise ConfigError("secret_file", None, rule)
         if self.http_port == self.grpc_port:
             raise ConfigError("grpc_port", self.grpc_port, "must differ from http_port")
         for name in _WORKERS_OWN:

@@ -1,1 +1,1 @@
-"""Blocks of KV in files of this machine: the tier below host memory, which outlives the process."""
+"""Blocks of KV outside of the process: in files of this machine, which outlive it, or in a store that workers share."""

@@ -80,6 +80,16 @@ def last_leaves_first(found: Iterable[tuple[float, DiskBlock]]) -> tuple[DiskBlo
     return tuple(block for _, block in ordered)
 
 
+def one_of_each_key(blocks: Iterable[DiskBlock]) -> tuple[tuple[DiskBlock, ...], tuple[DiskBlock, ...]]:
+    """The first one of every key, and the others: the same key under another index, or of another tenant."""
+    first: dict[bytes, DiskBlock] = {}
+    others = []
+    for block in blocks:
+        if first.setdefault(block.key, block) is not block:
+            others.append(block)
+    return tuple(first.values()), tuple(others)
+
+
 # ---- content ----
 
 

@@ -15,12 +15,15 @@ Folders have mode 0700 and files 0600. Whoever may read them can read the tenant
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from stat import S_ISREG
 from urllib.parse import quote
 
 from diptych.common.errors import ConfigError
@@ -37,6 +40,7 @@ from diptych.kvtransfer.disk.block_file import (
     is_ours,
     last_leaves_first,
     name_of,
+    one_of_each_key,
     unfinished_name,
     why,
 )
@@ -46,6 +50,8 @@ SETTING = "disk_kv_dir"
 _HASH = re.compile(r"[0-9a-f]{32}")
 """Name of an identity's folder, and of a tenant's."""
 _LOCK = "lock"
+_NO_FILE = (errno.EISDIR, errno.ENOTDIR, errno.ELOOP, errno.ENOENT)
+"""What has a name is no file, or what has its folder's name is no folder: of one block, or of one tenant's."""
 
 
 class BlockFolder:
@@ -74,15 +80,7 @@ class BlockFolder:
             self._root.mkdir(mode=0o700, parents=True, exist_ok=True)
             if self._root.stat().st_uid not in (os.geteuid(), 0):
                 raise ConfigError(SETTING, str(self._root), "belongs to another user, who may put links into it")
-            for folder in (self._worker, self._folder):
-                folder.mkdir(mode=0o700, exist_ok=True)
-                if folder.is_symlink():
-                    raise ConfigError(SETTING, str(folder), "is a link")
-                if folder.stat().st_uid != os.geteuid():
-                    raise ConfigError(SETTING, str(folder), "belongs to another user")
-                folder.chmod(0o700)
-            self._lock = os.open(self._worker / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._take()
             others = [one for one in self._worker.iterdir() if _HASH.fullmatch(one.name) and one != self._folder]
             return self._scan(sum(map(_remove_identity, others)))
         except BlockingIOError:
@@ -91,37 +89,82 @@ class BlockFolder:
             raise ConfigError(SETTING, str(error.filename or self._root), f"cannot be used: {error.strerror}") from None
 
     def close(self) -> None:
-        """Idempotent."""
+        """Idempotent. Nothing is written or removed afterwards."""
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1
 
+    def _take(self) -> None:
+        """Our folders, and the lock. Raises: ConfigError when others may have put them there; BlockingIOError: another process
+        has the lock; OSError."""
+        for folder in (self._worker, self._folder):
+            folder.mkdir(mode=0o700, exist_ok=True)
+            if folder.is_symlink():
+                raise ConfigError(SETTING, str(folder), "is a link")
+            if folder.stat().st_uid != os.geteuid():
+                raise ConfigError(SETTING, str(folder), "belongs to another user")
+            folder.chmod(0o700)
+        lock = os.open(self._worker / _LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(lock)
+            raise
+        self.close()
+        self._lock = lock
+
+    def _hold(self) -> None:
+        """The lock is that of the folder which has our name now: a folder that somebody removed takes its lock along, and another
+        process may have made it anew. What lies in a folder that is taken again is in nobody's account, and is removed. Raises:
+        OSError: the folder is another's."""
+        mine = os.fstat(self._lock)
+        try:
+            if os.path.samestat(mine, os.stat(self._worker / _LOCK)):
+                return
+        except FileNotFoundError:
+            pass
+        try:
+            self._take()
+        except BlockingIOError:
+            raise OSError(errno.EBUSY, f"another process has taken {self._worker}") from None
+        except ConfigError as error:
+            raise OSError(errno.EPERM, str(error)) from None
+        for folder in _tenants(self._folder):
+            _remove_files(folder)
+
     def _scan(self, other_bytes: int) -> Found:
         found: list[tuple[float, DiskBlock]] = []
-        damaged: dict[str, int] = {}
+        damaged: Counter[str] = Counter()
         for folder in _tenants(self._folder):
-            with os.scandir(folder) as entries:
-                for entry in entries:
-                    block, stat = block_named(entry.name, folder.name), entry.stat(follow_symlinks=False)
-                    whole = stat.st_size == HEAD_BYTES + self.block_bytes and entry.is_file(follow_symlinks=False)
-                    if block is not None and whole and folder.name != PROBE:
-                        found.append((stat.st_mtime, block))
-                        continue
-                    reason = "truncated" if block is not None else "unfinished" if is_ours(entry.name) else "foreign"
-                    damaged[reason] = damaged.get(reason, 0) + 1
-                    if reason != "foreign":
-                        os.unlink(entry.path)
-        return Found(last_leaves_first(found), damaged, other_bytes)
+            for path in list(folder.iterdir()):
+                block, status = block_named(path.name, folder.name), _stat(path)
+                if status is None:
+                    continue  # purged meanwhile
+                is_file = S_ISREG(status.st_mode)
+                whole = is_file and status.st_size == HEAD_BYTES + self.block_bytes
+                if block is not None and whole and folder.name != PROBE:
+                    found.append((status.st_mtime, block))
+                    continue
+                ours = is_ours(path.name)
+                damaged["foreign" if not (ours and is_file) else "unfinished" if block is None else "truncated"] += 1
+                if ours:
+                    _unlink(str(path))
+        blocks, others = one_of_each_key(last_leaves_first(found))
+        for block in others:  # the account is by key: a second file would be in none
+            damaged["foreign"] += 1
+            self.remove(block)
+        return Found(blocks, dict(damaged), other_bytes)
 
     # ---- blocks ----
 
     def write(self, block: DiskBlock, pieces: Sequence[memoryview]) -> str:
-        """Args: pieces: of block_bytes together. Returns: its folder, which is to be synced. Raises: OSError; nothing is there
-        then."""
+        """Args: pieces: of block_bytes together. Returns: its folder, which is to be synced. Raises: BadBlockError: what is no
+        file has a name that this block needs; OSError. Nothing is there then."""
+        self._hold()
         folder = f"{self._folder}/{block.tenant}"
         temporary = f"{folder}/{unfinished_name(block)}"
-        fd = self._create(temporary, folder)
         try:
+            fd = self._create(temporary, folder)
             try:
                 _write(fd, [memoryview(head_of(self._identity, block.key, pieces)), *pieces])
                 os.fsync(fd)
@@ -129,8 +172,13 @@ class BlockFolder:
                 os.close(fd)
             self.before_rename(temporary)
             os.rename(temporary, self._path(block))
-        except OSError:
-            _unlink(temporary)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                _unlink(temporary)
+            if error.errno in _NO_FILE:
+                with contextlib.suppress(OSError):
+                    _unlink(self._path(block))  # an empty folder goes
+                raise BadBlockError(why(error)) from None
             raise
         return folder
 
@@ -152,7 +200,10 @@ class BlockFolder:
             try:
                 check_size(os.fstat(fd).st_size, self.block_bytes)
                 _read(fd, [head, *into])
-                os.utime(fd)
+                with contextlib.suppress(
+                    OSError
+                ):  # on a disk that takes no writes any more its blocks are as good as before
+                    os.utime(fd)
             finally:
                 os.close(fd)
         except FileNotFoundError:
@@ -175,6 +226,7 @@ class BlockFolder:
 
     def remove(self, block: DiskBlock) -> None:
         """One that is not there is no error. Raises: OSError."""
+        self._hold()
         _unlink(self._path(block))
 
     def _path(self, block: DiskBlock) -> str:
@@ -185,8 +237,10 @@ class BlockFolder:
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
         try:
             return os.open(path, flags, 0o600)
-        except FileNotFoundError:  # the tenant's first block, or it was purged
-            os.makedirs(folder, 0o700, exist_ok=True)
+        except FileNotFoundError:  # the tenant's first block, or somebody removed its folder
+            for made in (os.path.dirname(folder), folder):
+                with contextlib.suppress(FileExistsError):
+                    os.mkdir(made, 0o700)
             return os.open(path, flags, 0o600)
 
 
@@ -208,11 +262,11 @@ class TenantBlocks:
 def tenants_in(root: Path) -> Iterator[TenantBlocks]:
     """What lies under the root of all workers' folders. Raises: OSError."""
     for folder in _tenant_folders(root):
-        files = [stat for path in folder.iterdir() if is_ours(path.name) and (stat := _stat(path)) is not None]
+        files = [status for path in folder.iterdir() if is_ours(path.name) and (status := _file(path)) is not None]
         if files:
             yield TenantBlocks(
                 folder.parent.parent.name, folder.parent.name, folder.name, len(files),
-                sum(stat.st_size for stat in files), max(stat.st_mtime for stat in files),
+                sum(status.st_size for status in files), max(status.st_mtime for status in files),
             )  # fmt: skip
 
 
@@ -225,9 +279,8 @@ def purge(root: Path, tenant: str | None = None) -> tuple[int, int]:
     files = size = 0
     for folder in _tenant_folders(root):
         if tenant is None or folder.name == tenant:
-            for path in filter(lambda path: is_ours(path.name), list(folder.iterdir())):
-                if (stat := _stat(path)) is not None and _unlink(str(path)):
-                    files, size = files + 1, size + stat.st_size
+            some, num_bytes = _remove_files(folder)
+            files, size = files + some, size + num_bytes
     return files, size
 
 
@@ -266,6 +319,22 @@ def _read(fd: int, parts: list[memoryview]) -> None:
             parts[0] = parts[0][count:]
 
 
+def _remove_files(folder: Path) -> tuple[int, int]:
+    """Of a tenant: what is a block, or was to become one. Returns: files, and their bytes. Raises: OSError."""
+    files = size = 0
+    for path in filter(lambda path: is_ours(path.name), list(folder.iterdir())):
+        status = _file(path)
+        if _unlink(str(path)) and status is not None:
+            files, size = files + 1, size + status.st_size
+    return files, size
+
+
+def _file(path: Path) -> os.stat_result | None:
+    """None: it is gone, or no file."""
+    status = _stat(path)
+    return status if status is not None and S_ISREG(status.st_mode) else None
+
+
 def _stat(path: Path) -> os.stat_result | None:
     """None: it is gone."""
     try:
@@ -275,21 +344,25 @@ def _stat(path: Path) -> os.stat_result | None:
 
 
 def _unlink(path: str) -> bool:
-    """Returns: whether it was there."""
+    """Remove a file, or what else has its name; of a folder only an empty one: what is in it is not ours. Returns: whether it is
+    removed now. Raises: OSError."""
     try:
         os.unlink(path)
     except FileNotFoundError:
         return False
+    except (IsADirectoryError, PermissionError):  # POSIX says the second one
+        if not os.path.isdir(path):
+            raise
+        try:
+            os.rmdir(path)
+        except OSError:
+            return False
     return True
 
 
 def _remove_identity(identity: Path) -> int:
     """The files of another identity, and its folders if nothing else is in them. Returns: bytes."""
-    size = 0
-    for folder in _tenants(identity):
-        for path in list(folder.iterdir()):
-            if is_ours(path.name) and (stat := _stat(path)) is not None and _unlink(str(path)):
-                size += stat.st_size
+    size = sum(_remove_files(folder)[1] for folder in _tenants(identity))
     for empty in (*_tenants(identity), identity):
         with contextlib.suppress(OSError):
             empty.rmdir()

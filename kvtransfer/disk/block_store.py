@@ -19,7 +19,7 @@ import structlog
 
 from diptych.common.clock import Clock
 from diptych.engine.disk_messages import BlocksRead, BlocksWritten, DiskBlock, DiskReply, pieces_of
-from diptych.kvtransfer.disk.block_file import MISSING, PROBE, BadBlockError, why
+from diptych.kvtransfer.disk.block_file import MISSING, PROBE, BadBlockError, name_of, why
 from diptych.kvtransfer.disk.keeper import BlockKeeper
 
 log = structlog.get_logger(__name__)
@@ -171,20 +171,25 @@ class DiskBlockStore:
 
     def _write_some(self, blocks: Sequence[DiskBlock], buffer: memoryview) -> tuple[Sequence[DiskBlock], str]:
         """Returns: those that are not there, and why."""
-        to_sync, written = dict[str, None](), 0
+        to_sync, lost, reason = dict[str, None](), list[DiskBlock](), ""
         pieces = pieces_of(buffer, len(blocks), self.piece_bytes)
+        at = 0
         try:
             for at, block in enumerate(blocks):
-                to_sync[self._keeper.write(block, self._block(pieces, at))] = None
-                written += 1
+                try:
+                    to_sync[self._keeper.write(block, self._block(pieces, at))] = None
+                except BadBlockError as failure:
+                    lost.append(block)
+                    reason = failure.reason
+                    log.warning("a block cannot be written", error=reason, name=name_of(block))
+            at = len(blocks)
             self._keeper.sync(list(to_sync))
         except OSError as error:
             self._paused_until = self._clock.now() + self._pause_s
             log.warning("a block cannot be written: nothing is for a while", error=str(error), pause_s=self._pause_s)
-            return blocks[written:], why(
-                error
-            )  # none of them, where the folder was not synced: they may be gone after a crash
-        return (), ""
+            # Without the sync of a folder its blocks are there, but may be gone after a crash.
+            return [*lost, *blocks[at:]], why(error)
+        return lost, reason
 
     def _remove_some(self, blocks: Sequence[DiskBlock]) -> None:
         for block in blocks:

@@ -19,7 +19,7 @@ class Found:
 
     Args:
         blocks: what is to leave first comes last.
-        damaged: other files, by reason. They were removed, but for foreign ones, whose names are none of ours.
+        damaged: other files, by reason. They were removed, but for those whose names are none of ours.
         other_bytes: of folders of other identities, which were removed.
     """
 
@@ -49,7 +49,8 @@ class BlockKeeper(Protocol):
         ...
 
     def write(self, block: DiskBlock, pieces: Sequence[memoryview]) -> str:
-        """Args: pieces: of block_bytes together. Returns: what `sync` is to be given. Raises: OSError; nothing is there then."""
+        """Args: pieces: of block_bytes together. Returns: what `sync` is to be given. Raises: BadBlockError: this one cannot be
+        written, others can; OSError. Nothing is there then."""
         ...
 
     def sync(self, written: Sequence[str]) -> None:

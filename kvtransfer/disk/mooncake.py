@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import errno
 import importlib
+import socket
 from collections.abc import Sequence
 from typing import Any, Protocol
-from urllib.parse import parse_qsl, urlsplit
 
 from diptych.common.addresses import host_port
 from diptych.common.errors import ConfigError
@@ -27,12 +27,11 @@ from diptych.kvtransfer.disk.block_file import (
     name_of,
 )
 from diptych.kvtransfer.disk.keeper import Found
+from diptych.kvtransfer.disk.store_address import SETTING, StoreAddress
 
-SETTING = "kv_store"
-SCHEME = "mooncake"
+CONNECT_S = 5.0
 _FULL = -200
 """The store's number for: no segment has room."""
-_OPTIONS = {"protocol": "tcp", "device": "", "metadata": "P2PHANDSHAKE", "segment_bytes": "0", "host": "127.0.0.1"}
 
 
 class MooncakeApi(Protocol):
@@ -44,43 +43,44 @@ class MooncakeApi(Protocol):
 
     def is_exist(self, key: str) -> int: ...
 
-    def remove(self, key: str) -> int: ...
+    def remove(self, key: str, force: bool) -> int: ...
 
     def close(self) -> int: ...
 
 
+def check(url: str) -> None:
+    """Whether there is the package, and somebody answers at the master's address: before anything that takes long.
+
+    Raises: ConfigError. Waits for CONNECT_S at most, but for names that are looked up."""
+    address = StoreAddress.parse(url)
+    _package(url)
+    try:
+        socket.create_connection((address.host, address.port), timeout=CONNECT_S).close()
+    except OSError as error:
+        where = host_port(address.host, address.port)
+        raise ConfigError(SETTING, url, f"no master can be reached at {where}: {error.strerror or error}") from None
+
+
 def connect(url: str, block_bytes: int) -> MooncakeApi:
-    """A client of the store at mooncake://HOST:PORT?OPTIONS; the port is the master's.
-
-    Options: protocol (tcp, rdma), device, metadata (P2PHANDSHAKE, or the URL of a metadata server), host (this worker's address,
-    at which others read from its segment), segment_bytes (memory that this worker gives to the store; 0: none).
-
-    Raises: ConfigError.
-    """
-    parts = urlsplit(url)
-    options = {**_OPTIONS, **dict(parse_qsl(parts.query))}
-    try:
-        port, segment_bytes = parts.port, int(options["segment_bytes"])
-    except ValueError:
-        port, segment_bytes = None, -1
-    if parts.scheme != SCHEME or not parts.hostname or port is None or parts.path or segment_bytes < 0:
-        raise ConfigError(
-            SETTING, url, f"must be {SCHEME}://HOST:PORT of a master, with options behind a question mark"
-        )
-    if unknown := options.keys() - _OPTIONS.keys():
-        raise ConfigError(SETTING, url, f"has no option {', '.join(sorted(unknown))}: {', '.join(_OPTIONS)} are known")
-    try:
-        store = importlib.import_module("mooncake.store").MooncakeDistributedStore()
-    except ImportError as error:
-        raise ConfigError(SETTING, url, f"needs the package mooncake-transfer-engine: {error}") from None
+    """A client of the store. Raises: ConfigError."""
+    check(url)  # the package's own attempts take a minute and a half
+    address = StoreAddress.parse(url)
+    store = _package(url).MooncakeDistributedStore()
     code = store.setup(
-        options["host"], options["metadata"], segment_bytes, max(16 << 20, 16 * block_bytes), options["protocol"],
-        options["device"], host_port(parts.hostname, port),
+        address.own_host, address.metadata, address.segment_bytes, max(16 << 20, 16 * block_bytes), address.protocol,
+        address.device, host_port(address.host, address.port),
     )  # fmt: skip
     if code:
         raise ConfigError(SETTING, url, f"the store cannot be used: it answers {code}")
     found: MooncakeApi = store
     return found
+
+
+def _package(url: str) -> Any:
+    try:
+        return importlib.import_module("mooncake.store")
+    except ImportError as error:
+        raise ConfigError(SETTING, url, f"needs the package mooncake-transfer-engine: {error}") from None
 
 
 class MooncakeKeeper:
@@ -130,7 +130,8 @@ class MooncakeKeeper:
         """Where it lies is the store's matter."""
 
     def remove(self, block: DiskBlock) -> None:
-        self._store.remove(self.name(block))
+        # By force: what was read a moment ago is kept otherwise, and would stay as it is when it is written again.
+        self._store.remove(self.name(block), True)
 
     def name(self, block: DiskBlock) -> str:
         return f"diptych/{self._identity.hex()}/{block.tenant}/{name_of(block)}"

@@ -45,11 +45,21 @@ def test_list(root: Path) -> None:
 def test_purge_of_one_tenant_and_of_all(root: Path) -> None:
     here = ["--disk-kv-dir", str(root)]
     secret = ["--secret-file", str(root.parent / "secret"), *here]
-    assert cache("purge", "--tenant", "nobody", *secret).stdout == "removed 0 blocks, 0 bytes\n"
     assert cache("purge", "--tenant", "alice", *secret).stdout == f"removed 3 blocks, {3 * 164} bytes\n"
     assert [line.split("  ")[3] for line in cache("list", *here).stdout.splitlines()] == ["1 blocks"]
     assert cache("purge", *here).stdout == "removed 1 blocks, 164 bytes\n"
     assert cache("list", *here).stdout == ""
+
+
+def test_a_purge_of_a_tenant_without_blocks_says_so_and_fails(root: Path) -> None:
+    """A name that is mistyped would leave all that was to go."""
+    purge = ["purge", "--disk-kv-dir", str(root), "--secret-file", str(root.parent / "secret"), "--tenant"]
+    for tenant in ("nobody", "Alice"):
+        result = cache(*purge, tenant)
+        assert isinstance(result.exception, ConfigError)
+        assert str(result.exception) == f"tenant={tenant!r}: has no blocks in {root}"
+        assert result.exit_code == 1
+    assert len(list(root.glob("*/*/*/*-*"))) == 4
 
 
 def test_what_is_missing_is_named(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

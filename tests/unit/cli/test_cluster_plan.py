@@ -60,6 +60,20 @@ def test_files_of_kv_are_found_by_workers_that_run_elsewhere(tmp_path: Path, mon
         make_plan(tmp_path, disk_kv_dir=Path("kv"))
 
 
+def test_a_store_of_kv_is_the_workers_and_replaces_the_folder(tmp_path: Path) -> None:
+    url = "mooncake://h:1"
+    plan = make_plan(tmp_path, secret_file=tmp_path / "mine", kv_store=url)
+    for spec in plan.worker_specs():
+        command = spec.command()
+        assert command[command.index("--kv-store") + 1] == url
+    with pytest.raises(ConfigError, match="secret_file.*kv_store"):
+        make_plan(tmp_path, kv_store=url)
+    with pytest.raises(ConfigError, match="kv_store.*disk_kv_dir"):
+        make_plan(tmp_path, secret_file=tmp_path / "mine", kv_store=url, disk_kv_dir=Path("kv"))
+    with pytest.raises(ConfigError, match="kv_store.*HOST:PORT"):
+        make_plan(tmp_path, secret_file=tmp_path / "mine", kv_store="mooncake://h")
+
+
 def test_other_users_of_the_machine_see_no_password_of_redis(tmp_path: Path) -> None:
     url = "redis://me:hush@h:6379/0"
     plan = make_plan(tmp_path, redis_url=url)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import shutil
 import signal
 import stat
 import subprocess
@@ -99,6 +101,101 @@ def test_a_pipe_in_the_place_of_a_block_holds_nobody(tmp_path):
     assert bad(folder, block(1)) == "truncated"
 
 
+@pytest.mark.parametrize("of", ["block", "unfinished"])
+@pytest.mark.parametrize("kept", [False, True])
+def test_a_folder_in_the_place_of_a_block_refuses_no_start_and_no_other_block(tmp_path, of, kept):
+    """What is in it is not ours; an empty one is removed."""
+    folder = opened(tmp_path)
+    write(folder, block(1), block(2))
+    path = path_of(tmp_path, block(1))
+    path.unlink()
+    if of == "unfinished":
+        path = path.parent / f".{block(1).key.hex()}"
+    path.mkdir()
+    if kept:
+        (path / "notes.txt").write_text("mine")
+    if of == "block":
+        assert bad(folder, block(1)) in ("truncated", "EISDIR")
+        folder.remove(block(1))
+        assert path.exists() is kept
+        path.mkdir(exist_ok=True)
+    folder.close()
+    folder = opened(tmp_path)
+    assert (folder.found.blocks, folder.found.damaged) == ((block(2),), {"foreign": 1})
+    assert path.exists() is kept
+    if kept:
+        with pytest.raises(BadBlockError, match="EISDIR"):
+            write(folder, block(1))
+        assert [one.name for one in path.parent.iterdir() if one.name.startswith(".") and one != path] == []
+        assert purge(tmp_path) == (1, HEAD_BYTES + SIZE)
+        assert (path / "notes.txt").read_text() == "mine"
+    else:
+        path.mkdir()
+        with pytest.raises(BadBlockError, match="EISDIR"):
+            write(folder, block(1))
+        write(folder, block(1))  # the empty one has gone
+        assert read(folder, block(1)) == content(1)
+    write(folder, block(3))
+    assert read(folder, block(3)) == content(3)
+    folder.close()
+    opened(tmp_path, identity_of("model", 2)).close()  # another model removes what the first has left
+    assert path.exists() is kept
+
+
+def test_a_file_in_the_place_of_a_tenants_folder_concerns_no_other_tenant(tmp_path):
+    folder = opened(tmp_path)
+    (tmp_path / "decode-0" / IDENTITY.hex() / ALICE).write_text("")
+    with pytest.raises(BadBlockError, match="ENOTDIR"):
+        write(folder, block(1))
+    write(folder, block(2, BOB))
+    folder.close()
+    assert opened(tmp_path).found.blocks == (block(2, BOB),)
+
+
+def test_a_disk_that_takes_no_writes_any_more_serves_its_blocks(tmp_path, monkeypatch):
+    folder = opened(tmp_path)
+    write(folder, block(1))
+
+    def refuse(*args: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(os, "utime", refuse)
+    assert read(folder, block(1)) == content(1)
+
+
+def test_a_second_file_of_a_key_is_removed_at_the_start(tmp_path):
+    """The account of blocks is by key: under another index, or of another tenant, a file would be in no bound."""
+    folder = opened(tmp_path)
+    write(folder, block(1), block(2))
+    for at, path in enumerate((path_of(tmp_path, block(1)), path_of(tmp_path, block(2)))):
+        os.utime(path, (1000 * at, 1000 * at))
+    write(folder, block(1, index=7), block(1, BOB, index=3))
+    for one, used in ((block(1, index=7), 9000), (block(1, BOB, index=3), 5000)):
+        path = tmp_path / "decode-0" / IDENTITY.hex() / one.tenant / f"{one.key.hex()}-{one.index}"
+        os.utime(path, (used, used))
+    folder.close()
+    again = opened(tmp_path)
+    assert (again.found.blocks, again.found.damaged) == ((block(1, index=7), block(2)), {"foreign": 2})
+    assert len(list(tmp_path.glob("*/*/*/*-*"))) == 2
+    assert read(again, block(1, index=7)) == content(1)
+
+
+def test_a_purge_while_a_worker_starts_does_not_refuse_it(tmp_path, monkeypatch):
+    folder = opened(tmp_path)
+    write(folder, block(1), block(2))
+    folder.close()
+    listed, gone = Path.iterdir, path_of(tmp_path, block(1))
+
+    def and_purged(path: Path) -> list[Path]:
+        found = list(listed(path))
+        if gone in found:
+            gone.unlink()
+        return found
+
+    monkeypatch.setattr(Path, "iterdir", and_purged)
+    assert opened(tmp_path).found.blocks == (block(2),)
+
+
 def test_a_folder_of_another_user_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "geteuid", lambda: 4711)
     with pytest.raises(ConfigError, match="another user"):
@@ -179,6 +276,52 @@ def test_two_processes_never_share_a_folder(tmp_path):
     opened(tmp_path, worker="decode-1").close()
     first.close()
     opened(tmp_path).close()
+
+
+def test_a_worker_whose_folder_was_removed_takes_it_again(tmp_path):
+    """The lock goes with the folder: a second process would get another one."""
+    first = opened(tmp_path)
+    write(first, block(1))
+    shutil.rmtree(tmp_path / "decode-0")
+    assert bad(first, block(1)) == "missing"
+    write(first, block(2))
+    assert read(first, block(2)) == content(2)
+    with pytest.raises(ConfigError, match="another process uses it"):
+        opened(tmp_path)
+    for path in (tmp_path / "decode-0").rglob("*"):
+        assert stat.S_IMODE(path.stat().st_mode) == (0o700 if path.is_dir() else 0o600), path
+
+
+def test_a_folder_that_another_process_took_after_a_removal_is_its_own(tmp_path):
+    first = opened(tmp_path)
+    write(first, block(1))
+    shutil.rmtree(tmp_path / "decode-0")
+    second = opened(tmp_path)
+    write(second, block(2))
+    for action in (lambda: write(first, block(3)), lambda: first.remove(block(2))):
+        with pytest.raises(OSError, match="another process has taken") as error:
+            action()
+        assert error.value.errno == errno.EBUSY
+    assert read(second, block(2)) == content(2)
+    assert bad(second, block(3)) == "missing"
+    # once that one has ended, what it leaves is in nobody's account
+    second.close()
+    write(first, block(3))
+    assert read(first, block(3)) == content(3)
+    assert bad(first, block(2)) == "missing"
+    first.close()
+    assert opened(tmp_path).found.blocks == (block(3),)
+
+
+def test_after_the_end_nothing_is_written_or_removed(tmp_path):
+    """The writer may still be at it when the worker's time to end is over, and the next process has begun."""
+    folder = opened(tmp_path)
+    write(folder, block(1))
+    folder.close()
+    for action in (lambda: write(folder, block(2)), lambda: folder.remove(block(1))):
+        with pytest.raises(OSError, match="file descriptor"):
+            action()
+    assert opened(tmp_path).found.blocks == (block(1),)
 
 
 def test_a_folder_that_cannot_be_made_is_named(tmp_path):

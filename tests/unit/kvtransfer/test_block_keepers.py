@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import errno
+import socket
 import sys
 import types
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from queue import SimpleQueue
+from typing import ClassVar
 
 import pytest
 
@@ -28,6 +30,9 @@ from diptych.kvtransfer.disk.block_folder import BlockFolder
 from diptych.kvtransfer.disk.block_store import DiskBlockStore
 from diptych.kvtransfer.disk.keeper import BlockKeeper
 from diptych.kvtransfer.disk.mooncake import MooncakeKeeper, connect
+from diptych.kvtransfer.disk.store_address import StoreAddress
+from diptych.worker.config import WorkerConfig
+from diptych.worker.process import run_process
 
 PIECES = (300, 200)
 SIZE = sum(PIECES)
@@ -42,6 +47,8 @@ class DictStore:
     def __init__(self, kept: dict[str, bytes] | None = None) -> None:
         self.kept = {} if kept is None else kept
         self.code = 0
+        self.leased: set[str] = set()
+        """What was read a moment ago."""
         self.is_closed = False
 
     def put_parts(self, key: str, *parts: memoryview) -> int:
@@ -50,12 +57,15 @@ class DictStore:
         return self.code
 
     def get_buffer(self, key: str) -> bytes | None:
+        self.leased.add(key)
         return self.kept.get(key)
 
     def is_exist(self, key: str) -> int:
         return int(key in self.kept)
 
-    def remove(self, key: str) -> int:
+    def remove(self, key: str, force: bool) -> int:
+        if key in self.leased and not force:
+            return -706
         return 0 if self.kept.pop(key, None) is not None else -704
 
     def close(self) -> int:
@@ -196,45 +206,107 @@ def test_a_store_that_takes_nothing_is_an_error_of_the_disk(tmp_path: Path, code
     "url",
     [
         "mooncake://host",
+        "mooncake://:1",
+        "mooncake://host:0",
         "http://host:1",
         "mooncake://host:99999",
+        "mooncake://[::1:1",
+        "mooncake://me@host:1",
         "mooncake://host:1/path",
         "mooncake://host:1?segment_bytes=x",
         "mooncake://host:1?segment_bytes=-1",
+        "mooncake://host:1?segment_bytes=",
+        "mooncake://host:1?segment_bytes",
         "mooncake://host:1?colour=red",
     ],
 )
 def test_an_address_that_cannot_be_is_refused_by_the_settings_name(url: str) -> None:
     with pytest.raises(ConfigError, match="kv_store"):
-        connect(url, SIZE)
+        StoreAddress.parse(url)
+    with pytest.raises(ConfigError, match="kv_store"):
+        WorkerConfig(role="decode", kv_store=url)
 
 
-def test_without_the_package_the_setting_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "mooncake.store", None)
-    with pytest.raises(ConfigError, match="kv_store.*mooncake-transfer-engine"):
-        connect("mooncake://host:1", SIZE)
+def test_a_store_replaces_the_folder() -> None:
+    with pytest.raises(ConfigError, match=r"kv_store.*disk_kv_dir"):
+        WorkerConfig(role="decode", kv_store="mooncake://host:1", disk_kv_dir="kv")
 
 
-@pytest.mark.parametrize("code", [0, -1])
-def test_the_address_and_its_options_are_the_stores(monkeypatch: pytest.MonkeyPatch, code: int) -> None:
-    asked: list[object] = []
+class Setup(DictStore):
+    """The package's client. `asked`: what it was set up with."""
 
-    class Store(DictStore):
-        def setup(self, *args: object) -> int:
-            asked.extend(args)
-            return code
+    asked: ClassVar[list[object]] = []
+    code_of_setup: ClassVar[int] = 0
 
-    monkeypatch.setitem(sys.modules, "mooncake", types.ModuleType("mooncake"))
+    def setup(self, *args: object) -> int:
+        self.asked.extend(args)
+        return self.code_of_setup
+
+
+@pytest.fixture
+def package(monkeypatch: pytest.MonkeyPatch) -> type[Setup]:
+    """As if it were installed."""
     module = types.ModuleType("mooncake.store")
-    module.MooncakeDistributedStore = Store  # type: ignore[attr-defined]
+    module.MooncakeDistributedStore = Setup  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "mooncake", types.ModuleType("mooncake"))
     monkeypatch.setitem(sys.modules, "mooncake.store", module)
-    url = "mooncake://master:5?protocol=rdma&device=mlx5_0&segment_bytes=7&host=me&metadata=http://m/"
-    if code:
-        with pytest.raises(ConfigError, match="answers -1"):
-            connect(url, SIZE)
-    else:
-        assert isinstance(connect(url, SIZE), Store)
-    assert asked == ["me", "http://m/", 7, 16 << 20, "rdma", "mlx5_0", "master:5"]
+    monkeypatch.setattr(Setup, "asked", [])
+    return Setup
+
+
+@pytest.fixture
+def master() -> Iterator[int]:
+    """The port of one that is there, and says nothing."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield server.getsockname()[1]
+
+
+def started(url: str, tmp_path: Path) -> None:
+    """A worker process with these settings, whose model is nowhere: it is refused for that, if for nothing else."""
+    config = WorkerConfig(role="decode", kv_store=url, model=str(tmp_path / "nothing"))
+    with pytest.raises(ConfigError) as error:
+        run_process(config, make_services=lambda runtime: ())
+    assert (error.value.field, error.value.value) == ("kv_store", url)
+    raise error.value
+
+
+def test_without_the_package_a_worker_is_refused_before_it_loads(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, master: int
+) -> None:
+    monkeypatch.setitem(sys.modules, "mooncake.store", None)
+    with pytest.raises(ConfigError, match="mooncake-transfer-engine"):
+        started(f"mooncake://127.0.0.1:{master}", tmp_path)
+
+
+def test_without_a_master_a_worker_is_refused_before_it_loads(package: type[Setup], tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    with pytest.raises(ConfigError, match=f"no master can be reached at 127.0.0.1:{port}"):
+        started(f"mooncake://127.0.0.1:{port}", tmp_path)
+    assert not package.asked
+
+
+def test_the_address_and_its_options_are_the_stores(package: type[Setup], master: int) -> None:
+    url = f"mooncake://127.0.0.1:{master}?protocol=rdma&device=mlx5_0&segment_bytes=7&host=me&metadata=http://m/"
+    assert isinstance(connect(url, SIZE), package)
+    assert package.asked == ["me", "http://m/", 7, 16 << 20, "rdma", "mlx5_0", f"127.0.0.1:{master}"]
+
+
+def test_a_store_that_refuses_us_is_named(package: type[Setup], master: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(package, "code_of_setup", -1)
+    with pytest.raises(ConfigError, match="kv_store.*answers -1"):
+        connect(f"mooncake://127.0.0.1:{master}", SIZE)
+
+
+def test_a_block_that_was_read_a_moment_ago_can_be_removed_and_written_anew(tmp_path: Path) -> None:
+    """A store keeps what was just read, and what has a name keeps its bytes: a damaged block would stay."""
+    kept = Kept(tmp_path, "store")
+    write(kept, 1)
+    kept.change(block(1), b"damaged")
+    assert bad(kept, 1) == "truncated"
+    kept.keeper.remove(block(1))
+    write(kept, 1)
+    assert read(kept, 1) == [bytes(piece) for piece in pieces(1)]
 
 
 PROMPT = tuple(range(200, 241))

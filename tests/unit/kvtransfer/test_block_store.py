@@ -140,6 +140,18 @@ def test_a_disk_that_fails_is_left_alone_for_a_while(started, code):
     assert started.reply() == BlocksWritten((block(2),))
 
 
+def test_a_block_whose_name_is_taken_keeps_no_other_from_being_written(started):
+    taken = started.root / "decode-0" / identity_of("m").hex() / TENANT / f"{block(2).key.hex()}-2"
+    (taken / "notes").mkdir(parents=True)
+    started.write(1, 2, 3)
+    assert started.reply() == BlocksWritten((block(1), block(2), block(3)), (block(2),), "EISDIR")
+    started.store.read(1, [block(1), block(3)])
+    reply = started.reply()
+    assert isinstance(reply, BlocksRead)
+    assert reply.num_blocks == 2
+    assert started.store.write_buffer() is not None
+
+
 def test_buffers_bound_what_is_under_way_and_nobody_waits_for_the_disk(started):
     held, go_on = threading.Event(), threading.Event()
 
