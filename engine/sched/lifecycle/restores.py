@@ -66,7 +66,8 @@ def plan_restore(
     hasher = BlockHasher(header)
     hasher.update(tokens[:size])
     # What others may have written is asked for where it is computed: it would delay the first token that prefill sends.
-    looks = kv.disk.is_shared and wanted.mode is not KvMode.REMOTE
+    computes_it = wanted.mode is not KvMode.REMOTE or len(tokens) <= wanted.own_tokens
+    looks = kv.disk.is_shared and computes_it
     known = kv.disk.run(hasher.keys) or kv.pool.cached_block(hasher.keys[0]) is not None or kv.host.find(hasher.keys)
     if not known and not looks:
         return None  # most prompts that are new end here

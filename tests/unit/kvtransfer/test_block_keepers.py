@@ -23,7 +23,15 @@ from diptych.engine.config import EngineConfig
 from diptych.engine.disk_messages import DiskBlock, DiskReply
 from diptych.engine.executor import LocalExecutor
 from diptych.engine.fake_runner import FakeRunner
-from diptych.engine.messages import Admitted, EngineEvent, EngineRequest, Finished, TierStored, TokensOut
+from diptych.engine.messages import (
+    Admitted,
+    EngineEvent,
+    EngineRequest,
+    Finished,
+    KvMode,
+    TierStored,
+    TokensOut,
+)
 from diptych.engine.offline import OfflineEngine
 from diptych.kvtransfer.disk.block_file import HEAD_BYTES, BadBlockError, identity_of
 from diptych.kvtransfer.disk.block_folder import BlockFolder
@@ -381,6 +389,21 @@ def test_a_worker_reads_what_another_has_written_without_knowing_of_it(sharing: 
     assert from_store == 40
     announced = [key for one in second.events if isinstance(one, TierStored) for key in one.keys]
     assert len(announced) == 12
+
+
+@pytest.mark.parametrize(("own_tokens", "looks"), [(len(PROMPT), True), (len(PROMPT) - 1, False)])
+def test_decode_looks_in_a_shared_store_where_it_computes_the_prompt_itself(
+    sharing: Sharing, own_tokens: int, looks: bool
+) -> None:
+    """It does not know what others have written, and what is not there would delay the first token that prefill sends."""
+    first, second = sharing.worker(), sharing.worker()
+    first.answer(12)
+    wanted = EngineRequest("b", Prompt(PROMPT), SamplingParams(max_tokens=8), mode=KvMode.REMOTE, own_tokens=own_tokens)
+    restore = second.engine.core.scheduler.plan_restore(wanted, 0.0)
+    assert (restore is not None) is looks
+    if restore is not None:
+        assert len(restore.blocks) == 10
+        second.engine.core.scheduler.end_restore(restore.name)
 
 
 def test_what_the_store_has_let_go_is_computed_and_written_again(sharing: Sharing) -> None:
