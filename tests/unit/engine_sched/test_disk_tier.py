@@ -561,6 +561,8 @@ def test_settings_that_cannot_be_are_refused(kit):
 class Books(RuleBasedStateMachine):
     """The tier's account at random, beside a disk that does what it is told."""
 
+    eviction = "lru"
+
     def __init__(self):
         super().__init__()
         self.tier, self.there, self.mirror, self.writing = (
