@@ -141,13 +141,13 @@ def test_a_setting_reaches_a_package_by_its_name_there() -> None:
         max_mixed_prefill_tokens=33,
         enable_prefix_caching=False, scheduling_policy="fcfs", long_prefill_token_threshold=5, tenant_cache_share=0.5,
         claim_share=0.75, num_host_blocks=3, preemption_mode="swap", steps_ahead=False, check_invariants=True, transport="inproc",
-        slab_bytes=1 << 20, num_slabs=5, verify_checksum=False,
+        tier_eviction="value", slab_bytes=1 << 20, num_slabs=5, verify_checksum=False,
     )  # fmt: skip
     engine = config.options(EngineConfig, num_blocks=11)
     assert engine == EngineConfig(
         11, 8, 7, 99, 0.2, 0.1, 33, enable_prefix_caching=False, scheduling_policy="fcfs", long_prefill_token_threshold=5,
-        tenant_cache_share=0.5, claim_share=0.75, num_host_blocks=3, preemption_mode="swap", steps_ahead=False,
-        check_invariants=True,
+        tenant_cache_share=0.5, claim_share=0.75, num_host_blocks=3, tier_eviction="value", preemption_mode="swap",
+        steps_ahead=False, check_invariants=True,
     )  # fmt: skip
     transfer = config.options(TransferConfig, host="h", lease_s=9.0)
     assert (transfer.host, transfer.lease_s, transfer.num_slabs, transfer.slab_bytes) == ("h", 9.0, 5, 1 << 20)
