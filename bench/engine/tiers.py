@@ -8,8 +8,8 @@ The pool, the tiers and the orders are the engine's, the requests are those of a
     mixed     the agents, beside prompts that come once
     once      prompts that come once
 
-`best` evicts the block whose next use is farthest in the future: no order can know it. Host memory gets what the first tier
-evicts, files get everything that is computed.
+`best` evicts the block whose next use is farthest in the future, of equals the last one of the prompt: no order can know it.
+Host memory gets what the first tier evicts, files get everything that is computed.
 """
 
 from __future__ import annotations
@@ -49,8 +49,9 @@ class FarthestFirst:
         for use, request in enumerate(trace, 1):
             for key in request.keys:
                 self._uses.setdefault(key, []).append(use)
+        self._index = {key: index for request in trace for index, key in enumerate(request.later_keys)}
         self._next: dict[bytes, int] = {}
-        self._heap: list[tuple[int, bytes]] = []
+        self._heap: list[tuple[int, int, bytes]] = []
         self._now = 0
 
     def __len__(self) -> int:
@@ -76,7 +77,7 @@ class FarthestFirst:
 
     def pop(self, protected: Container[bytes] = ()) -> bytes | None:
         while self._heap:
-            farthest, key = heappop(self._heap)
+            farthest, _, key = heappop(self._heap)
             if self._next.get(key) == -farthest:
                 del self._next[key]
                 return key
@@ -86,7 +87,7 @@ class FarthestFirst:
         uses = self._uses.get(key, [])
         at = bisect_right(uses, self._now)
         self._next[key] = uses[at] if at < len(uses) else 1 << 60
-        heappush(self._heap, (-self._next[key], key))
+        heappush(self._heap, (-self._next[key], -self._index[key], key))
 
 
 @dataclasses.dataclass(slots=True)

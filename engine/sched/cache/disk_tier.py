@@ -36,7 +36,7 @@ class DiskTier:
         self._writing: dict[bytes, int | None] = {}
         """By key: the use of the block; None: it must not stay."""
         self._held: dict[bytes, DiskBlock] = {}
-        self._order = order or OldestUseLastBlockFirst()
+        self._order = OldestUseLastBlockFirst() if order is None else order  # an empty one is false
         self._removed: list[DiskBlock] = []
         self._events = TierEvents(self.name)
         self.num_evicted = 0

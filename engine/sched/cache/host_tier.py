@@ -23,7 +23,7 @@ class HostTier:
 
     def __init__(self, num_slots: int, order: TierOrder | None = None) -> None:
         self.num_slots = num_slots
-        self._order = order or OldestArrivalFirst()
+        self._order = OldestArrivalFirst() if order is None else order  # an empty one is false
         self._free = list(range(num_slots - 1, -1, -1))
         self._cached: dict[bytes, int] = {}
         self._protected: frozenset[bytes] = frozenset()

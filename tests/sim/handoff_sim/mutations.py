@@ -55,6 +55,7 @@ SEEN_BY: dict[str, int] = {
     "a_read_names_a_place_and_no_identity": 200,
     "an_offer_that_nobody_expects_is_kept": 246,
     "a_damaged_file_is_read": 1246,
+    "an_answer_is_taken_for_another_read": 2906,
 }
 """A seed that detects the missing guard, if finding one takes more than a few. It only saves time: see mutate.py."""
 

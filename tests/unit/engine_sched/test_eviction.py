@@ -9,7 +9,9 @@ import pytest
 from diptych.common.errors import ConfigError
 from diptych.common.tiers import TIER_EVICTIONS
 from diptych.engine.config import EngineConfig
+from diptych.engine.disk_messages import DiskBlock
 from diptych.engine.fake_runner import FakeRunner
+from diptych.engine.sched.cache.disk_tier import DiskTier
 from diptych.engine.sched.cache.eviction import (
     OldestArrivalFirst,
     OldestUseLastBlockFirst,
@@ -19,6 +21,7 @@ from diptych.engine.sched.cache.eviction import (
     Uses,
     tier_orders,
 )
+from diptych.engine.sched.cache.host_tier import HostTier
 
 
 def add(order: TierOrder, keys: str, use: int) -> None:
@@ -201,3 +204,12 @@ def test_every_order_keeps_every_token(kit, eviction) -> None:
         assert kit.tokens_of(events, request.attempt) == want[request.attempt]
         assert engine.core.scheduler.check() == []
     assert engine.stats().restored_tokens_total > 0
+
+
+def test_a_tier_takes_the_order_that_it_is_given_though_that_is_empty() -> None:
+    """An empty order is false, and `order or another` made the setting do nothing."""
+    order = PredictedValue(Uses(8))
+    host, disk = HostTier(2, order), DiskTier(2, order=order)
+    host.store(b"a")
+    disk.open([DiskBlock(b"b", "t", 0)])
+    assert set(order) == {b"a", b"b"}
