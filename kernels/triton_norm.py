@@ -9,6 +9,8 @@ import triton.language as tl
 from torch import Tensor
 
 from diptych.kernels.pdl import begin, use_pdl
+from diptych.kernels.triton_quantize import BLOCK as SCALE_BLOCK
+from diptych.kernels.triton_quantize import FP8_BLOCKS, QuantizedRows, room_for, store_quantized
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
 
@@ -19,16 +21,21 @@ def _rms_norm_kernel(
     residual_ptr,
     weight_ptr,
     out_ptr,
+    scales_ptr,
     eps,
     offset,
     size,
     stride_x,
     stride_split,
+    stride_scale,
     BLOCK: tl.constexpr,
     RESIDUAL: tl.constexpr,
     SPLITS: tl.constexpr,
+    QUANTIZED: tl.constexpr,
+    BLOCKS: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    dtype: tl.constexpr = weight_ptr.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     mask = at < size
@@ -37,7 +44,7 @@ def _rms_norm_kernel(
     x = tl.load(x_ptr + row * stride_x + at, mask=mask, other=0.0)
     for split in tl.static_range(1, SPLITS):
         x += tl.load(x_ptr + split * stride_split + row * stride_x + at, mask=mask, other=0.0)
-    x = x.to(out_ptr.dtype.element_ty)
+    x = x.to(dtype)
     if RESIDUAL:
         # Rounded to the model's dtype before the norm, as the unfused sum is.
         x = (x.to(tl.float32) + tl.load(residual_ptr + row * size + at, mask=mask, other=0.0).to(tl.float32)).to(
@@ -46,7 +53,12 @@ def _rms_norm_kernel(
         tl.store(residual_ptr + row * size + at, x, mask=mask)
     x = x.to(tl.float32)
     scale = 1.0 / tl.sqrt(tl.sum(x * x, 0) / size + eps)
-    tl.store(out_ptr + row * size + at, (x * scale * weight).to(out_ptr.dtype.element_ty), mask=mask)
+    y = (x * scale * weight).to(dtype)
+    if QUANTIZED:
+        y = y.to(tl.float32)
+        store_quantized(y, out_ptr, scales_ptr, row, 0, size, stride_scale, BLOCK, BLOCKS, tl.max(tl.abs(y), 0))
+    else:
+        tl.store(out_ptr + row * size + at, y, mask=mask)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None, *, offset: float = 0.0) -> Tensor:
@@ -60,6 +72,32 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = No
     Raises: ValueError on a shape or dtype mismatch.
     """
     rows, size = x.shape[-2:]
+    out = torch.empty((rows, size), dtype=weight.dtype, device=x.device)
+    _launch_norm(x, weight, eps, residual, offset, out, None, False)
+    return out
+
+
+def rms_norm_quantized(
+    x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None, *, offset: float = 0.0, kind: str
+) -> QuantizedRows:
+    """As rms_norm, and its result quantized (see triton_quantize.quantize_rows). Args: kind: one of triton_quantize.KINDS."""
+    rows, size = x.shape[-2:]
+    out = room_for(rows, size, kind, weight.dtype, x.device)
+    _launch_norm(x, weight, eps, residual, offset, out.codes, out.scales, kind == FP8_BLOCKS)
+    return out
+
+
+def _launch_norm(
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    residual: Tensor | None,
+    offset: float,
+    out: Tensor,
+    scales: Tensor | None,
+    blocks: bool,
+) -> None:
+    rows, size = x.shape[-2:]
     splits = x.shape[0] if x.dim() == 3 else 1
     wanted = torch.float32 if x.dim() == 3 else weight.dtype
     if weight.shape != (size,) or x.stride(-1) != 1 or x.dtype != wanted:
@@ -68,36 +106,35 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = No
         residual.shape != (rows, size) or residual.dtype != weight.dtype or not residual.is_contiguous()
     ):
         raise ValueError(f"residual {tuple(residual.shape)} {residual.dtype} does not fit x {tuple(x.shape)} {x.dtype}")
-    out = torch.empty((rows, size), dtype=weight.dtype, device=x.device)
     block, pdl = triton.next_power_of_2(size), use_pdl(x.device, rows)
+    if scales is not None:
+        block = max(block, SCALE_BLOCK)
     _rms_norm_kernel[(rows,)](
         x,
         x if residual is None else residual,
         weight,
         out,
+        weight if scales is None else scales,
         eps,
         offset,
         size,
         x.stride(-2),
         x.stride(0),
+        0 if scales is None else scales.stride(-1),
         BLOCK=block,
         RESIDUAL=residual is not None,
         SPLITS=splits,
+        QUANTIZED=scales is not None,
+        BLOCKS=blocks,
         PDL=pdl,
         num_warps=max(1, min(16, block // 512)),
         launch_pdl=pdl,
     )
-    return out
 
 
 @triton.jit
-def _gate_mul_kernel(x_ptr, out_ptr, size, stride_x, BLOCK: tl.constexpr, ACTIVATION: tl.constexpr, PDL: tl.constexpr):
-    begin(PDL)
-    row = tl.program_id(0).to(tl.int64)
-    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    mask = at < size
-    gate = tl.load(x_ptr + row * stride_x + at, mask=mask, other=0.0).to(tl.float32)
-    up = tl.load(x_ptr + row * stride_x + size + at, mask=mask, other=0.0).to(tl.float32)
+def _gated(gate, up, ACTIVATION: tl.constexpr):
+    """activation(gate) * up, fp32."""
     if ACTIVATION == "silu":
         gate = gate / (1.0 + tl.exp(-gate))
     elif ACTIVATION == "gelu":
@@ -106,35 +143,114 @@ def _gate_mul_kernel(x_ptr, out_ptr, size, stride_x, BLOCK: tl.constexpr, ACTIVA
         # tanh(t) as 1 - 2 / (exp(2 t) + 1): right for every t, also where exp ends in infinity.
         t = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
         gate = gate * (1.0 - 1.0 / (tl.exp(2.0 * t) + 1.0))
-    tl.store(out_ptr + row * size + at, (gate * up).to(out_ptr.dtype.element_ty), mask=mask)
+    return gate * up
 
 
-def gate_mul(gate_up: Tensor, activation: str = "silu") -> Tensor:
+@triton.jit
+def _summed(at, mask, stride_split, SPLITS: tl.constexpr, dtype: tl.constexpr):
+    """The sum over the splits, rounded to the model's dtype, in fp32."""
+    x = tl.load(at, mask=mask, other=0.0)
+    for split in tl.static_range(1, SPLITS):
+        x += tl.load(at + split * stride_split, mask=mask, other=0.0)
+    return x.to(dtype).to(tl.float32)
+
+
+@triton.jit
+def _gate_mul_kernel(
+    x_ptr,
+    out_ptr,
+    size,
+    stride_x,
+    stride_split,
+    BLOCK: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    SPLITS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    begin(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = at < size
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    gate = _summed(x_ptr + row * stride_x + at, mask, stride_split, SPLITS, dtype)
+    up = _summed(x_ptr + row * stride_x + size + at, mask, stride_split, SPLITS, dtype)
+    tl.store(out_ptr + row * size + at, _gated(gate, up, ACTIVATION).to(dtype), mask=mask)
+
+
+def gate_mul(gate_up: Tensor, activation: str = "silu", dtype: torch.dtype | None = None) -> Tensor:
     """activation(gate) * up, in fp32.
 
     Args:
-        gate_up: [rows, 2 * size], gate first, contiguous in the last dim.
+        gate_up: [rows, 2 * size], gate first, contiguous in the last dim; or [splits, rows, 2 * size] fp32, whose sum, rounded
+            to `dtype`, is what is meant (see triton_matmul).
         activation: one of ACTIVATIONS.
-    Returns: [rows, size], its dtype.
+        dtype: of the result; None: gate_up's.
+    Returns: [rows, size].
     Raises: ValueError on an odd width, a strided last dim or another activation.
     """
-    if activation not in ACTIVATIONS:
-        raise ValueError(f"no activation {activation!r}; known: {', '.join(ACTIVATIONS)}")
-    rows, width = gate_up.shape
-    if width % 2 or gate_up.stride(1) != 1:
-        raise ValueError(f"gate_up {tuple(gate_up.shape)} must hold two contiguous halves")
-    out = torch.empty((rows, width // 2), dtype=gate_up.dtype, device=gate_up.device)
+    rows, width = _checked_gate(gate_up, activation)
+    splits = gate_up.shape[0] if gate_up.dim() == 3 else 1
+    out = torch.empty((rows, width // 2), dtype=dtype or gate_up.dtype, device=gate_up.device)
     pdl = use_pdl(gate_up.device, rows)
     block = min(1024, triton.next_power_of_2(width // 2))
     _gate_mul_kernel[(rows, triton.cdiv(width // 2, block))](
         gate_up,
         out,
         width // 2,
+        gate_up.stride(-2),
         gate_up.stride(0),
         BLOCK=block,
         ACTIVATION=activation,
+        SPLITS=splits,
         PDL=pdl,
         num_warps=4,
+        launch_pdl=pdl,
+    )
+    return out
+
+
+def _checked_gate(gate_up: Tensor, activation: str) -> tuple[int, int]:
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"no activation {activation!r}; known: {', '.join(ACTIVATIONS)}")
+    rows, width = gate_up.shape[-2:]
+    if width % 2 or gate_up.stride(-1) != 1:
+        raise ValueError(f"gate_up {tuple(gate_up.shape)} must hold two contiguous halves")
+    return rows, width
+
+
+@triton.jit
+def _gate_quantize_kernel(
+    x_ptr, codes_ptr, scales_ptr, size, stride_x, stride_scale,
+    BLOCK: tl.constexpr, ACTIVATION: tl.constexpr, BLOCKS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    begin(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, BLOCK)
+    mask = at < size
+    gate = tl.load(x_ptr + row * stride_x + at, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(x_ptr + row * stride_x + size + at, mask=mask, other=0.0).to(tl.float32)
+    y = _gated(gate, up, ACTIVATION).to(x_ptr.dtype.element_ty).to(tl.float32)
+    store_quantized(y, codes_ptr, scales_ptr, row, 0, size, stride_scale, BLOCK, BLOCKS, tl.max(tl.abs(y), 0))
+
+
+def gate_quantized(gate_up: Tensor, activation: str, kind: str) -> QuantizedRows:
+    """gate_mul, and its result quantized: for many rows. Args: gate_up: [rows, 2 * size]. kind: one of triton_quantize.KINDS.
+    Raises: see gate_mul."""
+    rows, width = _checked_gate(gate_up, activation)
+    out = room_for(rows, width // 2, kind, gate_up.dtype, gate_up.device)
+    block, pdl = max(SCALE_BLOCK, triton.next_power_of_2(width // 2)), use_pdl(gate_up.device, rows)
+    _gate_quantize_kernel[(rows,)](
+        gate_up,
+        out.codes,
+        out.scales,
+        width // 2,
+        gate_up.stride(0),
+        out.scales.stride(-1),
+        BLOCK=block,
+        ACTIVATION=activation,
+        BLOCKS=kind == FP8_BLOCKS,
+        PDL=pdl,
+        num_warps=max(1, min(16, block // 512)),
         launch_pdl=pdl,
     )
     return out
