@@ -256,6 +256,31 @@ class Int4Shape:
 _PLAIN = Int4Shape(16, 64, 4, 5)
 
 
+FEW_ROWS = 64
+"""More are faster multiplied by a weight in the model's dtype."""
+_MULTIPROCESSORS = 132
+"""Of the card for which the shapes were chosen."""
+
+
+def choose_int4(rows: int, columns: int, groups: int, *, silu: bool, splits: int | None) -> Int4Shape:
+    """A fast shape of a launch (docs/measurements/gpu-quantized.md).
+
+    Args:
+        columns: with silu, of gate alone.
+        splits: None: as many as are fast; else so many, and the shape changes no bit of a row.
+    """
+    if splits is not None:
+        if rows > FEW_ROWS:
+            return Int4Shape(128, 128, 8, 3, swap=True, splits=splits)
+        return Int4Shape(max(16, triton.next_power_of_2(rows)), 64, 4, 5, swap=True, splits=splits)
+    parts = 1 if silu else min(groups, 8 if triton.cdiv(columns, 128) * 4 <= 3 * _MULTIPROCESSORS else 4)
+    if rows <= 16:
+        return Int4Shape(16, 64, 4, 4) if silu else Int4Shape(16, 128, 4, 4, splits=parts)
+    if rows <= FEW_ROWS:
+        return Int4Shape(32 if rows <= 32 else 64, 64, 4, 4, swap=True, splits=min(parts, 4))
+    return Int4Shape(128, 128, 8, 3, swap=True, splits=parts)
+
+
 def int4_matmul(
     x: Tensor,
     weight: PackedInt4,

@@ -8,8 +8,8 @@ so that each such sum is scaled before it is added:
 
     out[m, n] = sum over blocks b of x_scale[m, b] * scale[n / 128, b] * (sum over k in b of x[m, k] * weight[n, k])
 
-Few rows stream the weight, with splits of the inputs whose sums the reader adds up in a fixed order (see triton_matmul); the weight
-is then the left operand of Hopper's warpgroup instructions, which need 64 rows there, and the few rows are the right one.
+Few rows stream the weight, with splits of the inputs whose sums the reader adds up in a fixed order (see triton_matmul); the
+weight is then the left operand of Hopper's warpgroup instructions, which need 64 rows there, and the few rows are the right one.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
@@ -190,6 +190,38 @@ class W8A8Shape:
 
 
 _PLAIN = W8A8Shape(16, 64, 128, 4, 5)
+
+
+FEW_ROWS = 64
+"""Up to so many rows a product is bound by reading the weight."""
+_MULTIPROCESSORS = 132
+"""Of the card for which the shapes were chosen."""
+
+
+def choose_w8a8(rows: int, columns: int, size: int, *, silu: bool, blocks: bool, splits: int | None) -> W8A8Shape:
+    """A fast shape of a launch (docs/measurements/gpu-quantized.md).
+
+    Args:
+        columns: with silu, of gate alone. blocks: block-scaled.
+        splits: None: as many as are fast; else so many, and the shape changes no bit of a row.
+    """
+    if rows <= FEW_ROWS:
+        block_m = max(16, triton.next_power_of_2(rows))
+        if splits is not None:
+            return W8A8Shape(block_m, 64, 128, 4, 6, swap=True, splits=splits)
+        if silu:
+            if blocks:
+                return W8A8Shape(block_m, 64, 128, 4, 6, swap=True)
+            if rows <= 16:
+                return W8A8Shape(block_m, 128, 256, 8, 3, swap=True)
+            return W8A8Shape(block_m, 128, 128, 4, 4, swap=block_m < 64, tma=True)
+        parts = 4 if triton.cdiv(columns, 64) <= _MULTIPROCESSORS // 2 and size >= 4096 else 2
+        if blocks or rows > 16:
+            return W8A8Shape(block_m, 64, 128, 4, 5, swap=True, splits=parts)
+        if size >= 8192:
+            return W8A8Shape(block_m, 64, 256, 4, 4, swap=True, splits=parts)
+        return W8A8Shape(block_m, 64, 128, 4, 4 if parts == 4 else 8, swap=True, splits=parts)
+    return W8A8Shape(128, 128, 128, 8, 4 if silu else 3, tma=True, splits=splits or 1)
 
 
 def _fits_tma(x: Tensor) -> bool:

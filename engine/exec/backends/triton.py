@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from diptych.common.kv_format import QUANTIZED_KV, KvFormat
 from diptych.engine.exec.backends.base import DENSE, AnyBlock, field_refusal, kv_refusal, method_refusal
+from diptych.engine.exec.cuda.quantized import keep_quantized
 from diptych.engine.exec.cuda.runtime import CudaRuntime
 from diptych.engine.exec.kv_pool import KvPool
 from diptych.engine.exec.layers.attention import Attention
@@ -17,10 +18,10 @@ from diptych.kernels.dispatch import TRITON
 from diptych.kernels.kv_sum import WORD_BYTES
 
 _MAX_HEAD_DIM = 256
-_METHODS = frozenset({PLAIN})
+_METHODS = frozenset({PLAIN, "int8", "fp8", "int4"})
 """A method in it is applied in CUDA graphs: it may not sync, and depends on a step through StepTensors.rows only."""
 _TAKES = DENSE
-_INVARIANT_METHODS = frozenset({PLAIN})
+_INVARIANT_METHODS = frozenset({PLAIN, "int8", "fp8", "int4"})
 """Those with kernels for --batch-invariant."""
 
 
@@ -46,6 +47,9 @@ class TritonBackend:
 
     def keep(self, method: LinearMethod, weights: LinearWeights) -> LoadedLinear:
         """See Backend.keep."""
+        quantized = keep_quantized(weights)
+        if quantized is not None:
+            return quantized
         if self.batch_invariant and isinstance(weights, PlainWeights):
             return DenseLinear(weights.weight, weights.bias)
         return keep_linear(method, weights)

@@ -74,9 +74,8 @@ class CudaBackend:
 
     def _warm_up(self, vocab_size: int, max_model_len: int) -> None:
         """Compile every kernel that a step may launch, on block 0."""
-        if self._invariant:
-            with torch.inference_mode():
-                self._runtime.decoder.compile_linears()
+        with torch.inference_mode():
+            self._runtime.decoder.compile_linears()
         last = vocab_size - 1
         for params in (
             SamplingParams(max_tokens=1, temperature=0.0),

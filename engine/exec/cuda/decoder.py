@@ -11,6 +11,7 @@ from torch import Tensor
 from diptych.common.errors import InternalError
 from diptych.engine.exec.backends.base import Hooks, Segment
 from diptych.engine.exec.cuda.batch import StepTensors
+from diptych.engine.exec.cuda.quantized import ROWS_OF_LAUNCHES, QuantizedLinear, Rows, wanted_by
 from diptych.engine.exec.ends import cap, embed
 from diptych.engine.exec.kv_pool import KvPool
 from diptych.engine.exec.layers.attention import Attention
@@ -25,8 +26,9 @@ from diptych.kernels.triton_decode import paged_decode
 from diptych.kernels.triton_invariant_attention import invariant_decode, invariant_prefill, invariant_rows
 from diptych.kernels.triton_invariant_matmul import chains_of, distinct_launches, invariant_matmul
 from diptych.kernels.triton_matmul import MAX_ROWS, MatmulShape, choose_shape, small_matmul
-from diptych.kernels.triton_norm import gate_mul, rms_norm
+from diptych.kernels.triton_norm import gate_mul, rms_norm, rms_norm_quantized
 from diptych.kernels.triton_prefill import paged_prefill, prefill_rows
+from diptych.kernels.triton_quantize import quantize_rows
 from diptych.kernels.triton_rope import rope_write
 
 PROJECTIONS: tuple[str, ...] = ("qkv", "o", "gate_up", "down")
@@ -100,8 +102,9 @@ class CudaDecoder:
         segment = segment or self._whole
         residual = embed(step.token_ids, weights.embedding, description.embedding) if x is None else x
         if segment.first == segment.last:
-            return self._head(_norm(residual, weights.norm), rows.only(step.sample_rows)) if segment.head else residual
-        x = _norm(residual, weights.blocks[segment.first].attention_norm)
+            return self._head(self._final(residual), rows.only(step.sample_rows)) if segment.head else residual
+        first = weights.blocks[segment.first]
+        x = _norm(residual, first.attention_norm, wanted=wanted_by(first.qkv))
         last = description.num_layers - 1
         for index in range(segment.first, segment.last):
             layer, block = weights.blocks[index], description.blocks[index]
@@ -116,19 +119,23 @@ class CudaDecoder:
                 attended, residual = (t.index_select(0, step.sample_rows) for t in (attended, residual))
                 rows = rows.only(step.sample_rows)
             out = self._linear("o", layer.o, attended, rows)
-            x = _added(out, layer.attention_output_norm, layer.mlp_norm, residual)
-            out = self._linear("down", layer.down, self._gate_up(block, layer.gate_up, x, rows), rows)
+            x = _added(out, layer.attention_output_norm, layer.mlp_norm, residual, wanted_by(layer.gate_up))
+            out = self._linear("down", layer.down, self._gate_up(block, layer, x, rows), rows)
             if index + 1 < segment.last:
-                after = weights.blocks[index + 1].attention_norm
+                following = weights.blocks[index + 1]
+                after, wanted = following.attention_norm, wanted_by(following.qkv)
             else:  # who comes after the segment norms for itself
-                after = weights.norm
-            x = _added(out, layer.mlp_output_norm, after, residual)
+                after, wanted = weights.norm, wanted_by(weights.lm_head)
+            x = _added(out, layer.mlp_output_norm, after, residual, wanted)
         return self._head(x, rows) if segment.head else residual
 
-    def _head(self, x: Tensor, rows: StepRows) -> Tensor:
+    def _final(self, residual: Tensor) -> Rows:
+        return _norm(residual, self._weights.norm, wanted=wanted_by(self._weights.lm_head))
+
+    def _head(self, x: Rows, rows: StepRows) -> Tensor:
         return cap(self._linear("lm_head", self._weights.lm_head, x, rows), self._description.head.softcap)
 
-    def _project(self, index: int, layer: BlockWeights, block: DecoderBlock, x: Tensor, step: StepTensors) -> Tensor:
+    def _project(self, index: int, layer: BlockWeights, block: DecoderBlock, x: Rows, step: StepTensors) -> Tensor:
         """Stores K and V. Returns: the queries, rotated."""
         cos, sin = self._turns[index]
         kv, scales = self._layers[index]
@@ -148,9 +155,12 @@ class CudaDecoder:
             dtype=self._weights.embedding.dtype,
         )
 
-    def _linear(self, name: str, layer: LoadedLinear, x: Tensor, rows: StepRows) -> Tensor:
+    def _linear(self, name: str, layer: LoadedLinear, x: Rows, rows: StepRows) -> Tensor:
         """Returns: [rows, columns]; of qkv, o and down maybe [splits, rows, columns], see small_matmul and
         invariant_matmul."""
+        if isinstance(layer, QuantizedLinear):
+            return layer.project(x, summed=name in _SUMMED, invariant=self._invariant)
+        assert isinstance(x, Tensor)  # see wanted_by
         if self._invariant:
             return self._invariant_linear(name, layer, x)
         shape = self._shape(name, layer, x)
@@ -158,8 +168,15 @@ class CudaDecoder:
             return small_matmul(x, layer.weight, shape=shape)
         return layer(x, rows)
 
-    def _gate_up(self, block: DecoderBlock, layer: LoadedLinear, x: Tensor, rows: StepRows) -> Tensor:
-        activation = block.mlp.activation
+    def _gate_up(self, block: DecoderBlock, layer: BlockWeights, x: Rows, rows: StepRows) -> Rows:
+        activation, wanted, linear = block.mlp.activation, wanted_by(layer.down), layer.gate_up
+        if isinstance(linear, QuantizedLinear):
+            return linear.gated(x, activation, wanted, invariant=self._invariant)
+        assert isinstance(x, Tensor)  # see wanted_by
+        out = self._dense_gate_up(activation, linear, x, rows)
+        return out if wanted is None else quantize_rows(out, wanted)
+
+    def _dense_gate_up(self, activation: str, layer: LoadedLinear, x: Tensor, rows: StepRows) -> Tensor:
         if self._invariant:
             if activation == "silu" and _dense(layer).bias is None:
                 return invariant_matmul(x, _dense(layer).weight, silu=True)
@@ -174,12 +191,23 @@ class CudaDecoder:
         return invariant_matmul(x, dense.weight, dense.bias, chains=_chains(name, dense))
 
     def compile_linears(self) -> None:
-        """Batch-invariant ones, which have other kernels for other numbers of rows: each that a step may need."""
+        """Those which have other kernels for other numbers of rows: each that a step may need."""
         layer, block = self._weights.blocks[0], self._description.blocks[0]
+        like = self._weights.embedding
         for name, linear in (
             ("qkv", layer.qkv), ("o", layer.o), ("gate_up", layer.gate_up), ("down", layer.down),
             ("lm_head", self._weights.lm_head),
         ):  # fmt: skip
+            if isinstance(linear, QuantizedLinear):
+                for rows in ROWS_OF_LAUNCHES:
+                    x = torch.zeros((rows, linear.inputs), dtype=like.dtype, device=like.device)
+                    if name == "gate_up":
+                        linear.gated(x, block.mlp.activation, wanted_by(layer.down), invariant=self._invariant)
+                    else:
+                        linear.project(x, summed=name in _SUMMED, invariant=self._invariant)
+                continue
+            if not self._invariant:
+                continue
             dense = _dense(linear)
             weight, chains = dense.weight, _chains(name, dense)
             silu = name == "gate_up" and block.mlp.activation == "silu" and dense.bias is None
@@ -278,12 +306,15 @@ def _chains(name: str, layer: DenseLinear) -> int:
     return chains_of(*layer.weight.shape) if name in _SUMMED and layer.bias is None else 1
 
 
-def _norm(x: Tensor, norm: RmsNorm, residual: Tensor | None = None) -> Tensor:
+def _norm(x: Tensor, norm: RmsNorm, residual: Tensor | None = None, *, wanted: str | None = None) -> Rows:
+    """Args: wanted: see wanted_by."""
+    if wanted is not None:
+        return rms_norm_quantized(x, norm.weight, norm.eps, residual, offset=norm.offset, kind=wanted)
     return rms_norm(x, norm.weight, norm.eps, residual, offset=norm.offset)
 
 
-def _added(out: Tensor, output_norm: RmsNorm | None, after: RmsNorm, residual: Tensor) -> Tensor:
-    """residual += output_norm(out). Returns: after(residual), in the same kernel."""
+def _added(out: Tensor, output_norm: RmsNorm | None, after: RmsNorm, residual: Tensor, wanted: str | None) -> Rows:
+    """residual += output_norm(out). Returns: after(residual), in the same kernel, as the layer that reads it wants it."""
     if output_norm is not None:
-        out = _norm(out, output_norm)
-    return _norm(out, after, residual)
+        out = rms_norm(out, output_norm.weight, output_norm.eps, offset=output_norm.offset)
+    return _norm(out, after, residual, wanted=wanted)
