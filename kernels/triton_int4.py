@@ -28,7 +28,7 @@ from diptych.kernels.pdl import begin, use_pdl
 from diptych.kernels.triton_tile import store_tile, tile_start
 
 GROUP_SIZES = (128, 64, 32)
-"""Of packed weights; larger groups are cut into those of 128."""
+"""Of packed weights; other groups are cut into the largest of these that divides them."""
 OFFSETS = {torch.bfloat16: 128, torch.float16: 1024, torch.float32: 0}
 """What stands in front of a code in its floating-point number; by the model's dtype."""
 _GROUP = 8
@@ -95,7 +95,7 @@ def pack_int4(codes: Tensor, scales: Tensor, zeros: Tensor, group_size: int) -> 
     Args:
         codes: [outputs, inputs / 2] uint8, input 2k in the low half of a byte, 2k + 1 in the high one.
         scales, zeros: [outputs, inputs / group_size], in the model's dtype and uint8.
-        group_size: a multiple of 128, or one of GROUP_SIZES.
+        group_size: a multiple of 32.
     Raises: ValueError on a shape or dtype that does not fit.
     """
     outputs, inputs = codes.shape[0], 2 * codes.shape[1]
@@ -273,11 +273,13 @@ def choose_int4(rows: int, columns: int, groups: int, *, silu: bool, splits: int
         if rows > FEW_ROWS:
             return Int4Shape(128, 128, 8, 3, swap=True, splits=splits)
         return Int4Shape(max(16, triton.next_power_of_2(rows)), 64, 4, 5, swap=True, splits=splits)
-    parts = 1 if silu else min(groups, 8 if triton.cdiv(columns, 128) * 4 <= 3 * _MULTIPROCESSORS else 4)
+    parts = 1 if silu else min(groups, 4)
     if rows <= 16:
-        return Int4Shape(16, 64, 4, 4) if silu else Int4Shape(16, 128, 4, 4, splits=parts)
+        if silu or columns > 8192:
+            return Int4Shape(16, 64, 4, 4) if silu else Int4Shape(16, 128, 4, 4, splits=parts)
+        return Int4Shape(16, 64, 2, 4, splits=parts, unroll=2)
     if rows <= FEW_ROWS:
-        return Int4Shape(32 if rows <= 32 else 64, 64, 4, 4, swap=True, splits=min(parts, 4))
+        return Int4Shape(32 if rows <= 32 else 64, 64, 4, 4, swap=True, splits=parts)
     return Int4Shape(128, 128, 8, 3, swap=True, splits=parts)
 
 

@@ -215,12 +215,8 @@ def choose_w8a8(rows: int, columns: int, size: int, *, silu: bool, blocks: bool,
             if rows <= 16:
                 return W8A8Shape(block_m, 128, 256, 8, 3, swap=True)
             return W8A8Shape(block_m, 128, 128, 4, 4, swap=block_m < 64, tma=True)
-        parts = 4 if triton.cdiv(columns, 64) <= _MULTIPROCESSORS // 2 and size >= 4096 else 2
-        if blocks or rows > 16:
-            return W8A8Shape(block_m, 64, 128, 4, 5, swap=True, splits=parts)
-        if size >= 8192:
-            return W8A8Shape(block_m, 64, 256, 4, 4, swap=True, splits=parts)
-        return W8A8Shape(block_m, 64, 128, 4, 4 if parts == 4 else 8, swap=True, splits=parts)
+        parts = 2 if triton.cdiv(columns, 64) <= _MULTIPROCESSORS // 2 else 1
+        return W8A8Shape(block_m, 64, 128, 4, 8 if rows <= 16 else 5, swap=True, splits=parts)
     return W8A8Shape(128, 128, 128, 8, 4 if silu else 3, tma=True, splits=splits or 1)
 
 

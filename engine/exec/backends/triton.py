@@ -9,6 +9,7 @@ from diptych.engine.exec.cuda.runtime import CudaRuntime
 from diptych.engine.exec.kv_pool import KvPool
 from diptych.engine.exec.layers.attention import Attention
 from diptych.engine.exec.layers.block import DecoderBlock
+from diptych.engine.exec.layers.embedding import Embedding
 from diptych.engine.exec.layers.linear import PLAIN
 from diptych.engine.exec.linear import DenseLinear, keep_linear
 from diptych.engine.exec.methods.base import LinearMethod, LinearWeights, LoadedLinear
@@ -23,6 +24,8 @@ _METHODS = frozenset({PLAIN, "int8", "fp8", "int4"})
 _TAKES = DENSE
 _INVARIANT_METHODS = frozenset({PLAIN, "int8", "fp8", "int4"})
 """Those with kernels for --batch-invariant."""
+_INT4_GRAIN = 32
+"""Groups of inputs that the int4 kernels take are multiples of it."""
 
 
 class TritonBackend:
@@ -43,6 +46,7 @@ class TritonBackend:
         )
         if reason is None and self.batch_invariant:
             reason = method_refusal(block, _INVARIANT_METHODS)
+        reason = reason or _group_refusal(block)
         return reason or (_misfit(block.attention) if isinstance(block, DecoderBlock) else None)
 
     def keep(self, method: LinearMethod, weights: LinearWeights) -> LoadedLinear:
@@ -64,6 +68,14 @@ def _slot_misfit(kv: KvFormat) -> str | None:
     for group in kv.groups:
         if (size := group.slot_bytes(kv.shard)) % WORD_BYTES:
             return f"a slot of KV has {size} bytes, no multiple of {WORD_BYTES}: its KV heads are an odd number"
+    return None
+
+
+def _group_refusal(block: AnyBlock) -> str | None:
+    for linear in () if isinstance(block, Embedding) else block.linears:
+        size = dict(linear.settings).get("group_size", _INT4_GRAIN)
+        if linear.method == "int4" and (not isinstance(size, int) or size % _INT4_GRAIN):
+            return f"it has no int4 kernel for groups of {size}"
     return None
 
 

@@ -13,7 +13,7 @@ from diptych.kernels.triton_int4 import FEW_ROWS as FEW_INT4_ROWS
 from diptych.kernels.triton_int4 import PackedInt4, choose_int4, dequantize_int4, int4_matmul, pack_int4
 from diptych.kernels.triton_invariant_matmul import chains_of
 from diptych.kernels.triton_norm import gate_mul, gate_quantized
-from diptych.kernels.triton_quantize import FP8, FP8_BLOCKS, INT8, QuantizedRows, quantize_rows
+from diptych.kernels.triton_quantize import BLOCK, FP8, FP8_BLOCKS, INT8, QuantizedRows, quantize_rows
 from diptych.kernels.triton_w8a8 import FEW_ROWS, choose_w8a8, w8a8_matmul
 
 Rows = Tensor | QuantizedRows
@@ -53,22 +53,28 @@ class W8A8Linear:
         rows = x if isinstance(x, QuantizedRows) else quantize_rows(x, self.kind)
         count, (outputs, size) = rows.shape[0], self.weight.shape
         if not invariant and count > FEW_ROWS and self._library_takes(rows):
-            return torch._scaled_mm(
-                rows.codes,
-                self.weight.t(),
-                rows.scales[:, None],
-                self.scales[None],
-                out_dtype=rows.dtype,
-                use_fast_accum=True,
-            )
+            return self._multiplied_by_the_library(rows)
         splits = _splits(outputs, size, summed=summed and self.bias is None, invariant=invariant)
         blocks = self.kind == FP8_BLOCKS
         shape = choose_w8a8(count, outputs, size, silu=False, blocks=blocks, splits=splits)
         return w8a8_matmul(rows, self.weight, self.scales, self.bias, shape=shape)
 
     def _library_takes(self, rows: QuantizedRows) -> bool:
-        fits = not any(size % _LIBRARY_GRAIN for size in self.weight.shape)
-        return self.kind == FP8 and self.bias is None and fits and self.weight.is_cuda and rows.dtype == torch.bfloat16
+        if self.kind == INT8 or self.bias is not None or not self.weight.is_cuda or rows.dtype != torch.bfloat16:
+            return False
+        grain = BLOCK if self.kind == FP8_BLOCKS else _LIBRARY_GRAIN
+        return not any(size % grain for size in self.weight.shape)
+
+    def _multiplied_by_the_library(self, rows: QuantizedRows) -> Tensor:
+        blocks = self.kind == FP8_BLOCKS
+        return torch._scaled_mm(
+            rows.codes,
+            self.weight.t(),
+            rows.scales if blocks else rows.scales[:, None],
+            self.scales.t() if blocks else self.scales[None],
+            out_dtype=rows.dtype,
+            use_fast_accum=not blocks,
+        )
 
     def gated(self, x: Rows, activation: str, wanted: str | None, *, invariant: bool) -> Rows:
         """activation(gate) * up of a layer that holds both. Args: wanted: kind of rows that the next layer reads."""
