@@ -77,9 +77,14 @@ def quantized_model(placed: PlacedModel, method: str) -> PlacedModel:
         assert kept is not None
         return kept
 
-    names = ("qkv", "o", "gate_up", "down")
     blocks = [
-        dataclasses.replace(block, **{name: changed(getattr(block, name)) for name in names})
+        dataclasses.replace(
+            block,
+            qkv=changed(block.qkv),
+            o=changed(block.o),
+            gate_up=changed(block.gate_up),
+            down=changed(block.down),
+        )
         for block in placed.weights.blocks
     ]
     return dataclasses.replace(placed, weights=dataclasses.replace(placed.weights, blocks=blocks))
@@ -109,7 +114,7 @@ def prefill_seconds(runner: TorchModelRunner, length: int) -> float:
         fused.execute([seq], batch, None)
         end.record()
         end.synchronize()
-    return begin.elapsed_time(end) / 1e3
+    return float(begin.elapsed_time(end)) / 1e3
 
 
 def main() -> None:
@@ -147,13 +152,13 @@ def main() -> None:
     for batch in args.batches:
         rows += _in_turns(
             runners,
-            lambda runner, batch=batch: graph_seconds(runner, _seqs(runner, batch, 1024, GREEDY), repeats=12),  # type: ignore[misc]
+            lambda runner, batch=batch: graph_seconds(runner, _seqs(runner, batch, 1024, GREEDY), repeats=12),
             {"step": "decode", "batch": batch, "context": 1024},
             args.rounds,
         )
     for length in args.prompts:
         rows += _in_turns(
-            runners, lambda runner, length=length: prefill_seconds(runner, length), {"step": "prefill", "tokens": length},  # type: ignore[misc]
+            runners, lambda runner, length=length: prefill_seconds(runner, length), {"step": "prefill", "tokens": length},
             args.rounds + 2,
         )  # fmt: skip
     args.out.parent.mkdir(parents=True, exist_ok=True)

@@ -104,13 +104,13 @@ class CudaDecoder:
         if segment.first == segment.last:
             return self._head(self._final(residual), rows.only(step.sample_rows)) if segment.head else residual
         first = weights.blocks[segment.first]
-        x = _norm(residual, first.attention_norm, wanted=wanted_by(first.qkv))
+        normed = _norm(residual, first.attention_norm, wanted=wanted_by(first.qkv))
         last = description.num_layers - 1
         for index in range(segment.first, segment.last):
             layer, block = weights.blocks[index], description.blocks[index]
             if hooks.should_abort is not None and hooks.should_abort():
                 raise StepAborted
-            q = self._project(index, layer, block, x, step)
+            q = self._project(index, layer, block, normed, step)
             if index == last and not want_logits:
                 return None
             attended = self._attend(index, q, step).flatten(1)
@@ -119,15 +119,15 @@ class CudaDecoder:
                 attended, residual = (t.index_select(0, step.sample_rows) for t in (attended, residual))
                 rows = rows.only(step.sample_rows)
             out = self._linear("o", layer.o, attended, rows)
-            x = _added(out, layer.attention_output_norm, layer.mlp_norm, residual, wanted_by(layer.gate_up))
-            out = self._linear("down", layer.down, self._gate_up(block, layer, x, rows), rows)
+            normed = _added(out, layer.attention_output_norm, layer.mlp_norm, residual, wanted_by(layer.gate_up))
+            out = self._linear("down", layer.down, self._gate_up(block, layer, normed, rows), rows)
             if index + 1 < segment.last:
                 following = weights.blocks[index + 1]
                 after, wanted = following.attention_norm, wanted_by(following.qkv)
             else:  # who comes after the segment norms for itself
                 after, wanted = weights.norm, wanted_by(weights.lm_head)
-            x = _added(out, layer.mlp_output_norm, after, residual, wanted)
-        return self._head(x, rows) if segment.head else residual
+            normed = _added(out, layer.mlp_output_norm, after, residual, wanted)
+        return self._head(normed, rows) if segment.head else residual
 
     def _final(self, residual: Tensor) -> Rows:
         return _norm(residual, self._weights.norm, wanted=wanted_by(self._weights.lm_head))

@@ -23,11 +23,15 @@ from diptych_tests.quantized import AWQ, COMPRESSED_FP8, COMPRESSED_INT8, FP8, G
 # The interpreter of Triton 3.6 takes loop bounds out of one-element arrays.
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim:DeprecationWarning")
 interpreted = pytest.mark.skipif(not knobs.runtime.interpret, reason="set TRITON_INTERPRET=1")
-SMALL = {"num_hidden_layers": 1, "hidden_size": 128, "intermediate_size": 128, "num_attention_heads": 4, "head_dim": 32}
+SMALL = {
+    "num_hidden_layers": 1, "hidden_size": 128, "intermediate_size": 128, "num_attention_heads": 4,
+    "num_key_value_heads": 4, "head_dim": 32,
+}  # fmt: skip
 
 
 def act_order(weight):
-    groups = (torch.arange(weight.shape[1]) // 32)[torch.randperm(weight.shape[1])]
+    inputs = weight.shape[1]
+    groups = (torch.arange(inputs) // 32)[torch.randperm(inputs, generator=torch.Generator().manual_seed(inputs))]
     return quantized.gptq(weight, 32, symmetric=False, groups=groups)
 
 
