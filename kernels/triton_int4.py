@@ -275,9 +275,11 @@ def choose_int4(rows: int, columns: int, groups: int, *, silu: bool, splits: int
         return Int4Shape(max(16, triton.next_power_of_2(rows)), 64, 4, 5, swap=True, splits=splits)
     parts = 1 if silu else min(groups, 4)
     if rows <= 16:
-        if silu or columns > 8192:
-            return Int4Shape(16, 64, 4, 4) if silu else Int4Shape(16, 128, 4, 4, splits=parts)
-        return Int4Shape(16, 64, 2, 4, splits=parts, unroll=2)
+        if silu:
+            return Int4Shape(16, 64, 4, 4)
+        if rows > 8 and columns > 8192:
+            return Int4Shape(16, 128, 4, 4, splits=parts)
+        return Int4Shape(8 if rows <= 8 else 16, 64, 2, 4, swap=True, splits=parts, unroll=2)
     if rows <= FEW_ROWS:
         return Int4Shape(32 if rows <= 32 else 64, 64, 4, 4, swap=True, splits=parts)
     return Int4Shape(128, 128, 8, 3, swap=True, splits=parts)

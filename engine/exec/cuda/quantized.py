@@ -18,10 +18,12 @@ from diptych.kernels.triton_w8a8 import FEW_ROWS, choose_w8a8, w8a8_matmul
 
 Rows = Tensor | QuantizedRows
 """Of a step, plain or as the layer that reads them wants them."""
-ROWS_OF_LAUNCHES = (1, 17, 33, 65, 129)
+ROWS_OF_LAUNCHES = (1, 9, 17, 33, 65, 68, 129, 132)
 """Numbers of rows that take every kernel which a layer may need."""
 _LIBRARY_GRAIN = 16
 """Sizes of a product that cuBLAS takes in FP8 are multiples of it."""
+_LIBRARY_ROWS = 4
+"""And rows, where weights are block-scaled."""
 
 
 class W8A8Linear:
@@ -62,8 +64,10 @@ class W8A8Linear:
     def _library_takes(self, rows: QuantizedRows) -> bool:
         if self.kind == INT8 or self.bias is not None or not self.weight.is_cuda or rows.dtype != torch.bfloat16:
             return False
-        grain = BLOCK if self.kind == FP8_BLOCKS else _LIBRARY_GRAIN
-        return not any(size % grain for size in self.weight.shape)
+        blocks = self.kind == FP8_BLOCKS
+        if blocks and rows.shape[0] % _LIBRARY_ROWS:
+            return False
+        return not any(size % (BLOCK if blocks else _LIBRARY_GRAIN) for size in self.weight.shape)
 
     def _multiplied_by_the_library(self, rows: QuantizedRows) -> Tensor:
         blocks = self.kind == FP8_BLOCKS
