@@ -99,11 +99,9 @@ def pack_int4(codes: Tensor, scales: Tensor, zeros: Tensor, group_size: int) -> 
     Raises: ValueError on a shape or dtype that does not fit.
     """
     outputs, inputs = codes.shape[0], 2 * codes.shape[1]
-    size = 128 if group_size % 128 == 0 else group_size
-    if size not in GROUP_SIZES or inputs % group_size:
-        raise ValueError(
-            f"groups of {group_size} of {inputs} inputs: must divide them, and be 32, 64 or a multiple of 128"
-        )
+    size = next((size for size in GROUP_SIZES if group_size % size == 0), 0)
+    if not size or inputs % group_size:
+        raise ValueError(f"groups of {group_size} of {inputs} inputs: must divide them, and be a multiple of 32")
     shape = (outputs, inputs // group_size)
     if scales.shape != shape or zeros.shape != shape or codes.dtype != torch.uint8 or scales.dtype not in OFFSETS:
         given = f"scales {tuple(scales.shape)} {scales.dtype}, zeros {tuple(zeros.shape)}, codes {codes.dtype}"

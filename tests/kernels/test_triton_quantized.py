@@ -249,7 +249,7 @@ SMALL_INT4 = [Int4Shape(16, 16, 4, 3), Int4Shape(32, 16, 4, 2, swap=True)]
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.float16, 2e-3)], ids=str)
 @pytest.mark.parametrize(
     ("rows", "inputs", "outputs", "group_size"),
-    [(1, 128, 32, 64), (3, 256, 20, 128), (17, 96, 40, 32), (5, 512, 18, 256)],
+    [(1, 128, 32, 64), (3, 256, 20, 128), (17, 96, 40, 32), (5, 576, 18, 192)],
 )
 def test_int4_small(rows, inputs, outputs, group_size, dtype, tolerance):
     check_int4(rows, inputs, outputs, group_size, SMALL_INT4, dtype=dtype, device="cpu", tolerance=tolerance)
