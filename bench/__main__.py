@@ -30,6 +30,7 @@ BENCHMARKS: dict[str, Benchmark] = {
     "kernels": Benchmark("kernels.kernels", "each Triton kernel beside its floor", "bench-gpu"),
     "matmul": Benchmark("kernels.matmul", "matrix products beside cuBLAS"),
     "gpu-step": Benchmark("gpu.step", "whole steps of an 8B model on one GPU", "bench-gpu"),
+    "gpu-quantized": Benchmark("gpu.quantized", "whole steps with quantized weights, beside bf16"),
     "gpu-step-parts": Benchmark("gpu.step_parts", "what the parts of a step take"),
     "gpu-batch-invariant": Benchmark(
         "gpu.batch_invariant", "identity and cost of --batch-invariant on one GPU", "bench-gpu-batch-invariant"
