@@ -15,7 +15,7 @@ from diptych.kernels.triton_quantize import FP8_BLOCKS, QuantizedRows, room_for,
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["stride_scale"])  # of blocks, a number of rows
 def _rms_norm_kernel(
     x_ptr,
     residual_ptr,
@@ -218,7 +218,7 @@ def _checked_gate(gate_up: Tensor, activation: str) -> tuple[int, int]:
     return rows, width
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["stride_scale"])  # of blocks, a number of rows
 def _gate_quantize_kernel(
     x_ptr, codes_ptr, scales_ptr, size, stride_x, stride_scale,
     BLOCK: tl.constexpr, ACTIVATION: tl.constexpr, BLOCKS: tl.constexpr, PDL: tl.constexpr,

@@ -104,7 +104,7 @@ def store_quantized(
     tl.store(codes_ptr + row * size + at, code, mask=at < size)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["stride_scale"])  # of blocks, a number of rows
 def _quantize_kernel(
     x_ptr, codes_ptr, scales_ptr, size, stride_x, stride_scale,
     WHOLE: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, PDL: tl.constexpr,

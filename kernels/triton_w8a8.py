@@ -66,7 +66,7 @@ def _scaled(acc, x_scale, scale, SWAP: tl.constexpr):
     return acc.to(tl.float32) * both
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(do_not_specialize=["num_rows", "stride_x_scale"])  # of blocks, the latter is a number of rows, too
 def _w8a8_kernel(
     x_ptr,
     x_scales_ptr,
