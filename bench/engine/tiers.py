@@ -179,7 +179,7 @@ def compare(trace: Sequence[TraceRequest], tier: str, part: float) -> dict[str, 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
-    parser.add_argument("--out", type=Path, default=RESULTS / "tier-eviction.json")
+    parser.add_argument("--out", type=Path, default=RESULTS / "tier-eviction-20261129.json")
     args = parser.parse_args()
     began, runs = surroundings(), []
     for seed in args.seeds:
