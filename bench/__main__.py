@@ -27,6 +27,7 @@ BENCHMARKS: dict[str, Benchmark] = {
     "mixed-steps": Benchmark(
         "engine.mixed_steps", "what a bound on mixed steps gives and costs, on a modelled machine"
     ),
+    "quality": Benchmark("engine.quality", "perplexity of each method of quantization and each dtype", "quality"),
     "kernels": Benchmark("kernels.kernels", "each Triton kernel beside its floor", "bench-gpu"),
     "matmul": Benchmark("kernels.matmul", "matrix products beside cuBLAS"),
     "gpu-step": Benchmark("gpu.step", "whole steps of an 8B model on one GPU", "bench-gpu"),
