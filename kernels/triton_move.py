@@ -21,6 +21,7 @@ PULL_PROGRAMS = 64
 PACK_PROGRAMS = 264
 PIECE_WORDS = 2048
 NUM_WARPS = 8
+_HALF = WORD_BYTES // 2
 _STEP = tl.constexpr(STEP)
 _FACTOR = tl.constexpr(FACTOR)
 
@@ -39,7 +40,10 @@ def _move_kernel(
     pieces,
     PIECE: tl.constexpr,
     PACK: tl.constexpr,
+    HALVES: tl.constexpr,
 ):
+    """HALVES: a slot ends within a word, so the words of the tail's flat range may begin in one row and end in the next: the pool
+    is read and written by half words."""
     flat = address.to(tl.pointer_type(tl.int64))
     lane = tl.arange(0, PIECE)
     total = tl.zeros([PIECE], dtype=tl.int64)
@@ -55,7 +59,24 @@ def _move_kernel(
             inside = pool_ptr + block * block_words + (at // tail_words) * row_words + at % tail_words
             mask = at < tail_words * rows
         position = index.to(tl.int64) * block_words + at
-        if PACK:
+        if HALVES:
+            low = block * block_words * 2 + at * 2
+            high = low + 1
+            if index >= full:
+                size = tail_words  # of a row's tail, in half words, and so is row_words
+                low = block * block_words * 2 + (at * 2 // size) * row_words + at * 2 % size
+                high = block * block_words * 2 + ((at * 2 + 1) // size) * row_words + (at * 2 + 1) % size
+                mask = at * 2 < size * rows
+            halves = pool_ptr.to(tl.pointer_type(tl.int32))
+            if PACK:
+                words = tl.load(halves + low, mask=mask, other=0).to(tl.int64) & 0xFFFFFFFF
+                words |= tl.load(halves + high, mask=mask, other=0).to(tl.int64) << 32
+                tl.store(flat + position, words, mask=mask)
+            else:
+                words = tl.load(flat + position, mask=mask, other=0)
+                tl.store(halves + low, words.to(tl.int32), mask=mask)
+                tl.store(halves + high, (words >> 32).to(tl.int32), mask=mask)
+        elif PACK:
             words = tl.load(inside, mask=mask, other=0)
             tl.store(flat + position, words, mask=mask)
         else:
@@ -89,27 +110,29 @@ def move_blocks(
     count = full + (tail > 0)
     if num_tokens < 1 or block_ids.shape != (count,) or block_ids.dtype != torch.int32:
         raise ValueError(f"{num_tokens} tokens need {count} int32 block ids, not {tuple(block_ids.shape)}")
-    if slot % WORD_BYTES or data.data_ptr() % WORD_BYTES or address % WORD_BYTES or address <= 0:
+    if slot % _HALF or rows * slot % WORD_BYTES or data.data_ptr() % WORD_BYTES or address % WORD_BYTES or address <= 0:
         raise ValueError(f"slots of {slot} bytes at {address:#x}: {WORD_BYTES}-byte words are moved")
     if total.shape != (1,) or total.dtype != torch.int64 or total.device != data.device:
         raise ValueError("the sum is one int64 on the pool's device")
-    slot_words = slot // WORD_BYTES
-    block_words = rows * block_size * slot_words
+    halves = slot % WORD_BYTES != 0
+    unit = _HALF if halves else WORD_BYTES
+    block_words = rows * block_size * slot // WORD_BYTES
     piece = min(PIECE_WORDS, triton.next_power_of_2(block_words))
-    pieces = full * triton.cdiv(block_words, piece) + triton.cdiv(rows * tail * slot_words, piece)
+    pieces = full * triton.cdiv(block_words, piece) + triton.cdiv(rows * tail * slot // WORD_BYTES, piece)
     _move_kernel[(min(programs, pieces),)](
         data.view(-1).view(torch.int64),
         address,
         block_ids,
         total,
         full,
-        max(1, tail * slot_words),
+        max(1, tail * slot // unit),
         block_words,
-        block_size * slot_words,
+        block_size * slot // unit,
         rows,
         pieces,
         PIECE=piece,
         PACK=pack,
+        HALVES=halves,
         num_warps=NUM_WARPS,
     )
     return num_tokens * rows * slot

@@ -154,13 +154,13 @@ def _rope_write_kernel(
         v_left = _load(v_at, in_half, stride_split, SPLITS, dtype)
         v_right = _load(v_at + HALF, in_half, stride_split, SPLITS, dtype)
         _store_codes(v_left, v_right, target + stride_kv, unit_at + stride_scales_kv, in_half, HALF, KIND)
-        return
-    tl.store(target[None, :] + tl.zeros([HEADS, 1], tl.int32), new_left, mask=key_mask)
-    tl.store(target[None, :] + HALF + tl.zeros([HEADS, 1], tl.int32), new_right, mask=key_mask)
-    tl.store(target + stride_kv, _load(v_at, in_half, stride_split, SPLITS, dtype).to(dtype), mask=in_half)
-    tl.store(
-        target + stride_kv + HALF, _load(v_at + HALF, in_half, stride_split, SPLITS, dtype).to(dtype), mask=in_half
-    )
+    else:
+        tl.store(target[None, :] + tl.zeros([HEADS, 1], tl.int32), new_left, mask=key_mask)
+        tl.store(target[None, :] + HALF + tl.zeros([HEADS, 1], tl.int32), new_right, mask=key_mask)
+        v_left = _load(v_at, in_half, stride_split, SPLITS, dtype)
+        v_right = _load(v_at + HALF, in_half, stride_split, SPLITS, dtype)
+        tl.store(target + stride_kv, v_left.to(dtype), mask=in_half)
+        tl.store(target + stride_kv + HALF, v_right.to(dtype), mask=in_half)
 
 
 def rope_write(

@@ -60,7 +60,7 @@ def check(device, dtype, num_tokens, block_size, heads, head_dim, programs):
 
 @interpreted
 @pytest.mark.parametrize(("num_tokens", "block_size", "heads", "head_dim"), [
-    (1, 4, 1, 4), (8, 4, 2, 4), (17, 4, 2, 8), (19, 16, 1, 16),
+    (1, 4, 1, 4), (8, 4, 2, 4), (17, 4, 2, 8), (19, 16, 1, 16), (1, 4, 1, 5), (17, 4, 3, 3), (19, 16, 1, 9), (9, 3, 1, 17),
 ])  # fmt: skip
 @pytest.mark.parametrize("programs", [1, 3])
 def test_move_equals_pack_and_sums(num_tokens, block_size, heads, head_dim, programs):
@@ -90,7 +90,7 @@ def test_what_does_not_fit_is_refused():
     for args, words in (
         ((data, ids, 5, 8), "need 2 int32 block ids"),
         ((data, ids, 4, 12), "8-byte words"),
-        ((pool_bytes(torch.zeros(4, 1, 2, 4, 1, 1)), ids, 4, 8), "8-byte words"),
+        ((pool_bytes(torch.zeros(4, 1, 2, 4, 1, 1).half()), ids, 4, 8), "8-byte words"),
     ):
         with pytest.raises(ValueError, match=words):
             move_blocks(*args, total, pack=True, programs=1)

@@ -16,7 +16,6 @@ from diptych.engine.exec.methods.base import LinearMethod, LinearWeights, Loaded
 from diptych.engine.exec.methods.plain import PlainWeights
 from diptych.engine.exec.weights import ModelWeights
 from diptych.kernels.dispatch import TRITON
-from diptych.kernels.kv_sum import WORD_BYTES
 
 _MAX_HEAD_DIM = 256
 _METHODS = frozenset({PLAIN, "int8", "fp8", "int4"})
@@ -39,10 +38,7 @@ class TritonBackend:
     def refusal(self, block: AnyBlock, kv: KvFormat) -> str | None:
         """See Backend.refusal."""
         reason = (
-            kv_refusal(kv, QUANTIZED_KV.values())
-            or _slot_misfit(kv)
-            or field_refusal(block, _TAKES)
-            or method_refusal(block, _METHODS)
+            kv_refusal(kv, QUANTIZED_KV.values()) or field_refusal(block, _TAKES) or method_refusal(block, _METHODS)
         )
         if reason is None and self.batch_invariant:
             reason = method_refusal(block, _INVARIANT_METHODS)
@@ -61,14 +57,6 @@ class TritonBackend:
     def runtime(self, weights: ModelWeights, pool: KvPool, max_model_len: int) -> CudaRuntime:
         """See Backend.runtime. Kernel by kernel, for steps that another back end shares; alone: engine.exec.cuda.backend."""
         return CudaRuntime(weights, pool, max_model_len, batch_invariant=self.batch_invariant)
-
-
-def _slot_misfit(kv: KvFormat) -> str | None:
-    """Blocks are moved in words."""
-    for group in kv.groups:
-        if (size := group.slot_bytes(kv.shard)) % WORD_BYTES:
-            return f"a slot of KV has {size} bytes, no multiple of {WORD_BYTES}: its KV heads are an odd number"
-    return None
 
 
 def _group_refusal(block: AnyBlock) -> str | None:
