@@ -1,5 +1,5 @@
 """A cluster on one GPU with --batch-invariant, in bf16: the ids of all prompts at once, over P/D, are those of `serve`, which
-computes one at a time. GPU_TESTS_DEVICE=cpu is a rehearsal without a GPU."""
+computes one at a time; over quantized KV, too. GPU_TESTS_DEVICE=cpu is a rehearsal without a GPU."""
 
 from __future__ import annotations
 
@@ -42,9 +42,10 @@ def fields(i: int) -> dict[str, Any]:
     return {"temperature": 0.9, "top_p": 0.95, "seed": i} if i % 2 else {}
 
 
-def test_the_same_ids_in_any_company(cluster_module: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8_e4m3"])
+def test_the_same_ids_in_any_company(cluster_module: Any, tmp_path: Path, kv_cache_dtype: str) -> None:
     model = write_model(tmp_path / "model", SHAPE, DEVICE)
-    flags = ("--device", DEVICE, "--model", str(model), "--batch-invariant")
+    flags = ("--device", DEVICE, "--model", str(model), "--batch-invariant", "--kv-cache-dtype", kv_cache_dtype)
 
     async def one_by_one(url: str) -> list[list[int]]:
         port = int(url.rpartition(":")[2])

@@ -72,6 +72,7 @@ def test_move_equals_pack_and_sums(num_tokens, block_size, heads, head_dim, prog
 @pytest.mark.parametrize(("num_tokens", "block_size"), [(1, 16), (64, 16), (77, 16), (200, 64)])
 def test_move_on_the_gpu(cuda, dtype, num_tokens, block_size):
     check(cuda, dtype, num_tokens, block_size, 8, 128, PULL_PROGRAMS)
+    check(cuda, torch.float32, num_tokens, block_size, 1, 17, PULL_PROGRAMS)  # of a slot half a word is left
 
 
 def test_the_sum_sees_a_changed_word_swapped_words_and_another_place():
