@@ -23,6 +23,9 @@ class Benchmark:
 
 BENCHMARKS: dict[str, Benchmark] = {
     "engine": Benchmark("engine.vs_transformers", "our engine beside transformers, in one run", "bench-engine"),
+    "quantized": Benchmark(
+        "engine.quantized", "decode with quantized weights on the CPU beside float32", "bench-quantized"
+    ),
     "scheduler": Benchmark("engine.scheduler", "a step of the scheduler, by the number of sequences"),
     "mixed-steps": Benchmark(
         "engine.mixed_steps", "what a bound on mixed steps gives and costs, on a modelled machine"

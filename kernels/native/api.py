@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+from collections.abc import Sequence
 from ctypes import POINTER, c_float, c_int64, c_void_p
+from enum import IntEnum
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -24,14 +26,45 @@ FLOAT_BYTES = 4
 FLOATS = 0
 KV_CODES = {"int8": 1, "float8_e4m3fn": 2, "float8_e5m2": 3}
 """Of a quantized KV pool, by the dtype of its codes: what Model.kv_codes holds."""
+GROUP_STEP = 16
+"""Groups of inputs are a multiple of this."""
+MAX_INT8_INPUTS = (2**31 - 1) // (127 * 128)
+"""Whose products' sum int32 holds."""
+
+
+class WeightFormat(IntEnum):
+    """How packed weights are kept: what Weights.format holds."""
+
+    PLAIN = 0
+    BFLOAT16 = 1
+    """Plain weights that are bfloat16 values: the same bits come out, with half the memory read."""
+    INT8 = 2
+    INT4 = 3
+    Q8_0 = 4
+    Q5_0 = 5
+    Q4_1 = 6
+    Q4_K = 7
+    Q6_K = 8
+
+
+class Weights(ctypes.Structure):
+    """A linear layer: packed weights (Library.pack), and a bias or None; or a part of its outputs in one format.
+
+    order: input order[k] of x meets input k of the weights; None: as they are. next: address of the Weights of the outputs that
+    follow, or None. format: of WeightFormat. group: inputs that share a scale; 0: the format has no groups.
+    """
+
+    _fields_: ClassVar[Any] = [
+        *((name, c_void_p) for name in ("packed", "bias", "order", "next")),
+        *((name, c_int64) for name in ("format", "group", "outputs")),
+    ]
 
 
 class Layer(ctypes.Structure):
     """One decoder layer: every feature that families differ in is a field, and one that is absent costs nothing.
 
-    Weights are packed (Library.pack), norms plain; None where the layer has none. post_attention_norm and
-    post_feedforward_norm are applied to what attention, or the feed-forward part, adds to the residual. A family that
-    multiplies by (1 + w) stores 1 + w here.
+    Norms are plain float32; None where the layer has none. post_attention_norm and post_feedforward_norm are applied to what
+    attention, or the feed-forward part, adds to the residual. A family that multiplies by (1 + w) stores 1 + w here.
 
     cosines, sines: [positions, head_dim / 2] each. kv: address of block 0's K; its V lies block_size tokens behind. A token's
     codes and scales lie as kv_codes.h says. block_step: floats from one block to the next. group: of Step.groups.
@@ -43,11 +76,11 @@ class Layer(ctypes.Structure):
         *(
             (name, c_void_p)
             for name in (
-                "input_norm", "qkv", "qkv_bias", "q_norm", "k_norm", "o", "o_bias", "post_attention_norm",
-                "pre_feedforward_norm", "gate_up", "gate_up_bias", "down", "down_bias", "post_feedforward_norm",
-                "cosines", "sines", "kv",
+                "input_norm", "q_norm", "k_norm", "post_attention_norm", "pre_feedforward_norm", "post_feedforward_norm",
             )
         ),
+        *((name, Weights) for name in ("qkv", "o", "gate_up", "down")),
+        *((name, c_void_p) for name in ("cosines", "sines", "kv")),
         *((name, c_int64) for name in ("block_step", "group", "window", "activation")),
         ("scale", c_float),
         ("softcap", c_float),
@@ -77,6 +110,7 @@ class Group(ctypes.Structure):
 class Step(ctypes.Structure):
     """x .. up: [rows, ...] buffers; tiles: [num_tiles, 4] as in attention.h; groups: as many as the layers name.
 
+    prepared: [rows, the most Library.prepared_bytes of a linear layer].
     max_len: tokens of the longest sequence, rounded up to 64. scores: [threads, scores_step], scores_step at least
     Library.tile * max_len.
     """
@@ -87,9 +121,17 @@ class Step(ctypes.Structure):
             for name in ("x", "normed", "qkv", "attended", "gate", "up", "positions", "tiles")
         ),
         ("groups", POINTER(Group)),
-        ("scores", c_void_p),
+        *((name, c_void_p) for name in ("scores", "prepared")),
         *((name, c_int64) for name in ("rows", "num_tiles", "max_len", "scores_step", "num_threads")),
     ]  # fmt: skip
+
+
+class Memory(Protocol):
+    """Where packed weights go."""
+
+    def take(self, size: int) -> Tensor:
+        """[size] float32, contiguous."""
+        ...
 
 
 class Library:
@@ -104,13 +146,16 @@ class Library:
         """Queries that go through the KV together."""
         self.lanes: int = function("lanes", returns=c_int64)()
         size_of = function("struct_size", c_int64, returns=c_int64)
-        ours = [ctypes.sizeof(kind) for kind in (Layer, Model, Group, Step)]
+        ours = [ctypes.sizeof(kind) for kind in (Weights, Layer, Model, Group, Step)]
         assert [size_of(i) for i in range(len(ours))] == ours, "a struct differs between api.py and decoder.c"
         self._tile_rows = function("tile_rows", c_int64, returns=c_int64)
-        self._pack = function("pack", c_void_p, c_int64, c_int64, c_void_p)
+        self._packed_bytes = function("packed_bytes", *[c_int64] * 4, returns=c_int64)
+        self._prepared_bytes = function("prepared_bytes", POINTER(Weights), c_int64, returns=c_int64)
+        self._pack_codes = function("pack_codes", c_int64, c_void_p, *[c_int64] * 4, c_void_p)
+        self._pack_plane = function("pack_plane", c_int64, c_int64, c_void_p, *[c_int64] * 3, c_void_p)
         self._norm = function("norm", *[c_void_p] * 3, c_int64, c_int64, c_float)
         self._softcap = function("softcap", c_void_p, c_int64, c_float)
-        self._linear = function("linear", *[c_void_p] * 4, *[c_int64] * 4)
+        self._linear = function("linear", POINTER(Weights), *[c_void_p] * 3, *[c_int64] * 4)
         step = (POINTER(Model), POINTER(Step))
         self.layers = function("layers", *step, c_int64, c_int64)
         self.attention_part = function("attention_part", *step, c_int64)
@@ -120,12 +165,33 @@ class Library:
         """Rows of a tile where `group` query heads share a KV head."""
         return int(self._tile_rows(group))
 
-    def pack(self, weight: Tensor, memory: HugePages) -> Tensor:
-        """weight: [outputs, inputs] float32. Returns: the packed form, flat."""
-        outputs, inputs = weight.shape
-        packed = memory.take(-(-outputs // self.panel) * self.panel * inputs)
-        source = weight.contiguous()
-        self._pack(source.data_ptr(), outputs, inputs, packed.data_ptr())
+    def prepared_bytes(self, weights: Weights, inputs: int) -> int:
+        """Of a row of so many inputs as the layer reads it."""
+        return int(self._prepared_bytes(ctypes.byref(weights), inputs))
+
+    def pack(
+        self,
+        kind: WeightFormat,
+        codes: Tensor,
+        memory: Memory,
+        *,
+        planes: Sequence[Tensor] = (),
+        group: int = 0,
+        flip: int = 0,
+    ) -> Tensor:
+        """
+        Args:
+            codes: [outputs, inputs]: of PLAIN float32, of BFLOAT16 bfloat16, else of one byte. code ^ flip is stored.
+            planes: the format's scales and the like, see grouped.h; [outputs, ...] each.
+            group: inputs that share a scale; 0: the format has no groups.
+        Returns: the packed form, flat.
+        """
+        (outputs, inputs), source = codes.shape, codes.contiguous()
+        packed = memory.take(int(self._packed_bytes(kind, outputs, inputs, group)) // FLOAT_BYTES)
+        self._pack_codes(kind, source.data_ptr(), outputs, inputs, group, flip, packed.data_ptr())
+        for i, plane in enumerate(planes):
+            values = plane.contiguous()
+            self._pack_plane(kind, i, values.data_ptr(), outputs, inputs, group, packed.data_ptr())
         return packed
 
     def norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -151,12 +217,13 @@ class Library:
                 return f"{name} {value} is no multiple of {step}"
         return None if head_dim <= MAX_HEAD_DIM else f"head_dim {head_dim} is above {MAX_HEAD_DIM}"
 
-    def linear(self, x: Tensor, packed: Tensor, bias: Tensor | None, outputs: int, num_threads: int) -> Tensor:
+    def linear(self, x: Tensor, weights: Weights, outputs: int, num_threads: int) -> Tensor:
         """x: [rows, inputs], contiguous. Returns: [rows, outputs]."""
         rows, inputs = x.shape
         out = torch.empty(rows, outputs)
-        at = None if bias is None else bias.data_ptr()
-        self._linear(x.data_ptr(), packed.data_ptr(), at, out.data_ptr(), rows, inputs, outputs, num_threads)
+        prepared = torch.empty(rows * self.prepared_bytes(weights, inputs), dtype=torch.uint8)
+        places = x.data_ptr(), prepared.data_ptr(), out.data_ptr()
+        self._linear(ctypes.byref(weights), *places, rows, inputs, outputs, num_threads)
         return out
 
 

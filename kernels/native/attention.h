@@ -265,14 +265,6 @@ INLINE void attend_row(const int together, const struct attention *a, const int6
         for (long d = head * dim; d < (head + 1) * dim; d += LANES) store(out + d, load(out + d) / spread(totals[head]));
 }
 
-#if TILE >= 12
-#define EACH_COUNT(CASE) CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
-#elif TILE >= 6
-#define EACH_COUNT(CASE) CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)
-#else
-#define EACH_COUNT(CASE) CASE(1) CASE(2) CASE(3) CASE(4) CASE(5)
-#endif
-
 /* One row: with all its heads where that is wanted and fits (the task of the first KV head serves them all then). */
 static void attend_single(const struct attention *a, const int64_t *table, long kv_head, long row, long position, float *scores) {
     long heads = heads_together(a->group), all = a->kv_heads * a->group;

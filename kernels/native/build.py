@@ -11,7 +11,17 @@ __all__ = ["CSources", "NativeError", "build", "find_compiler", "functions_of", 
 SOURCES = CSources(
     "decoder",
     Path(__file__).parent,
-    ("vectors.h", "threads.h", "matmul.h", "kv_codes.h", "attention.h", "attention_tile.h", "decoder.c"),
+    (
+        "vectors.h",
+        "threads.h",
+        "matmul.h",
+        "kv_codes.h",
+        "attention.h",
+        "attention_tile.h",
+        "int8.h",
+        "grouped.h",
+        "decoder.c",
+    ),
     ("-O2", "-march=native", "-shared", "-fPIC", "-fvisibility=hidden", "-ffp-contract=fast", "-pthread"),
 )
 

@@ -4,16 +4,32 @@
  * kernels/native/api.py. No function allocates, keeps a pointer or fails.
  */
 #include "attention_tile.h"
+#include "grouped.h"
 
 #define EXPORT __attribute__((visibility("default")))
 #define NORM_ROWS 16
 
 enum activation { SILU, GELU_TANH };
 
+enum weight_format { WEIGHTS_PLAIN, WEIGHTS_BFLOAT16, WEIGHTS_INT8 }; /* the others have groups */
+static const struct format *const formats[] = {
+    &plain_format, &bfloat_format, &int8_format, &int4_format, &q8_0_format, &q5_0_format, &q4_1_format, &q4_k_format, &q6_k_format,
+};
+
+/* A linear layer, or the first part of one whose outputs are kept in several formats. order: input order[k] of x meets input k of
+ * the weights; NULL: as they are. group: inputs that share a scale, where the format has groups. */
+struct weights {
+    const char *packed;
+    const float *bias;
+    const int32_t *order;
+    const struct weights *next;
+    int64_t format, group, outputs;
+};
+
 /* What a layer lacks is NULL. A post norm is taken of what attention, or the feed-forward part, adds to the row. */
 struct layer {
-    const float *input_norm, *qkv, *qkv_bias, *q_norm, *k_norm, *o, *o_bias, *post_attention_norm, *pre_feedforward_norm,
-        *gate_up, *gate_up_bias, *down, *down_bias, *post_feedforward_norm;
+    const float *input_norm, *q_norm, *k_norm, *post_attention_norm, *pre_feedforward_norm, *post_feedforward_norm;
+    struct weights qkv, o, gate_up, down;
     const float *cosines, *sines;      /* [positions][head_dim / 2] */
     float *kv;                         /* K of block 0; its V lies block_size slots behind */
     int64_t block_step;                /* floats from one block to the next */
@@ -39,6 +55,7 @@ struct step {
     const int64_t *positions, *tiles;
     const struct group *groups;
     float *scores;
+    char *prepared; /* rows as the format of a layer reads them: prepared_bytes of the widest each */
     int64_t rows, num_tiles, max_len, scores_step, num_threads;
 };
 
@@ -80,11 +97,63 @@ static void norm_run(const struct norm *job, int num_threads) {
     if (job->post || job->weight) run_tasks(norm_task, job, ceil_div(job->rows, NORM_ROWS), num_threads);
 }
 
+/* Bytes of a row of x as a format reads it. */
+INLINE long row_bytes(long format, long inputs, long group) {
+    if (format == WEIGHTS_PLAIN) return inputs * 4;
+    return format == WEIGHTS_INT8 ? int8_row_bytes(inputs) : grouped_row_bytes(inputs, group);
+}
+
+/* Rows of x in the form that a format reads. */
+struct preparation {
+    const struct weights *weights;
+    const float *x;
+    char *to;
+    long rows, inputs, step;
+};
+
+static void prepare_task(const void *context, long task, int thread) {
+    const struct preparation *job = context;
+    const struct weights *w = job->weights;
+    (void)thread;
+    for (long r = task * NORM_ROWS; r < min_long(job->rows, (task + 1) * NORM_ROWS); r++) {
+        const float *from = job->x + r * job->inputs;
+        char *to = job->to + r * job->step;
+        if (w->format == WEIGHTS_INT8) quantize_row(from, job->inputs, to);
+        else group_row(from, w->order, job->inputs, w->group, w->format != WEIGHTS_BFLOAT16, to);
+    }
+}
+
+/* Of a layer, or a part: with x prepared. x: [rows][inputs]; prepared: room for the rows as the format reads them. */
+static struct linear linear_of(const struct weights *w, const float *x, char *prepared, long rows, long inputs, long outputs,
+                               float *y, long y_step, int add, int threads) {
+    const struct format *format = formats[w->format];
+    struct linear job = {
+        .format = format, .x = (const char *)x, .weight = w->packed, .bias = w->bias, .y = y, .rows = rows, .inputs = inputs,
+        .outputs = outputs, .group = w->group, .x_step = row_bytes(w->format, inputs, w->group), .y_step = y_step,
+        .add = add,
+    };
+    job.panel_bytes = lay_out_panel(format, inputs, w->group, job.planes);
+    if (w->format != WEIGHTS_PLAIN) {
+        struct preparation preparation = {w, x, prepared, rows, inputs, job.x_step};
+        run_tasks(prepare_task, &preparation, ceil_div(rows, NORM_ROWS), threads);
+        job.x = prepared;
+    }
+    return job;
+}
+
+/* y (+)= x W^T + bias, of all parts one after the other. y: [rows][y_step] */
+static void apply(const struct weights *w, const float *x, char *prepared, long rows, long inputs, float *y, long y_step, int add,
+                  int threads) {
+    for (; w; y += w->outputs, w = w->next) {
+        struct linear job = linear_of(w, x, prepared, rows, inputs, w->outputs, y, y_step, add, threads);
+        linear_run(&job, threads);
+    }
+}
+
 /* y = x W^T + bias is added to the step's rows, or with a post norm left in `normed`, for norm_task to add. */
-static void project(const struct model *m, const struct step *s, const float *x, long inputs, const float *weight,
-                    const float *bias, const float *post) {
-    struct linear job = {x, weight, bias, post ? s->normed : s->x, s->rows, inputs, m->hidden, inputs, m->hidden, !post};
-    linear_run(&job, (int)s->num_threads);
+static void project(const struct model *m, const struct step *s, const float *x, long inputs, const struct weights *w,
+                    const float *post) {
+    apply(w, x, s->prepared, s->rows, inputs, post ? s->normed : s->x, m->hidden, !post, (int)s->num_threads);
 }
 
 struct turn {
@@ -136,8 +205,7 @@ static void attention_part(const struct model *m, long index, const struct step 
     int threads = (int)s->num_threads;
     struct norm norm = {s->x, 0, layer->input_norm, s->normed, s->rows, m->hidden, m->eps};
     norm_run(&norm, threads);
-    struct linear qkv = {s->normed, layer->qkv, layer->qkv_bias, s->qkv, s->rows, m->hidden, all, m->hidden, all, 0};
-    linear_run(&qkv, threads);
+    apply(&layer->qkv, s->normed, s->prepared, s->rows, m->hidden, s->qkv, all, 0, threads);
     struct turn turn = {m, s, layer};
     run_tasks(turn_task, &turn, ceil_div(s->rows, NORM_ROWS), threads);
     struct attention attention = {
@@ -184,7 +252,7 @@ struct feed {
 static void feed_task(const void *context, long task, int thread) {
     const struct feed *job = context;
     struct share share = share_of(&job->gate, task);
-    long outputs = job->gate.outputs, size = job->gate.inputs * PANEL;
+    long outputs = job->gate.outputs, size = job->gate.panel_bytes;
     (void)thread;
     linear_share(&job->gate, share, job->up.weight + share.p * size);
     linear_share(&job->up, share, job->gate.weight + share.end * size);
@@ -202,17 +270,16 @@ static void feed_part(const struct model *m, long index, const struct step *s) {
     const struct layer *layer = &m->layers[index];
     long hidden = m->hidden, ffn = m->ffn, rows = s->rows;
     int threads = (int)s->num_threads;
-    project(m, s, s->attended, m->heads * m->head_dim, layer->o, layer->o_bias, layer->post_attention_norm);
+    project(m, s, s->attended, m->heads * m->head_dim, &layer->o, layer->post_attention_norm);
     struct norm before = {s->x, layer->post_attention_norm, layer->pre_feedforward_norm, s->normed, rows, hidden, m->eps};
     norm_run(&before, threads);
-    const float *bias = layer->gate_up_bias, *up = layer->gate_up + num_panels(ffn) * PANEL * hidden;
-    struct feed feed = {
-        {s->normed, layer->gate_up, bias, s->gate, rows, hidden, ffn, hidden, ffn, 0},
-        {s->normed, up, bias ? bias + ffn : 0, s->up, rows, hidden, ffn, hidden, ffn, 0},
-        layer->activation,
-    };
+    struct linear gate = linear_of(&layer->gate_up, s->normed, s->prepared, rows, hidden, ffn, s->gate, ffn, 0, threads), up = gate;
+    up.weight += num_panels(ffn) * gate.panel_bytes;
+    if (gate.bias) up.bias += ffn;
+    up.y = s->up;
+    struct feed feed = {gate, up, layer->activation};
     run_tasks(feed_task, &feed, num_shares(&feed.gate), threads);
-    project(m, s, s->gate, ffn, layer->down, layer->down_bias, layer->post_feedforward_norm);
+    project(m, s, s->gate, ffn, &layer->down, layer->post_feedforward_norm);
     struct norm after = {s->x, layer->post_feedforward_norm, 0, s->normed, rows, hidden, m->eps};
     norm_run(&after, threads);
 }
@@ -226,13 +293,34 @@ EXPORT int64_t diptych_tile_rows(int64_t group) { return tile_rows(group); }
 
 /* Of the structs that Python fills. */
 EXPORT int64_t diptych_struct_size(int64_t which) {
-    const int64_t sizes[] = {sizeof(struct layer), sizeof(struct model), sizeof(struct group), sizeof(struct step)};
+    const int64_t sizes[] = {
+        sizeof(struct weights), sizeof(struct layer), sizeof(struct model), sizeof(struct group), sizeof(struct step),
+    };
     return sizes[which];
 }
 
-/* weight: [outputs][inputs]; out: outputs rounded up to PANEL, times inputs. */
-EXPORT void diptych_pack(const float *weight, int64_t outputs, int64_t inputs, float *out) {
-    for (long p = 0; p < num_panels(outputs); p++) pack_panel(weight, inputs, outputs, p, out + p * PANEL * inputs);
+/* Bytes of packed weights, and of a prepared row. */
+EXPORT int64_t diptych_packed_bytes(int64_t format, int64_t outputs, int64_t inputs, int64_t group) {
+    long planes[MAX_PLANES];
+    return num_panels(outputs) * lay_out_panel(formats[format], inputs, group, planes);
+}
+EXPORT int64_t diptych_prepared_bytes(const struct weights *w, int64_t inputs) {
+    long most = 0;
+    for (; w; w = w->next) most = max_long(most, row_bytes(w->format, inputs, w->group));
+    return most;
+}
+
+/* codes: [outputs][inputs] of the least whole bytes that hold a format's bits, each of which becomes code ^ flip; out:
+ * packed_bytes, in which every plane is 0 then. */
+EXPORT void diptych_pack_codes(int64_t format, const void *codes, int64_t outputs, int64_t inputs, int64_t group, int64_t flip,
+                               char *out) {
+    pack_codes(formats[format], codes, outputs, inputs, group, (uint32_t)flip, out);
+}
+
+/* values: [outputs][inputs / those that share one], of the plane's bytes. */
+EXPORT void diptych_pack_plane(int64_t format, int64_t plane, const void *values, int64_t outputs, int64_t inputs, int64_t group,
+                               char *out) {
+    pack_plane(formats[format], (int)plane, values, outputs, inputs, group, out);
 }
 
 /* Layers [first, last) of the step. */
@@ -258,9 +346,8 @@ EXPORT void diptych_norm(const float *x, const float *weight, float *y, int64_t 
 /* values[i] = cap * tanh(values[i] / cap), in place: each as if it were alone. */
 EXPORT void diptych_softcap(float *values, int64_t count, float cap) { cap_values(values, count, cap); }
 
-/* y: [rows][outputs] = x W^T + bias */
-EXPORT void diptych_linear(const float *x, const float *packed, const float *bias, float *y, int64_t rows, int64_t inputs,
+/* y: [rows][outputs of all parts] = x W^T + bias. prepared: [rows][prepared_bytes] */
+EXPORT void diptych_linear(const struct weights *weights, const float *x, char *prepared, float *y, int64_t rows, int64_t inputs,
                            int64_t outputs, int64_t num_threads) {
-    struct linear job = {x, packed, bias, y, rows, inputs, outputs, inputs, outputs, 0};
-    linear_run(&job, (int)num_threads);
+    apply(weights, x, prepared, rows, inputs, y, outputs, 0, (int)num_threads);
 }

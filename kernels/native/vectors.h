@@ -35,6 +35,13 @@
 #define VECS 2
 #endif
 #define PANEL (LANES * VECS)
+#if TILE >= 12
+#define EACH_COUNT(CASE) CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
+#elif TILE >= 6
+#define EACH_COUNT(CASE) CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)
+#else
+#define EACH_COUNT(CASE) CASE(1) CASE(2) CASE(3) CASE(4) CASE(5)
+#endif
 
 #define INLINE static inline __attribute__((always_inline))
 

@@ -14,6 +14,9 @@ import numpy as np
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support"))
+from diptych.engine.exec.methods.plain import PlainWeights
+from diptych.engine.exec.methods.quantized import Int8Weights
+from diptych.engine.exec.native.weights import Packer
 from diptych.kernels import kv_pack
 from diptych.kernels.native.api import Library
 from diptych.kernels.native.kv_move import KvMoves
@@ -29,9 +32,19 @@ def decoder(path: Path) -> None:
     lanes = library.lanes
     for outputs, inputs, rows in ((1, 1, 1), (library.panel + 1, 33, 2), (75, 7, 5), (3, 40, 13), (33, 9, 160)):
         x, weight, bias = torch.randn(rows, inputs), torch.randn(outputs, inputs), torch.randn(outputs)
-        packed = library.pack(weight, native_layers.Exact())
-        for threads in (1, 2):
-            library.linear(x, packed, bias, outputs, threads)
+        codes, scales = torch.randint(-128, 128, (outputs, inputs), dtype=torch.int8), torch.rand(outputs)
+        packer = Packer(library, native_layers.Exact())
+        for weights in (
+            PlainWeights(weight, bias), PlainWeights(weight.bfloat16().float(), bias), Int8Weights(codes, scales, bias),
+        ):  # fmt: skip
+            linear = packer(weights)
+            for threads in (1, 2):
+                library.linear(x, linear.weights, outputs, threads)
+    for outputs, inputs, group in ((1, 16, 16), (library.panel + 1, 96, 48), (3, 640, 320)):
+        for order in (None, torch.randperm(inputs)):
+            linear = packer(native_layers.int4_of(torch.randn(outputs, inputs), group, order=order))
+            for rows in (1, 3, 4, 100):
+                library.linear(torch.randn(rows, inputs), linear.weights, outputs, 2)
     library.norm(torch.randn(3, lanes), torch.randn(lanes), 1e-6)
     for count in (1, lanes - 1, lanes, lanes + 1):
         library.softcap(torch.randn(count), 2.0)

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from diptych.common.kv_format import KvFormat
 from diptych.engine.exec.backends.base import DENSE, AnyBlock, field_refusal, kv_refusal, method_refusal
+from diptych.engine.exec.formats.base import settings_of
 from diptych.engine.exec.kv_pool import KvPool
 from diptych.engine.exec.layers.block import DecoderBlock
-from diptych.engine.exec.layers.linear import PLAIN
+from diptych.engine.exec.layers.embedding import Embedding
+from diptych.engine.exec.layers.linear import PLAIN, Linear
 from diptych.engine.exec.methods.base import LinearMethod, LinearWeights, LoadedLinear
-from diptych.engine.exec.methods.plain import PlainWeights
 from diptych.engine.exec.models.description import ModelDescription
 from diptych.engine.exec.native.decoder import NativeRuntime
 from diptych.engine.exec.native.weights import Packer
 from diptych.engine.exec.weights import ModelWeights
 from diptych.kernels.dispatch import NATIVE
-from diptych.kernels.native.api import KV_CODES, Library
+from diptych.kernels.native.api import GROUP_STEP, KV_CODES, MAX_INT8_INPUTS, Library
 
-_METHODS = frozenset({PLAIN})
+_METHODS = frozenset({PLAIN, "int8", "int4", "gguf"})
 _TAKES = DENSE
 
 
@@ -33,6 +34,8 @@ class NativeBackend:
     def refusal(self, block: AnyBlock, kv: KvFormat) -> str | None:
         """See Backend.refusal. The kernels step through a row in whole vectors and panels."""
         reason = kv_refusal(kv, KV_CODES) or field_refusal(block, _TAKES) or method_refusal(block, _METHODS)
+        if reason is None and not isinstance(block, Embedding):
+            reason = next(filter(None, map(_linear_misfit, block.linears)), None)
         return reason or (self._misfit(block) if isinstance(block, DecoderBlock) else None)
 
     def _misfit(self, block: DecoderBlock) -> str | None:
@@ -42,6 +45,9 @@ class NativeBackend:
         )
         if misfit is not None:
             return misfit
+        kinds = settings_of(mlp.gate_up).get("kinds", "")
+        if len(set(kinds.split("+"))) > 1:
+            return f"its gate and up are of several kinds, {kinds}"
         for name, same in (
             ("intermediate_size", mlp.size == first.mlp.size),
             ("rms_norm_eps", len(_epsilons(block) | _epsilons(first)) == 1),
@@ -52,14 +58,24 @@ class NativeBackend:
 
     def keep(self, method: LinearMethod, weights: LinearWeights) -> LoadedLinear:
         """See Backend.keep."""
-        if method.name != PLAIN:
+        if method.name not in _METHODS:
             raise TypeError(f"{method.name} was refused")
-        assert isinstance(weights, PlainWeights)
-        return self._packer(weights.weight, weights.bias)
+        return self._packer(weights)
 
     def runtime(self, weights: ModelWeights, pool: KvPool, max_model_len: int) -> NativeRuntime:
         """See Backend.runtime."""
         return NativeRuntime(self._library, weights, pool, max_model_len)
+
+
+def _linear_misfit(layer: Linear) -> str | None:
+    """Why the kernels of its method do not take a layer of this size, or None."""
+    if layer.method == "int8" and layer.inputs > MAX_INT8_INPUTS:
+        return f"int8 over {layer.inputs} inputs, at most {MAX_INT8_INPUTS}"
+    if layer.method == "int4":
+        group = settings_of(layer)["group_size"]
+        if group % GROUP_STEP or layer.inputs % group:
+            return f"group_size {group} over {layer.inputs} inputs is no multiple of {GROUP_STEP} that divides them"
+    return None
 
 
 def _epsilons(block: DecoderBlock) -> set[float]:

@@ -16,9 +16,14 @@ def decoded(kind: str, rows: Tensor) -> Decoded:
     return _DECODERS[kind](torch.unflatten(rows, 1, (-1, KINDS[kind].size_bytes)))
 
 
+def half_at(blocks: Tensor, at: int) -> Tensor:
+    """[outputs, blocks] float16, at a byte of each block."""
+    return blocks[..., at : at + 2].contiguous().view(torch.float16)[..., 0]
+
+
 def _half(blocks: Tensor, at: int) -> Tensor:
-    """[outputs, blocks] float32, of a float16 at a byte of each block."""
-    return blocks[..., at : at + 2].contiguous().view(torch.float16)[..., 0].float()
+    """The same in float32."""
+    return half_at(blocks, at).float()
 
 
 def _low_then_high(codes: Tensor) -> Tensor:
@@ -42,11 +47,17 @@ def _q5_0(blocks: Tensor) -> Decoded:
     return codes.flatten(1), _half(blocks, 0), None
 
 
-def _q4_k(blocks: Tensor) -> Decoded:
+def q4_k_bytes(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Of 8 groups of a block of Q4_K: what its two float16 are multiplied by. [outputs, blocks, 8] each, 0 to 63."""
     packed = blocks[..., 4:16]
     first, second, third = packed[..., :4], packed[..., 4:8], packed[..., 8:]
     scales = torch.cat((first & 63, third & 15 | first >> 6 << 4), -1)
     least = torch.cat((second & 63, third >> 4 | second >> 6 << 4), -1)
+    return scales, least
+
+
+def _q4_k(blocks: Tensor) -> Decoded:
+    scales, least = q4_k_bytes(blocks)
     codes = _low_then_high(torch.unflatten(blocks[..., 16:], -1, (4, 32)))
     scale, offset = _half(blocks, 0)[..., None] * scales, -_half(blocks, 2)[..., None] * least
     return codes.flatten(1), scale.flatten(1), offset.flatten(1)

@@ -30,6 +30,7 @@ from diptych.kernels.native.api import (
     Library,
     Model,
     Step,
+    Weights,
 )
 
 _ROW_LAYERS = 128
@@ -73,7 +74,7 @@ class NativeRuntime:
             kv_codes=_codes(pool),
             eps=first.attention_norm.eps,
         )
-        self._buffers = _Buffers(first, library)
+        self._buffers = _Buffers(first, library, prepared_bytes=_prepared_bytes(library, weights, owned))
 
     def lay_out(self, seqs: Sequence[ScheduledSeq]) -> NativeBatch:
         """See Runtime.lay_out."""
@@ -139,36 +140,41 @@ def _codes(pool: KvPool) -> int:
     return KV_CODES[group.dtype] if group.quantized else FLOATS
 
 
+def _packed(linear: LoadedLinear) -> Weights:
+    if not isinstance(linear, PackedLinear):
+        raise TypeError(f"{type(linear).__name__} is not packed")
+    return linear.weights
+
+
+def _prepared_bytes(library: Library, weights: ModelWeights, layers: Sequence[int]) -> int:
+    """Of a row, for that linear layer of these layers that needs the most."""
+    declared = weights.description.blocks
+    return max(
+        library.prepared_bytes(_packed(linear), layer.inputs)
+        for i in layers
+        for linear, layer in zip(weights.blocks[i].linears, declared[i].linears, strict=True)
+    )
+
+
 def _layer(
     weights: BlockWeights, block: DecoderBlock, pool: KvPool, index: int, cosines: Tensor, sines: Tensor
 ) -> Layer:
     """index: of the layer in the model."""
 
-    def packed(linear: LoadedLinear) -> tuple[int, int | None]:
-        if not isinstance(linear, PackedLinear):
-            raise TypeError(f"{type(linear).__name__} is not packed")
-        return linear.packed.data_ptr(), None if linear.bias is None else linear.bias.data_ptr()
-
     def scale(norm: RmsNorm | None) -> int | None:
         return None if norm is None else norm.scale.data_ptr()
 
-    (qkv, qkv_bias), (o, o_bias) = packed(weights.qkv), packed(weights.o)
-    (gate_up, gate_up_bias), (down, down_bias) = packed(weights.gate_up), packed(weights.down)
     attention, kv = block.attention, pool.layer(index)
     return Layer(
         input_norm=scale(weights.attention_norm),
-        qkv=qkv,
-        qkv_bias=qkv_bias,
+        qkv=_packed(weights.qkv),
         q_norm=scale(weights.q_norm),
         k_norm=scale(weights.k_norm),
-        o=o,
-        o_bias=o_bias,
+        o=_packed(weights.o),
         post_attention_norm=scale(weights.attention_output_norm),
         pre_feedforward_norm=scale(weights.mlp_norm),
-        gate_up=gate_up,
-        gate_up_bias=gate_up_bias,
-        down=down,
-        down_bias=down_bias,
+        gate_up=_packed(weights.gate_up),
+        down=_packed(weights.down),
         post_feedforward_norm=scale(weights.mlp_output_norm),
         cosines=cosines.data_ptr(),
         sines=sines.data_ptr(),
@@ -186,7 +192,7 @@ class _Buffers:
     """What a step computes into; it grows to the largest step and is then used again: fresh memory costs a page fault a
     page."""
 
-    def __init__(self, block: DecoderBlock, library: Library) -> None:
+    def __init__(self, block: DecoderBlock, library: Library, *, prepared_bytes: int) -> None:
         self._tile = library.tile
         attention, mlp = block.attention, block.mlp
         self._widths = {
@@ -196,6 +202,7 @@ class _Buffers:
             "gate": mlp.size,
             "up": mlp.size,
         }
+        self._widths["prepared"] = -(-prepared_bytes // FLOAT_BYTES)
         self._q_size = attention.q_size
         self._tensors: dict[str, Tensor] = {}
         self._scores = torch.empty(0)

@@ -2,37 +2,126 @@
 
 from __future__ import annotations
 
+import ctypes
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-from diptych.engine.exec.linear import bias_bytes
-from diptych.engine.exec.methods.base import StepRows
-from diptych.kernels.native.api import HugePages, Library
+from diptych.engine.exec.methods.base import LinearWeights, StepRows
+from diptych.engine.exec.methods.gguf_blocks import decoded, half_at, q4_k_bytes
+from diptych.engine.exec.methods.gguf_kinds import KINDS
+from diptych.engine.exec.methods.plain import PlainWeights
+from diptych.engine.exec.methods.quantized import GgufParts, GgufWeights, Int4Weights, Int8Weights, unpacked
+from diptych.kernels.native.api import HugePages, Library, Memory, WeightFormat, Weights
+
+_BIT_7 = 0x80
+"""Flipped, it adds 128 to a signed byte."""
+_MIDDLE_OF_FOUR_BITS = 8
 
 
 class PackedLinear:
-    """y = x @ weight.T + bias on torch's number of threads."""
+    """y = x @ weight.T + bias on torch's number of threads. weights: what the kernels are given."""
 
-    __slots__ = ("packed", "bias", "_library", "_outputs")
+    __slots__ = ("weights", "_library", "_kept", "_next")
+    weights: Weights
 
-    def __init__(self, library: Library, memory: HugePages, weight: Tensor, bias: Tensor | None) -> None:
-        self._library, self._outputs = library, weight.shape[0]
-        self.packed, self.bias = library.pack(weight, memory), bias
+    def __init__(
+        self, library: Library, kind: WeightFormat, packed: Tensor, bias: Tensor | None, outputs: int,
+        *, group: int = 0, order: Tensor | None = None, then: PackedLinear | None = None,
+    ) -> None:  # fmt: skip
+        """Args: then: of the outputs that follow."""
+        self._library, self._next = library, then
+        self._kept = [tensor for tensor in (packed, bias, order) if tensor is not None]
+        bias_at, order_at = (None if tensor is None else tensor.data_ptr() for tensor in (bias, order))
+        next_at = None if then is None else ctypes.addressof(then.weights)
+        self.weights = Weights(packed.data_ptr(), bias_at, order_at, next_at, kind, group, outputs)
 
     @property
     def num_bytes(self) -> int:
-        return self.packed.nbytes + bias_bytes(self.bias)
+        return sum(tensor.nbytes for tensor in self._kept) + (0 if self._next is None else self._next.num_bytes)
+
+    @property
+    def outputs(self) -> int:
+        own: int = self.weights.outputs
+        return own + (0 if self._next is None else self._next.outputs)
 
     def __call__(self, x: Tensor, step: StepRows) -> Tensor:
         """See LoadedLinear."""
-        return self._library.linear(x.contiguous(), self.packed, self.bias, self._outputs, torch.get_num_threads())
+        return self._library.linear(x.contiguous(), self.weights, self.outputs, torch.get_num_threads())
 
 
 class Packer:
-    """Makes the linear layers of one model."""
+    """Makes the linear layers of one model. memory: for the packed weights."""
 
-    def __init__(self, library: Library) -> None:
-        self._library, self._memory = library, HugePages()
+    def __init__(self, library: Library, memory: Memory | None = None) -> None:
+        self._library, self._memory = library, memory or HugePages()
 
-    def __call__(self, weight: Tensor, bias: Tensor | None = None) -> PackedLinear:
-        return PackedLinear(self._library, self._memory, weight, bias)
+    def __call__(self, weights: LinearWeights) -> PackedLinear:
+        """Raises: TypeError for weights that are not of one of the classes here."""
+        match weights:
+            case PlainWeights():
+                return self._plain(weights)
+            case Int8Weights(weight=codes, scales=scales, bias=bias):
+                return self._packed(WeightFormat.INT8, codes, bias, planes=[scales], flip=_BIT_7)
+            case Int4Weights():
+                return self._int4(weights)
+            case GgufWeights():
+                return self._gguf(weights)
+            case GgufParts(parts=parts):
+                linear = None
+                for part in reversed(parts):
+                    linear = self._gguf(part, linear)
+                assert linear is not None, "there are parts"
+                return linear
+        raise TypeError(f"{type(weights).__name__} cannot be packed")
+
+    def _packed(
+        self, kind: WeightFormat, codes: Tensor, bias: Tensor | None, *, planes: Sequence[Tensor] = (), group: int = 0,
+        flip: int = 0, order: Tensor | None = None, then: PackedLinear | None = None,
+    ) -> PackedLinear:  # fmt: skip
+        packed = self._library.pack(kind, codes, self._memory, planes=planes, group=group, flip=flip)
+        return PackedLinear(self._library, kind, packed, bias, len(codes), group=group, order=order, then=then)
+
+    def _plain(self, weights: PlainWeights) -> PackedLinear:
+        """Values that bfloat16 has are kept in it: half the memory, the same results."""
+        inputs, weight = weights.weight.shape[1], weights.weight
+        if inputs % 2 or not _is_bfloat16(weight):
+            return self._packed(WeightFormat.PLAIN, weight, weights.bias)
+        return self._packed(WeightFormat.BFLOAT16, weight.bfloat16(), weights.bias, group=inputs)
+
+    def _int4(self, weights: Int4Weights) -> PackedLinear:
+        planes = [weights.scales, _MIDDLE_OF_FOUR_BITS - weights.zeros.to(torch.int8)]
+        order = None if weights.order is None else weights.order.contiguous()
+        return self._packed(
+            WeightFormat.INT4, unpacked(weights.codes), weights.bias, planes=planes, group=weights.group_size,
+            flip=_MIDDLE_OF_FOUR_BITS, order=order,
+        )  # fmt: skip
+
+    def _gguf(self, weights: GgufWeights, then: PackedLinear | None = None) -> PackedLinear:
+        kind, blocks = KINDS[weights.kind], weights.blocks
+        codes, *_ = decoded(weights.kind, blocks)
+        planes = _planes(weights.kind, torch.unflatten(blocks, 1, (-1, kind.size_bytes)))
+        flip = _MIDDLE_OF_FOUR_BITS if weights.kind in ("Q4_1", "Q4_K") else 0
+        return self._packed(
+            WeightFormat[weights.kind], codes, weights.bias, planes=planes, group=kind.group, flip=flip, then=then
+        )
+
+
+def _planes(kind: str, blocks: Tensor) -> list[Tensor]:
+    """Scales and the like, as the kernels keep them. blocks: [outputs, blocks, bytes]."""
+    match kind:
+        case "Q4_1":
+            return [half_at(blocks, 0), half_at(blocks, 2)]
+        case "Q4_K":
+            scales, least = q4_k_bytes(blocks)
+            return [half_at(blocks, 0), half_at(blocks, 2), scales.flatten(1), least.flatten(1)]
+        case "Q6_K":
+            return [half_at(blocks, 208), blocks[..., 192:208].flatten(1)]
+        case _:
+            return [half_at(blocks, 0)]
+
+
+def _is_bfloat16(weight: Tensor) -> bool:
+    """Whether all values are bfloat16's."""
+    return not bool((weight.contiguous().view(torch.int32) & 0xFFFF).any())

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import ctypes
 import random
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 from torch.nn.functional import gelu, silu
 
+from diptych.engine.exec.layers.linear import PLAIN
+from diptych.engine.exec.methods.base import LinearWeights
+from diptych.engine.exec.methods.plain import PlainWeights
+from diptych.engine.exec.methods.quantized import Int4Weights, Int8Weights
+from diptych.engine.exec.native.weights import Packer
 from diptych.kernels.kv_codes import dequantize
 from diptych.kernels.native.api import ACTIVATIONS, FLOATS, KV_CODES, Group, Layer, Library, Model, Step
 
@@ -58,6 +63,60 @@ GEMMA3 = (
 )
 
 
+INT4_GROUP = 32
+LINEARS = ("qkv", "o", "gate_up", "down")
+
+
+@dataclass(frozen=True)
+class Method:
+    """keep(weight, bias) -> what a method loads; product(x, weight) -> the reference in float64, without a bias."""
+
+    keep: Callable[[Tensor, Tensor | None], LinearWeights]
+    product: Callable[[Tensor, Tensor], Tensor]
+
+
+def int8_of(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes and scales of each row."""
+    scales = weight.float().abs().amax(1) / 127
+    return (weight.float() / scales[:, None]).round().to(torch.int8), scales
+
+
+def int8_product(x: Tensor, weight: Tensor) -> Tensor:
+    codes, scales = int8_of(weight)
+    rows, factors = int8_of(x)
+    return (rows.double() @ codes.double().T) * (factors[:, None] * scales).double()
+
+
+def int4_of(weight: Tensor, group: int, *, order: Tensor | None = None) -> Int4Weights:
+    """Codes from 0 to 15 with a zero for each group."""
+    outputs, inputs = weight.shape
+    ordered = weight if order is None else weight[:, order]
+    groups = ordered.float().view(outputs, inputs // group, group)
+    scales = (groups.amax(2) - groups.amin(2)) / 15
+    zeros = (-groups.amin(2) / scales).round().clamp(0, 15)
+    codes = (groups / scales[..., None] + zeros[..., None]).round().clamp(0, 15).flatten(1).to(torch.uint8)
+    packed = codes[:, ::2] | codes[:, 1::2] << 4
+    return Int4Weights(packed, scales, zeros.to(torch.uint8), group, None if order is None else order.int(), None)
+
+
+def int4_product(x: Tensor, weights: Int4Weights) -> Tensor:
+    """In float64."""
+    codes = torch.stack((weights.codes & 15, weights.codes >> 4), -1).flatten(1).double()
+    zeros, scales = (part.double().repeat_interleave(weights.group_size, 1) for part in (weights.zeros, weights.scales))
+    rows = x.double() if weights.order is None else x.double()[:, weights.order.long()]
+    return rows @ ((codes - zeros) * scales).T
+
+
+METHODS = {
+    PLAIN: Method(PlainWeights, lambda x, weight: x @ weight.T),
+    "int8": Method(lambda weight, bias: Int8Weights(*int8_of(weight), bias), int8_product),
+    "int4": Method(
+        lambda weight, bias: replace(int4_of(weight, INT4_GROUP), bias=bias),
+        lambda x, weight: int4_product(x, int4_of(weight, INT4_GROUP)),
+    ),
+}
+
+
 class Exact:
     """Memory of exactly the size asked for."""
 
@@ -84,12 +143,15 @@ class Layers:
 
     nowhere: what a block table holds for blocks behind every window.
     codes: dtype of a quantized pool; None: it holds floats.
+    method: of the linear layers, of METHODS.
     """
 
     def __init__(
         self, library: Library, features: Sequence[Features], sizes: Sizes = Sizes(), *, num_blocks: int = 64,
         max_len: int = 256, seed: int = 0, nowhere: int = NOWHERE, codes: torch.dtype | None = None,
+        method: str = PLAIN,
     ) -> None:  # fmt: skip
+        self.method = METHODS[method]
         self.library, self.features, self.sizes = library, tuple(features), sizes
         torch.manual_seed(seed)
         self.rng = random.Random(seed)
@@ -120,18 +182,25 @@ class Layers:
         self.pools = [torch.full((num_blocks, count, page), float("nan")) for count in counts]
         self.free = [self.rng.sample(range(1, num_blocks), num_blocks - 1) for _ in counts]
         self._kept: list[object] = []
+        self._prepared_bytes = 0
         self._model = self.make_model()
 
     def make_model(self) -> Model:
         s, at = self.sizes, [0] * self.groups
         layers = (Layer * len(self.features))()
         for layer, f, w, (cosines, sines) in zip(layers, self.features, self.weights, self.tables, strict=True):
-            packed = {name: self.library.pack(w[name], Exact()) for name in ("qkv", "o", "down")}
-            packed["gate_up"] = torch.cat([self.library.pack(half, Exact()) for half in w["gate_up"].chunk(2)])
-            held = w | packed
-            self._kept.append(held)
-            for name, tensor in held.items():
-                setattr(layer, name, tensor.data_ptr())
+            kept = {name: self.method.keep(w[name], w.get(f"{name}_bias")) for name in LINEARS}
+            packer = Packer(self.library, Exact())
+            packed = {name: packer(weights) for name, weights in kept.items()}
+            self._kept.append((w, packed))
+            for name, linear in packed.items():
+                room = self.library.prepared_bytes(linear.weights, w[name].shape[1])
+                self._prepared_bytes = max(self._prepared_bytes, room)
+            for name, linear in packed.items():
+                setattr(layer, name, linear.weights)
+            for name, tensor in w.items():
+                if name.endswith("norm"):
+                    setattr(layer, name, tensor.data_ptr())
             pool = self.pools[f.group]
             layer.cosines, layer.sines = cosines.data_ptr(), sines.data_ptr()
             layer.kv, layer.block_step = pool[:, at[f.group]].data_ptr(), pool.stride(0)
@@ -185,6 +254,7 @@ class Layers:
         qkv = (s.heads + 2 * s.kv_heads) * s.head_dim
         buffers = [torch.empty(rows * n) for n in (s.hidden, qkv, s.heads * s.head_dim, s.ffn, s.ffn)]
         scores = torch.empty(threads * self.library.tile * longest)
+        prepared = torch.empty(rows * self._prepared_bytes, dtype=torch.uint8)
         numbers = [torch.tensor(values) for values in (positions, tiles, *blocks, *slots)]
         at_blocks, at_slots = numbers[2 : 2 + self.groups], numbers[2 + self.groups :]
         step = Step(
@@ -192,7 +262,7 @@ class Layers:
             (Group * self.groups)(
                 *(Group(b.data_ptr(), i.data_ptr()) for b, i in zip(at_blocks, at_slots, strict=True))
             ),
-            scores.data_ptr(), rows, len(tiles), longest, self.library.tile * longest, threads,
+            scores.data_ptr(), prepared.data_ptr(), rows, len(tiles), longest, self.library.tile * longest, threads,
         )  # fmt: skip
         self.library.layers(ctypes.byref(self._model), ctypes.byref(step), 0, len(self.features))
         for (sequence, count), out in zip(parts, x.split([count for _, count in parts]), strict=True):
@@ -218,10 +288,10 @@ class Layers:
             own = kept[i] if kept else None
             attended = self._attention(f, w, tables, self._norm(x, w["input_norm"]), own)
             x = x + self._post(w, "post_attention_norm", attended)
-            y = _linear(self._norm(x, w["pre_feedforward_norm"]), w, "gate_up")
+            y = self._linear(self._norm(x, w["pre_feedforward_norm"]), w, "gate_up")
             gate, up = y.chunk(2, dim=-1)
             gate = gelu(gate, approximate="tanh") if f.activation == "gelu_tanh" else silu(gate)
-            x = x + self._post(w, "post_feedforward_norm", _linear(gate * up, w, "down"))
+            x = x + self._post(w, "post_feedforward_norm", self._linear(gate * up, w, "down"))
         return x
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
@@ -235,7 +305,7 @@ class Layers:
     ) -> Tensor:
         s, length = self.sizes, len(x)
         q, k, v = (
-            _linear(x, w, "qkv")
+            self._linear(x, w, "qkv")
             .view(length, -1, s.head_dim)
             .transpose(0, 1)
             .split([s.heads, s.kv_heads, s.kv_heads])
@@ -258,9 +328,8 @@ class Layers:
         behind = torch.arange(length)[:, None] - torch.arange(length)
         seen = (behind >= 0) & (behind < (f.window or length))
         attended = scores.masked_fill(~seen, float("-inf")).softmax(-1) @ v
-        return _linear(attended.transpose(0, 1).reshape(length, -1), w, "o")
+        return self._linear(attended.transpose(0, 1).reshape(length, -1), w, "o")
 
-
-def _linear(x: Tensor, w: dict[str, Tensor], name: str) -> Tensor:
-    y = x @ w[name].T
-    return y + w[f"{name}_bias"] if f"{name}_bias" in w else y
+    def _linear(self, x: Tensor, w: dict[str, Tensor], name: str) -> Tensor:
+        y = self.method.product(x, w[name])
+        return y + w[f"{name}_bias"] if f"{name}_bias" in w else y

@@ -12,7 +12,7 @@ from diptych.common.compiled import ALL_LANES, LANES_VARIABLE, wanted_lanes
 from diptych.common.errors import ConfigError
 from diptych.common.paths import cache_dir
 from diptych.engine.exec.model_runner import TorchModelRunner
-from diptych.kernels.native.api import HugePages, Library
+from diptych.kernels.native.api import HugePages, Library, WeightFormat, Weights
 from diptych.kernels.native.build import NativeError, build, find_compiler, library_path
 
 
@@ -74,12 +74,13 @@ def test_the_library_has_the_width_that_was_asked_for(lanes, library):
 def test_a_row_of_a_product_depends_on_nothing_else(library, outputs, inputs):
     torch.manual_seed(0)
     weight, bias, x = torch.randn(outputs, inputs), torch.randn(outputs), torch.randn(160, inputs)
-    packed = library.pack(weight, HugePages())
-    alone = torch.cat([library.linear(x[i : i + 1], packed, bias, outputs, 1) for i in range(len(x))])
+    packed = library.pack(WeightFormat.PLAIN, weight, HugePages())
+    weights = Weights(packed.data_ptr(), bias.data_ptr(), None, None, WeightFormat.PLAIN, 0, outputs)
+    alone = torch.cat([library.linear(x[i : i + 1], weights, outputs, 1) for i in range(len(x))])
     torch.testing.assert_close(alone, torch.nn.functional.linear(x, weight, bias), atol=1e-4, rtol=1e-4)
     for rows in (2, 3, 4, 5, 6, 7, 13, 160):
         for threads in (1, 3):
-            assert torch.equal(library.linear(x[:rows].contiguous(), packed, bias, outputs, threads), alone[:rows])
+            assert torch.equal(library.linear(x[:rows].contiguous(), weights, outputs, threads), alone[:rows])
 
 
 def test_logits_and_kv_are_the_same_bits_at_every_chunk_size(native_tiny, seen):

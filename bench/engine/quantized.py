@@ -1,0 +1,183 @@
+"""Decode with quantized weights on the compiled CPU kernels beside float32, in one process.
+
+    python -m diptych.bench.engine.quantized [--rounds 5] [--batches 1 8 32]
+
+The same model is loaded with each kind of weights: `fp32`, values that bfloat16 does not hold (each is moved by less than
+a thousandth); `bf16`, as the checkpoint has them, in half the memory; `int8` and `int4`, rounded to the nearest code. The
+head stays as the checkpoint has it. All sides get the same prompts, sample greedily and take turns, each round in another
+order. The ratio is the median over the rounds of tokens/s beside `fp32`'s of the same round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from diptych.bench.engine.vs_transformers import BLOCK_SIZE, DEFAULT_MODEL, Generate, our_side, ragged_prompts
+from diptych.bench.result import RESULTS, spread, surroundings, write
+from diptych.common.errors import ConfigError
+from diptych.common.paths import cache_dir
+from diptych.engine.exec.model_runner import TorchModelRunner
+
+BASE = "fp32"
+KINDS = (BASE, "bf16", "int8", "int4")
+GROUP = 64
+"""Of int4: it divides the sizes of the default model."""
+_LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+_MOVED = 1 + 2**-10
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """Tokens/s after all first tokens, one of each round. ratio: to fp32, median of the rounds'."""
+
+    kind: str
+    batch: int
+    threads: int
+    rounds: list[float]
+    ratio: float
+
+
+def int8_tensors(weight: Tensor) -> dict[str, Tensor]:
+    scales = weight.abs().amax(1, keepdim=True) / 127
+    return {"weight": (weight / scales).round().to(torch.int8), "weight_scale": scales}
+
+
+def int4_tensors(weight: Tensor) -> dict[str, Tensor]:
+    """Symmetric, in the layout of compressed-tensors: eight codes in an int32."""
+    groups = torch.unflatten(weight, 1, (-1, GROUP))
+    scales = (groups.abs().amax(2) / 7.5).half()
+    codes = (groups / scales.float()[..., None] + 8).round().clamp(0, 15).flatten(1).long()
+    words = sum(codes[:, i::8] << 4 * i for i in range(8))
+    assert isinstance(words, Tensor)
+    words = torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)
+    return {"weight_packed": words, "weight_scale": scales, "weight_shape": torch.tensor(weight.shape)}
+
+
+def quantization_config(layout: str, weights: dict[str, Any], inputs: dict[str, Any] | None) -> dict[str, Any]:
+    group = {
+        "targets": ["Linear"],
+        "weights": {"type": "int", "symmetric": True, **weights},
+        "input_activations": inputs,
+    }
+    return {
+        "quant_method": "compressed-tensors", "format": layout, "ignore": ["lm_head"], "config_groups": {"group_0": group},
+    }  # fmt: skip
+
+
+INT8_CONFIG = quantization_config(
+    "int-quantized", {"num_bits": 8, "strategy": "channel"},
+    {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True, "symmetric": True},
+)  # fmt: skip
+INT4_CONFIG = quantization_config("pack-quantized", {"num_bits": 4, "strategy": "group", "group_size": GROUP}, None)
+
+
+def write_kind(kind: str, model: Path, folder: Path) -> Path:
+    """A folder of the model with weights of this kind."""
+    folder.mkdir()
+    config, tensors = json.loads((model / "config.json").read_text()), load_file(model / "model.safetensors")
+    if kind == BASE:
+        tensors = {name: tensor.float() * _MOVED for name, tensor in tensors.items()}
+        config["torch_dtype"] = "float32"
+    elif kind in ("int8", "int4"):
+        config["quantization_config"] = INT8_CONFIG if kind == "int8" else INT4_CONFIG
+        rounded = int8_tensors if kind == "int8" else int4_tensors
+        for layer in [name.removesuffix(".weight") for name in tensors if name.split(".")[-2] in _LINEARS]:
+            made = rounded(tensors.pop(f"{layer}.weight").float())
+            tensors |= {f"{layer}.{end}": tensor.contiguous() for end, tensor in made.items()}
+    save_file(tensors, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def measure(
+    sides: dict[str, Generate], prompts: list[list[int]], new_tokens: int, rounds: int
+) -> dict[str, list[float]]:
+    """Tokens/s of each round, by kind."""
+    rates: dict[str, list[float]] = {kind: [] for kind in sides}
+    order = list(sides)
+    for _ in range(rounds):
+        for kind in order:
+            rates[kind].append(sides[kind](prompts, [new_tokens] * len(prompts)).decode_rate())
+        order = order[1:] + order[:1]
+    return rates
+
+
+def run(args: argparse.Namespace, save: Callable[[list[Point]], None]) -> None:
+    model, points = Path(args.model), list[Point]()
+    if not (model / "config.json").exists():
+        raise ConfigError("model", str(model), "no model there; `make model` fetches the default one")
+    num_blocks = max(args.batches) * -(-(args.longest_prompt + args.new_tokens + 1) // BLOCK_SIZE) + 8
+    with tempfile.TemporaryDirectory() as made:
+        runners = {
+            kind: TorchModelRunner.load(
+                write_kind(kind, model, Path(made) / kind), num_blocks=num_blocks, block_size=BLOCK_SIZE,
+                num_threads=args.threads[0], backend="native",
+            )
+            for kind in KINDS
+        }  # fmt: skip
+        sides = {kind: our_side(runner) for kind, runner in runners.items()}
+        vocab_size = runners[BASE].vocab_size
+        for threads in args.threads:
+            torch.set_num_threads(threads)
+            for batch in args.batches:
+                prompts = ragged_prompts(batch, args.shortest_prompt, args.longest_prompt, vocab_size)
+                rates = measure(sides, prompts, args.new_tokens, args.rounds)
+                for kind, own in rates.items():
+                    ratio = statistics.median(a / b for a, b in zip(own, rates[BASE], strict=True))
+                    points.append(Point(kind, batch, threads, own, ratio))
+                    values = spread(own)
+                    print(
+                        f"{threads} threads, batch {batch:2}, {kind}: {values['median']:7.1f} tokens/s "
+                        f"({values['min']:.1f} - {values['max']:.1f}), {ratio:.2f} of {BASE}", flush=True,
+                    )  # fmt: skip
+                save(points)
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--model", default=str(cache_dir() / "models" / DEFAULT_MODEL), help="a local folder")
+    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--new-tokens", type=int, default=32)
+    parser.add_argument("--shortest-prompt", type=int, default=16)
+    parser.add_argument("--longest-prompt", type=int, default=64)
+    parser.add_argument("--out", help="JSON file; default: a new one in bench/results")
+    args = parser.parse_args(argv)
+    if min([args.rounds, *args.threads, *args.batches]) < 1 or args.new_tokens < 2:
+        parser.error("rounds, threads and batches must be at least 1, new tokens at least 2")
+    return args
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    args = parse(argv)
+    path = Path(args.out or RESULTS / f"engine-quantized-{datetime.now(UTC):%Y%m%d-%H%M%S}.json")
+    settings = {k: v for k, v in vars(args).items() if k not in ("model", "out")} | {"model": Path(args.model).name}
+    facts = surroundings()
+
+    def save(points: list[Point]) -> None:
+        record = {
+            "command": "python -m diptych.bench.engine.quantized",
+            "machine": facts,
+            "settings": settings,
+            "points": [asdict(point) for point in points],
+        }
+        write(path, record)
+
+    run(args, save)
+
+
+if __name__ == "__main__":
+    main()
