@@ -63,7 +63,7 @@ def a_prompt(length):
     return [rng.randrange(320) for _ in range(length)]
 
 
-def logits_of(driver, prompts, following):
+def logits_of(driver, prompts, following, chunk=9):
     """Of each prompt's last token, and of given tokens after it, decoded together: [n, vocabulary] on the CPU."""
     runner, found = driver.runner, []
     owner, name, place = (runner._decoder, "forward", 0) if runner._fused is None else (runner._fused, "execute", 1)
@@ -79,7 +79,7 @@ def logits_of(driver, prompts, following):
     setattr(owner, name, watched)
     tables = [driver.table(len(prompt) + len(following)) for prompt in prompts]
     for prompt, table in zip(prompts, tables, strict=True):
-        driver.prefill(prompt, table, chunk=9)
+        driver.prefill(prompt, table, chunk=chunk)
     for index, token in enumerate(following):
         pairs = zip(prompts, tables, strict=True)
         runner.execute([driver.seq([token], len(p) + index, t, index=index + 1) for p, t in pairs])
@@ -132,3 +132,27 @@ def test_a_group_size_without_a_kernel_is_refused_by_name():
 
     assert refusal(48) == "it has no int4 kernel for groups of 48"
     assert refusal(96) is None
+
+
+@pytest.fixture
+def small_chains(monkeypatch):
+    """Two chains of sums in a tiny model; matrix products in the interpreter as a chain of instructions computes them."""
+    from diptych.bench.kernels.ordered_dot import replaced
+    from diptych.kernels import triton_invariant_matmul as matmul
+
+    monkeypatch.setattr(*replaced())
+    monkeypatch.setattr(matmul, "CHAINS_FROM", 64)
+
+
+@interpreted
+@pytest.mark.usefixtures("small_chains")
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_batch_invariant_logits_are_the_same_bits_in_any_chunks_and_company(folder_of, driver_of, name):
+    """Alone in one chunk, and beside another prompt in chunks of three."""
+    folder, prompt, following = folder_of(name), a_prompt(8), [5]
+    alone = logits_of(driver_of(folder, backend="triton", batch_invariant=True), [prompt], following, chunk=8)
+    both = logits_of(
+        driver_of(folder, backend="triton", batch_invariant=True), [a_prompt(2), prompt], following, chunk=3
+    )
+    assert torch.equal(alone[0], both[1]), "the prompt's last token"
+    assert torch.equal(alone[1], both[3]), "the token that was decoded"
