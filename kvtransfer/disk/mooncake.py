@@ -45,6 +45,8 @@ class MooncakeApi(Protocol):
 
     def remove(self, key: str, force: bool) -> int: ...
 
+    def remove_by_regex(self, regex_pattern: str, force: bool) -> int: ...
+
     def close(self) -> int: ...
 
 
@@ -74,6 +76,20 @@ def connect(url: str, block_bytes: int) -> MooncakeApi:
         raise ConfigError(SETTING, url, f"the store cannot be used: it answers {code}")
     found: MooncakeApi = store
     return found
+
+
+def purge(url: str, tenant: str | None = None) -> int:
+    """Remove the blocks of every identity, or those of one tenant, from a store; also while workers run. Blocking.
+
+    Args: tenant: as in DiskBlock. Returns: blocks. Raises: ConfigError."""
+    store = connect(url, 0)
+    try:
+        count = store.remove_by_regex(f"^diptych/[0-9a-f]+/{tenant or '[0-9a-f]+'}/", True)
+    finally:
+        store.close()
+    if count < 0:
+        raise ConfigError(SETTING, url, f"cannot be purged: the store answers {count}")
+    return count
 
 
 def _package(url: str) -> Any:

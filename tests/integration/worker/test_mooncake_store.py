@@ -19,7 +19,7 @@ from diptych.common.errors import ConfigError
 from diptych.engine.disk_messages import DiskBlock
 from diptych.engine.sched.lifecycle import restores
 from diptych.kvtransfer.disk.block_file import BadBlockError, identity_of
-from diptych.kvtransfer.disk.mooncake import MooncakeKeeper, check, connect
+from diptych.kvtransfer.disk.mooncake import MooncakeKeeper, check, connect, purge
 from diptych.worker.disk_tier import open_disk
 from diptych.worker.process import make_transfer
 from diptych.worker.runtime import WorkerRuntime
@@ -91,6 +91,21 @@ def test_a_keeper_on_a_real_store(master: str) -> None:
         with pytest.raises(OSError, match="-200") as error:
             fill()
         assert error.value.errno == errno.ENOSPC
+    finally:
+        keeper.close()
+
+
+def test_a_purge_of_a_real_store(master: str) -> None:
+    keeper = MooncakeKeeper(connect(master, 64), identity_of("m"), 64)
+    try:
+        blocks = [DiskBlock(bytes([number]) * 16, tenant * 32, number) for tenant in "ab" for number in range(3)]
+        for block in blocks:
+            keeper.write(block, [memoryview(bytearray(64))])
+        keeper.read(blocks[0], [memoryview(bytearray(64))])
+        assert purge(master, "a" * 32) == 3
+        assert [keeper.has(block) for block in blocks] == [False] * 3 + [True] * 3
+        assert purge(master) == 3
+        assert purge(master) == 0
     finally:
         keeper.close()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from diptych.cli.main import build_app
 from diptych.common.errors import ConfigError
 from diptych.common.secret import create_secret, further_salt, tenant_folder, tenant_of, tenant_salt
 from diptych.engine.disk_messages import DiskBlock
+from diptych.kvtransfer.disk import mooncake
 from diptych.kvtransfer.disk.block_file import identity_of
 from diptych.kvtransfer.disk.block_folder import BlockFolder
 
@@ -60,6 +62,59 @@ def test_a_purge_of_a_tenant_without_blocks_says_so_and_fails(root: Path) -> Non
         assert str(result.exception) == f"tenant={tenant!r}: has no blocks in {root}"
         assert result.exit_code == 1
     assert len(list(root.glob("*/*/*/*-*"))) == 4
+
+
+class Store:
+    """Of a Mooncake client, what a purge uses."""
+
+    def __init__(self, names: list[str]) -> None:
+        self.names, self.is_closed, self.code = names, False, 0
+
+    def remove_by_regex(self, regex_pattern: str, force: bool) -> int:
+        assert force, "what was read a moment ago would stay"
+        found = [name for name in self.names if re.search(regex_pattern, name)]
+        self.names[:] = [name for name in self.names if name not in found]
+        return self.code or len(found)
+
+    def close(self) -> int:
+        self.is_closed = True
+        return 0
+
+
+def test_purge_of_a_store(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    secret = root.parent / "secret"
+    alice, bob = (
+        tenant_folder(tenant_of(tenant_salt(bytes.fromhex(secret.read_text().strip()), name)))
+        for name in ("alice", "bob")
+    )
+    names = [f"diptych/{identity_of(model).hex()}/{tenant}/{'0' * 32}-0" for model in "mn" for tenant in (alice, bob)]
+    others = [f"another/{alice}/x", f"x/diptych/{identity_of('m').hex()}/{alice}/y"]
+    store = Store([*names, *others])
+    asked: list[str] = []
+    monkeypatch.setattr(mooncake, "connect", lambda url, block_bytes: asked.append(url) or store)
+    here = ["purge", "--kv-store", "mooncake://h:1"]
+    one = [*here, "--secret-file", str(secret), "--tenant"]
+    assert cache(*one, "alice").stdout == "removed 2 blocks\n"
+    assert store.is_closed
+    assert set(store.names) == {name for name in names if bob in name} | set(others)
+    error = cache(*one, "alice").exception
+    assert isinstance(error, ConfigError)
+    assert str(error) == "tenant='alice': has no blocks in mooncake://h:1"
+    assert cache(*here).stdout == "removed 2 blocks\n"
+    assert cache(*here).stdout == "removed 0 blocks\n"
+    assert store.names == others
+    assert set(asked) == {"mooncake://h:1"}
+    store.code = -5
+    error = cache(*here).exception
+    assert isinstance(error, ConfigError)
+    assert (error.field, error.rule) == ("kv_store", "cannot be purged: the store answers -5")
+
+
+def test_a_purge_is_of_a_folder_or_of_a_store(root: Path) -> None:
+    for arguments in ([], ["--disk-kv-dir", str(root), "--kv-store", "mooncake://h:1"]):
+        error = cache("purge", *arguments).exception
+        assert isinstance(error, ConfigError)
+        assert error.field == "disk_kv_dir"
 
 
 def test_what_is_missing_is_named(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
