@@ -78,7 +78,8 @@ def quantize(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """x: [..., dim]. Returns: codes [..., dim] of `dtype`, and scales [...] float32."""
     most = largest_code(dtype)
     wide = x.float()
-    scales = wide.abs().amax(-1) / most
+    largest = wide.abs().amax(-1)
+    scales = largest / torch.full_like(largest, most)  # by a number, CUDA multiplies with its reciprocal
     whole = torch.isfinite(scales) & (scales > 0)
     divided = wide / torch.where(whole, scales, 1.0)[..., None]
     divided = torch.where(whole[..., None], divided, 0.0).clamp_(-most, most)

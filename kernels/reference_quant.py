@@ -17,7 +17,8 @@ def quantize_rows_ref(x: Tensor, dtype: torch.dtype, *, block: bool = False) -> 
     rows, size = x.shape
     width = BLOCK if block else size
     padded = torch.nn.functional.pad(x.float(), (0, -size % width)).view(rows, -1, width)
-    scales = padded.abs().amax(-1) / MOST[dtype]
+    largest = padded.abs().amax(-1)
+    scales = largest / torch.full_like(largest, MOST[dtype])  # by a number, CUDA multiplies with its reciprocal
     units = padded / torch.where(scales == 0, 1.0, scales)[..., None]
     if dtype == torch.int8:
         codes = units.round().clamp(-127, 127).to(torch.int8)
