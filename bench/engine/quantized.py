@@ -2,9 +2,9 @@
 
     python -m diptych.bench.engine.quantized [--rounds 5] [--batches 1 8 32]
 
-The same model is loaded with each kind of weights: `fp32`, values that bfloat16 does not hold (each is moved by less than
-a thousandth); `bf16`, as the checkpoint has them, in half the memory; `int8` and `int4`, rounded to the nearest code. The
-head stays as the checkpoint has it. All sides get the same prompts, sample greedily and take turns, each round in another
+The same model is loaded with each kind of weights: `fp32`, values that bfloat16 does not hold (each is moved by a
+thousandth); `bf16`, rounded to bfloat16 and computed with in float32; `int8` and `int4`, rounded to the nearest code, with
+a head of bfloat16 values. All sides get the same prompts, sample greedily and take turns, each round in another
 order. The ratio is the median over the rounds of tokens/s beside `fp32`'s of the same round.
 """
 
@@ -87,9 +87,9 @@ def write_kind(kind: str, model: Path, folder: Path) -> Path:
     """A folder of the model with weights of this kind."""
     folder.mkdir()
     config, tensors = json.loads((model / "config.json").read_text()), load_file(model / "model.safetensors")
+    tensors = {name: tensor.bfloat16() for name, tensor in tensors.items()}
     if kind == BASE:
         tensors = {name: tensor.float() * _MOVED for name, tensor in tensors.items()}
-        config["torch_dtype"] = "float32"
     elif kind in ("int8", "int4"):
         config["quantization_config"] = INT8_CONFIG if kind == "int8" else INT4_CONFIG
         rounded = int8_tensors if kind == "int8" else int4_tensors
