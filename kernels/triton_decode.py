@@ -47,6 +47,23 @@ def load_kv(at, mask, dtype: tl.constexpr, MASKED: tl.constexpr):
     return x.to(dtype)
 
 
+@triton.jit
+def add_codes(acc, weights, codes, units, inside, code_dtype: tl.constexpr):
+    """acc + the weighted values, fp32. codes: of V, as numbers of q's dtype. units: where the scales of these keys lie.
+
+    A weight times a scale is too small for float16, whose least normal number is 6e-5: with E5M2 a scale is 2e-5 of the largest
+    value. There it is lifted by a power of two below the largest code, and the sum of products lowered by it.
+    """
+    scales = tl.load(units, mask=inside, other=0.0)[None, :]
+    if codes.dtype == tl.float16:
+        lift: tl.constexpr = 32768.0 if code_dtype == tl.float8e5 else 64.0
+        sums = tl.dot((weights * (scales * lift)).to(codes.dtype), codes, input_precision="ieee")
+        acc += sums * (1.0 / lift)
+    else:
+        acc = tl.dot((weights * scales).to(codes.dtype), codes, acc, input_precision="ieee")
+    return acc
+
+
 @triton.jit(do_not_specialize=["splits"])
 def _paged_decode_kernel(
     q_ptr,
@@ -127,9 +144,11 @@ def _paged_decode_kernel(
         weights = tl.exp2(scores - new_peak[:, None])
         v = load_kv(kv_ptr + stride_kv + slot[:, None] + dim[None, :], seen, q.dtype, True)
         total = total * shrink + tl.sum(weights, 1)
+        acc *= shrink[:, None]
         if CODES:
-            weights = weights * tl.load(units + stride_scales_kv, mask=inside, other=0.0)[None, :]
-        acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
+            acc = add_codes(acc, weights, v, units + stride_scales_kv, inside, kv_ptr.dtype.element_ty)
+        else:
+            acc = tl.dot(weights.to(v.dtype), v, acc, input_precision="ieee")
         peak = new_peak
 
     # A split without keys (a short or padded sequence) has total == 0: its output is 0 and its log-sum-exp -inf.

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from diptych.kernels.triton_decode import LOG2_E, check_paged, load_kv, scale_strides, soft_cap
+from diptych.kernels.triton_decode import LOG2_E, add_codes, check_paged, load_kv, scale_strides, soft_cap
 
 
 @triton.jit
@@ -87,9 +87,11 @@ def _attend_tile(
         weights = tl.exp2(scores - new_peak[:, None])
         shrink = tl.exp2(peak - new_peak)
         total = total * shrink + tl.sum(weights, 1)
+        acc *= shrink[:, None]
         if CODES:
-            weights = weights * tl.load(units + stride_scales_kv, mask=inside, other=0.0)[None, :]
-        acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
+            acc = add_codes(acc, weights, v, units + stride_scales_kv, inside, kv_ptr.dtype.element_ty)
+        else:
+            acc = tl.dot(weights.to(v.dtype), v, acc, input_precision="ieee")
         peak = new_peak
     return acc, total, peak
 

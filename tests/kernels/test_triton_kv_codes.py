@@ -146,9 +146,14 @@ def test_softcap_comes_behind_the_scales(codes):
 
 @interpreted
 def test_codes_in_half_precision(codes):
-    some = quantized(paged_case(SMALL, [33], block_size=16, dtype=torch.float16), codes)
-    check_decode(some, paged_decode, splits=2, tile=16, tolerance=3e-3)
-    check_prefill(some, [23], invariant=False, tile=16, tolerance=3e-3)
+    """Small values, too: a weight times a scale of theirs is below what float16 has."""
+    for size in (1.0, 0.01):
+        case = paged_case(SMALL, [33], block_size=16, dtype=torch.float16)
+        case.kv[:, 1] *= size
+        some = quantized(case, codes)
+        check_decode(some, paged_decode, splits=2, tile=16, tolerance=2e-3)
+        check_decode(some, invariant_decode, splits=2, tile=16, split_tokens=16, tolerance=2e-3)
+        check_prefill(some, [33], invariant=False, tile=16, tolerance=2e-3)
 
 
 @interpreted
@@ -235,7 +240,7 @@ def test_scales_that_do_not_fit_are_refused(spoil, words):
 def test_attention_over_codes_gpu(cuda, codes, heads, dtype, block_size):
     lens = [1, 17, 1024, 3001, 0, 130]
     some = quantized(paged_case(heads, lens, block_size=block_size, dtype=dtype, device=cuda), codes)
-    tolerance = TOLERANCE[dtype] * 2  # 3.3e-3 was seen on an H200 with E5M2 in float16, whose bound is 2e-3
+    tolerance = TOLERANCE[dtype] * 1.5
     for window in (None, 100):
         for splits in (1, 5):
             check_decode(some, paged_decode, window=window, splits=splits, tolerance=tolerance)
