@@ -16,6 +16,7 @@
 #define SUM_LANES 16    /* of the sum of x over a stretch, whatever the width of vectors */
 
 #define FEW 3
+#define EARLY 8192      /* bytes of codes that are asked for before a few rows meet them */
 
 /* Rows from `row` on over one stretch of one or two panels. */
 struct span {
@@ -181,6 +182,9 @@ static void grouped_rows(const struct linear *job, long first, long last, long p
             word words[2 * VECS][WORDS]; \
             _Pragma("GCC unroll 8") for (int v = 0; v < panels * VECS; v++) \
                 KIND##_words(s->panel + v / VECS * s->job->panel_bytes, s->k + k, v % VECS, words[v]); \
+            for (int panel = 0; panel < panels; panel++) \
+                for (long at = 0; at < WORDS * PANEL * 4; at += LINE) \
+                    __builtin_prefetch(s->panel + panel * s->job->panel_bytes + (s->k + k) / STEP * WORDS * PANEL * 4 + at + EARLY); \
             _Pragma("GCC unroll 32") for (int i = 0; i < STEP; i++) { \
                 vec code[2 * VECS]; \
                 _Pragma("GCC unroll 8") for (int v = 0; v < panels * VECS; v++) code[v] = KIND##_code(words[v], i); \
