@@ -5,8 +5,8 @@
     decode, batch N   ragged prompts; tokens/s after every request has its first token
     prefill N         one prompt of N tokens, up to its first token
 
-Both dtypes get the same prompts; which comes first changes every round, so that load on the machine affects both. Medians, with the
-least and the greatest round.
+Both dtypes get the same prompts; which comes first changes every round, so that load on the machine affects both. Medians,
+with the least and the greatest round.
 """
 
 from __future__ import annotations
