@@ -48,7 +48,8 @@ class Row:
     @property
     def ratio(self) -> float:
         """Of the rounds, bfloat16 to float32: their median."""
-        return statistics.median(b / a for a, b in zip(*(self.rates[name] for name in DTYPES), strict=True))
+        pairs = zip(self.rates["float32"], self.rates["bfloat16"], strict=True)
+        return statistics.median(half / whole for whole, half in pairs)
 
     def line(self) -> str:
         cells = [

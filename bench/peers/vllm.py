@@ -94,8 +94,7 @@ def run_vllm_bench(
     lengths = LENGTHS[mode]
     base = BenchConfig(input_len=lengths[0], output_len=lengths[1], slo=SLO, seed=seed, out=out, workers=2)
     name = mode if dtype == FLOAT32 else f"{mode}-{dtype}"
-    workers = {} if mode == "pd" else {"prefill_workers": 0, "decode_workers": 1}
-    cluster = ClusterChoice(**workers, cluster_args=shlex.join(ours_flags))
+    cluster = ClusterChoice(prefill_workers=int(mode == "pd"), decode_workers=1, cluster_args=shlex.join(ours_flags))
     started = (
         serving(model, cluster.threads, ours_flags)
         if mode == "serve"
