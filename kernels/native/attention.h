@@ -170,29 +170,28 @@ INLINE float weigh(float *own, long first, long last, long begin, long end, floa
     return total;
 }
 
-/* K of tokens from `t` on, or V, of one KV head, `step` floats apart: at most `count`, within a block. As plain elements of the
- * pool's kind; codes are decoded to floats. */
-struct head_span {
+/* K of tokens from `t` on, or V, of one KV head as floats `step` apart: at most `count`, within a block. */
+struct stretch {
     const float *rows;
     long step, count;
 };
 
 /* offset: 0, or v_offset. room: DECODED * head_dim floats. */
-INLINE struct head_span head_rows(const struct attention *a, const int64_t *table, long kv_head, long offset, long t, long count,
+INLINE struct stretch head_rows(const struct attention *a, const int64_t *table, long kv_head, long offset, long t, long count,
                                 float *room) {
     long inside = t % a->block_size;
     const float *slots = a->pool + table[t / a->block_size] * a->block_step + offset + inside * a->slot;
     count = min_long(count, a->block_size - inside);
-    if (is_plain(a->codes)) return (struct head_span){slots + plain_floats(a->codes, kv_head * a->head_dim), a->slot, count};
+    if (a->codes == FLOATS) return (struct stretch){slots + kv_head * a->head_dim, a->slot, count};
     count = min_long(count, DECODED);
     for (long i = 0; i < count; i++)
         decode_head(a->codes, slots + i * a->slot, a->kv_heads, kv_head, a->head_dim, room + i * a->head_dim);
-    return (struct head_span){room, a->head_dim, count};
+    return (struct stretch){room, a->head_dim, count};
 }
 
-/* One row and `heads` query heads of a KV head, from `head` on. codes: of what head_rows gives. */
-INLINE void attend_heads(const int codes, const int heads, const struct attention *a, const int64_t *table, long kv_head, long head,
-                         long row, long position, float *scores) {
+/* One row and `heads` query heads of a KV head, from `head` on. */
+INLINE void attend_heads(const int heads, const struct attention *a, const int64_t *table, long kv_head, long head, long row,
+                         long position, float *scores) {
     float q[TILE][MAX_HEAD_DIM], sums[TILE][MAX_HEAD_DIM], totals[TILE], room[DECODED * MAX_HEAD_DIM];
     long dim = a->head_dim, end = position + 1;
     long first = first_seen(a, position);
@@ -205,16 +204,15 @@ INLINE void attend_heads(const int codes, const int heads, const struct attentio
         }
     }
     for (long t = first; t < end;) {
-        struct head_span k = head_rows(a, table, kv_head, 0, t, end - t, room);
-        block_scores(codes, heads, q[0], MAX_HEAD_DIM, k.rows, k.step, dim, k.count, none, scores + t, a->max_len);
+        struct stretch k = head_rows(a, table, kv_head, 0, t, end - t, room);
+        block_scores(FLOATS, heads, q[0], MAX_HEAD_DIM, k.rows, k.step, dim, k.count, none, scores + t, a->max_len);
         t += k.count;
     }
     for (int j = 0; j < heads; j++) totals[j] = weigh(scores + j * a->max_len, first, end, first, end, a->softcap);
     for (long t = first; t < end;) {
-        struct head_span v = head_rows(a, table, kv_head, a->v_offset, t, end - t, room);
+        struct stretch v = head_rows(a, table, kv_head, a->v_offset, t, end - t, room);
         for (long d = 0; d < dim; d += PANEL)
-            block_values(codes, heads, scores + t, a->max_len, v.rows + plain_floats(codes, d), v.step, v.count, none, sums[0] + d,
-                         MAX_HEAD_DIM);
+            block_values(FLOATS, heads, scores + t, a->max_len, v.rows + d, v.step, v.count, none, sums[0] + d, MAX_HEAD_DIM);
         t += v.count;
     }
     for (int j = 0; j < heads; j++) {
@@ -283,11 +281,7 @@ static void attend_single(const struct attention *a, const int64_t *table, long 
         return;
     }
     for (long head = kv_head * a->group; head < (kv_head + 1) * a->group; head += heads) {
-#define HEADS(H) \
-    case H: \
-        if (a->codes == BFLOATS) attend_heads(BFLOATS, H, a, table, kv_head, head, row, position, scores); \
-        else attend_heads(FLOATS, H, a, table, kv_head, head, row, position, scores); \
-        break;
+#define HEADS(H) case H: attend_heads(H, a, table, kv_head, head, row, position, scores); break;
         switch (heads) { EACH_COUNT(HEADS) }
 #undef HEADS
     }

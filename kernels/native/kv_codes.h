@@ -19,7 +19,7 @@ enum kv_codes { FLOATS, INT8, E4M3, E5M2, BFLOATS }; /* FLOATS: the elements are
 typedef int8_t code_lanes __attribute__((vector_size(LANES)));
 typedef int8_t unaligned_codes __attribute__((vector_size(LANES), aligned(1), may_alias));
 
-/* Without a scale: a row of a head is read where it lies. */
+/* Without a scale: attention of single rows reads them where they lie. */
 INLINE int is_plain(long codes) { return codes == FLOATS || codes == BFLOATS; }
 
 /* Floats that so many elements without a scale take up. count: even. */
@@ -30,7 +30,7 @@ INLINE long slot_floats(long codes, long heads, long dim) {
     return is_plain(codes) ? plain_floats(codes, heads * dim) : heads * (dim / 4 + 1);
 }
 
-/* LANES elements of a row, from `at` on. */
+/* LANES elements of a row without a scale, from `at` on. */
 INLINE vec load_plain(const int codes, const float *row, long at) {
     return codes == BFLOATS ? load_bfloats((const uint16_t *)row + at) : load(row + at);
 }
