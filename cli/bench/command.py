@@ -260,7 +260,10 @@ def _register_small(app: typer.Typer) -> None:
     def vllm(
         environment: Annotated[Path, typer.Argument(help="Virtual environment made by bench/peers/setup_vllm_cpu.sh.")],
         mode: Annotated[
-            str, typer.Option(help="pd: 1 prefill + 1 decode on both sides; colocated: one engine.")
+            str,
+            typer.Option(
+                help="pd: 1 prefill + 1 decode on both sides; colocated: one engine; serve: ours as one process."
+            ),
         ] = "pd",
         loads: Annotated[
             str, typer.Option(help="rate:0.3 or users:8, separated by commas; default: by the mode.")
@@ -268,6 +271,7 @@ def _register_small(app: typer.Typer) -> None:
         rounds: Annotated[int, typer.Option(help="Rounds of A B A B.", min=1)] = 3,
         requests: Annotated[int, typer.Option(help="Duration of each run; 0: by the load.", min=0)] = 0,
         vllm_flags: Annotated[str, typer.Option(help="Further flags of `vllm serve`.")] = "--enforce-eager",
+        dtype: Annotated[str, typer.Option(help="Of both sides: float32 or bfloat16.")] = "float32",
         seed: Annotated[int, typer.Option(help="Seed of workload and arrivals; -1: random.")] = -1,
         out: Annotated[Path, typer.Option(help="Folder for the reports.")] = Path("bench-out"),
     ) -> None:
@@ -275,7 +279,7 @@ def _register_small(app: typer.Typer) -> None:
         run_vllm_bench = _from_checkout("peers.vllm").run_vllm_bench
 
         try:
-            code = run_vllm_bench(environment, mode, loads, rounds, requests, vllm_flags, seed, out)
+            code = run_vllm_bench(environment, mode, loads, rounds, requests, vllm_flags, seed, out, dtype)
         except ConfigError as error:
             print(f"error: {error}", file=sys.stderr)
             raise typer.Exit(2) from None

@@ -24,6 +24,8 @@ ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}
 MAX_HEAD_DIM = 256
 FLOAT_BYTES = 4
 FLOATS = 0
+BFLOATS = 4
+"""Of a pool of bfloat16, which has no scales."""
 KV_CODES = {"int8": 1, "float8_e4m3fn": 2, "float8_e5m2": 3}
 """Of a quantized KV pool, by the dtype of its codes: what Model.kv_codes holds."""
 GROUP_STEP = 16
@@ -45,6 +47,8 @@ class WeightFormat(IntEnum):
     Q4_1 = 6
     Q4_K = 7
     Q6_K = 8
+    BF16 = 9
+    """bfloat16 weights, and rows that are rounded to it: see bf16.h."""
 
 
 class Weights(ctypes.Structure):
@@ -88,7 +92,7 @@ class Layer(ctypes.Structure):
 
 
 class Model(ctypes.Structure):
-    """What all layers share. kv_codes: FLOATS, or of KV_CODES. eps: of every norm."""
+    """What all layers share. kv_codes: FLOATS, BFLOATS, or of KV_CODES. eps: of every norm."""
 
     _fields_: ClassVar[Any] = [
         ("layers", POINTER(Layer)),
@@ -153,6 +157,7 @@ class Library:
         self._prepared_bytes = function("prepared_bytes", POINTER(Weights), c_int64, returns=c_int64)
         self._pack_codes = function("pack_codes", c_int64, c_void_p, *[c_int64] * 4, c_void_p)
         self._pack_plane = function("pack_plane", c_int64, c_int64, c_void_p, *[c_int64] * 3, c_void_p)
+        self._use_tiles = function("use_tiles", c_int64, returns=c_int64)
         self._norm = function("norm", *[c_void_p] * 3, c_int64, c_int64, c_float)
         self._softcap = function("softcap", c_void_p, c_int64, c_float)
         self._linear = function("linear", POINTER(Weights), *[c_void_p] * 3, *[c_int64] * 4)
@@ -181,7 +186,7 @@ class Library:
     ) -> Tensor:
         """
         Args:
-            codes: [outputs, inputs]: of PLAIN float32, of BFLOAT16 bfloat16, else of one byte. code ^ flip is stored.
+            codes: [outputs, inputs]: of PLAIN float32, of BFLOAT16 and BF16 bfloat16, else of one byte. code ^ flip is stored.
             planes: the format's scales and the like, see grouped.h; [outputs, ...] each.
             group: inputs that share a scale; 0: the format has no groups.
         Returns: the packed form, flat.
@@ -193,6 +198,11 @@ class Library:
             values = plane.contiguous()
             self._pack_plane(kind, i, values.data_ptr(), outputs, inputs, group, packed.data_ptr())
         return packed
+
+    def use_tiles(self, wanted: bool) -> bool:
+        """Whether products with bfloat16 weights are made by AMX's tiles, for the whole process; their bits are the same either
+        way. Not during a step. Returns: whether they are from now on."""
+        return bool(self._use_tiles(wanted))
 
     def norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """RMS norm of [rows, size], contiguous."""

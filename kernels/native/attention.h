@@ -47,20 +47,20 @@ struct ahead {
 };
 
 /* scores[j][t] = q[j] . k[t]. Two keys at a time share the loads of q; the sums over the lanes are taken LANES keys at once. */
-INLINE void block_scores(const int queries, const float *q, long q_step, const float *k, long step, long dim, long count,
-                         struct ahead ahead, float *scores, long scores_step) {
+INLINE void block_scores(const int codes, const int queries, const float *q, long q_step, const float *k, long step, long dim,
+                         long count, struct ahead ahead, float *scores, long scores_step) {
     for (long t = 0; t < count; t += LANES) {
         vec parts[TILE][LANES];
         long some = min_long(LANES, count - t);
         for (long i = 0; i < some; i += 2) {
             const float *one = k + (t + i) * step, *two = i + 1 < some ? one + step : one;
             for (long row = t + i; row < min_long(t + i + 2, ahead.count); row++)
-                for (long d = 0; d < dim; d += 16) __builtin_prefetch(ahead.rows + row * step + d);
+                for (long d = 0; d < plain_floats(codes, dim); d += 16) __builtin_prefetch(ahead.rows + row * step + d);
             vec sum[TILE][2];
 #pragma GCC unroll 16
             for (int j = 0; j < queries; j++) sum[j][0] = sum[j][1] = (vec){0};
             for (long d = 0; d < dim; d += LANES) {
-                vec first = load(one + d), second = load(two + d);
+                vec first = load_plain(codes, one, d), second = load_plain(codes, two, d);
 #pragma GCC unroll 16
                 for (int j = 0; j < queries; j++) {
                     vec query = load(q + j * q_step + d);
@@ -80,7 +80,7 @@ INLINE void block_scores(const int queries, const float *q, long q_step, const f
 }
 
 /* sum[j] += p[j][t] * v[t], VECS registers wide */
-INLINE void block_values(const int queries, const float *p, long p_step, const float *v, long step, long count,
+INLINE void block_values(const int codes, const int queries, const float *p, long p_step, const float *v, long step, long count,
                          struct ahead ahead, float *sums, long sums_step) {
     vec sum[TILE][VECS];
 #pragma GCC unroll 16
@@ -89,10 +89,10 @@ INLINE void block_values(const int queries, const float *p, long p_step, const f
         for (int i = 0; i < VECS; i++) sum[j][i] = load(sums + j * sums_step + i * LANES);
     for (long t = 0; t < count; t++, v += step) {
         if (t < ahead.count)
-            for (int at = 0; at < PANEL; at += 16) __builtin_prefetch(ahead.rows + t * step + at);
+            for (int at = 0; at < plain_floats(codes, PANEL); at += 16) __builtin_prefetch(ahead.rows + t * step + at);
         vec value[VECS];
 #pragma GCC unroll 4
-        for (int i = 0; i < VECS; i++) value[i] = load(v + i * LANES);
+        for (int i = 0; i < VECS; i++) value[i] = load_plain(codes, v, i * LANES);
 #pragma GCC unroll 16
         for (int j = 0; j < queries; j++) {
             vec weight = spread(p[j * p_step + t]);
@@ -205,14 +205,14 @@ INLINE void attend_heads(const int heads, const struct attention *a, const int64
     }
     for (long t = first; t < end;) {
         struct stretch k = head_rows(a, table, kv_head, 0, t, end - t, room);
-        block_scores(heads, q[0], MAX_HEAD_DIM, k.rows, k.step, dim, k.count, none, scores + t, a->max_len);
+        block_scores(FLOATS, heads, q[0], MAX_HEAD_DIM, k.rows, k.step, dim, k.count, none, scores + t, a->max_len);
         t += k.count;
     }
     for (int j = 0; j < heads; j++) totals[j] = weigh(scores + j * a->max_len, first, end, first, end, a->softcap);
     for (long t = first; t < end;) {
         struct stretch v = head_rows(a, table, kv_head, a->v_offset, t, end - t, room);
         for (long d = 0; d < dim; d += PANEL)
-            block_values(heads, scores + t, a->max_len, v.rows + d, v.step, v.count, none, sums[0] + d, MAX_HEAD_DIM);
+            block_values(FLOATS, heads, scores + t, a->max_len, v.rows + d, v.step, v.count, none, sums[0] + d, MAX_HEAD_DIM);
         t += v.count;
     }
     for (int j = 0; j < heads; j++) {
@@ -221,12 +221,12 @@ INLINE void attend_heads(const int heads, const struct attention *a, const int64
     }
 }
 
-/* One row with all its heads, of a pool of floats: a block's K of all KV heads is one stretch of memory, and so is its V.
+/* One row with all its heads, of a pool without scales: a block's K of all KV heads is one stretch of memory, and so is its V.
  * `together` query heads of a KV head go through it at a time. */
-INLINE void attend_row(const int together, const struct attention *a, const int64_t *table, long row, long position,
+INLINE void attend_row(const int codes, const int together, const struct attention *a, const int64_t *table, long row, long position,
                        float *scores) {
     float q[MAX_ROW], totals[MAX_ROW_HEADS], *out = a->out + row * a->out_step;
-    long dim = a->head_dim, step = a->kv_heads * dim, size = a->block_size, heads = a->kv_heads * a->group;
+    long dim = a->head_dim, step = a->slot, size = a->block_size, heads = a->kv_heads * a->group;
     long end = position + 1, first = first_seen(a, position);
     for (long d = 0; d < heads * dim; d += LANES) {
         store(q + d, load(a->q + row * a->q_step + d) * spread(a->scale));
@@ -240,9 +240,9 @@ INLINE void attend_row(const int together, const struct attention *a, const int6
                                        : a->pool + table[first / size] * a->block_step + a->v_offset;
         struct ahead ahead = {then, next < end ? min_long(size, end - next) : min_long(size, end - first / size * size)};
         for (long head = 0; head < heads; head += together) {
-            long at = head / a->group * dim;
+            long at = plain_floats(codes, head / a->group * dim);
             struct ahead part = {ahead.rows + at, ahead.count};
-            block_scores(together, q + head * dim, dim, k + at, step, dim, count, part, scores + head * end + t, end);
+            block_scores(codes, together, q + head * dim, dim, k + at, step, dim, count, part, scores + head * end + t, end);
         }
         t = next;
     }
@@ -255,9 +255,9 @@ INLINE void attend_row(const int together, const struct attention *a, const int6
             ahead = (struct ahead){a->pool + table[next / size] * a->block_step + a->v_offset, min_long(size, end - next)};
         for (long head = 0; head < heads; head += together)
             for (long d = 0; d < dim; d += PANEL) {
-                long at = head / a->group * dim + d;
+                long at = plain_floats(codes, head / a->group * dim + d);
                 struct ahead part = {ahead.rows + at, ahead.count};
-                block_values(together, scores + head * end + t, end, v + at, step, count, part, out + head * dim + d, dim);
+                block_values(codes, together, scores + head * end + t, end, v + at, step, count, part, out + head * dim + d, dim);
             }
         t = next;
     }
@@ -268,10 +268,14 @@ INLINE void attend_row(const int together, const struct attention *a, const int6
 /* One row: with all its heads where that is wanted and fits (the task of the first KV head serves them all then). */
 static void attend_single(const struct attention *a, const int64_t *table, long kv_head, long row, long position, float *scores) {
     long heads = heads_together(a->group), all = a->kv_heads * a->group;
-    if (a->whole_rows && a->codes == FLOATS && all * (position + 1) <= min_long(ROW_SCORES, a->scores_step) &&
+    if (a->whole_rows && is_plain(a->codes) && all * (position + 1) <= min_long(ROW_SCORES, a->scores_step) &&
         all <= MAX_ROW_HEADS && all * a->head_dim <= MAX_ROW) {
         if (kv_head) return;
-#define ROW(H) case H: attend_row(H, a, table, row, position, scores); break;
+#define ROW(H) \
+    case H: \
+        if (a->codes == BFLOATS) attend_row(BFLOATS, H, a, table, row, position, scores); \
+        else attend_row(FLOATS, H, a, table, row, position, scores); \
+        break;
         switch (heads) { EACH_COUNT(ROW) }
 #undef ROW
         return;

@@ -142,7 +142,7 @@ INLINE void panel_scores(const int queries, const float *q, const float *k, long
 #define TILE_VALUES(Q) \
     static void values_##Q(const float *p, long step, const float *v, long dim, long count, float *sums) { \
         struct ahead none = {v, 0}; \
-        for (long d = 0; d < dim; d += PANEL) block_values(Q, p, step, v + d, dim, count, none, sums + d, dim); \
+        for (long d = 0; d < dim; d += PANEL) block_values(FLOATS, Q, p, step, v + d, dim, count, none, sums + d, dim); \
     }
 EACH_COUNT(TILE_SCORES)
 EACH_COUNT(TILE_VALUES)

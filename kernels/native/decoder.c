@@ -4,6 +4,7 @@
  * kernels/native/api.py. No function allocates, keeps a pointer or fails.
  */
 #include "attention_tile.h"
+#include "bf16.h"
 #include "grouped.h"
 
 #define EXPORT __attribute__((visibility("default")))
@@ -11,9 +12,10 @@
 
 enum activation { SILU, GELU_TANH };
 
-enum weight_format { WEIGHTS_PLAIN, WEIGHTS_BFLOAT16, WEIGHTS_INT8 }; /* the others have groups */
+enum weight_format { WEIGHTS_PLAIN, WEIGHTS_BFLOAT16, WEIGHTS_INT8, WEIGHTS_BF16 = 9 }; /* the others have groups */
 static const struct format *const formats[] = {
     &plain_format, &bfloat_format, &int8_format, &int4_format, &q8_0_format, &q5_0_format, &q4_1_format, &q4_k_format, &q6_k_format,
+    &bf16_format,
 };
 
 /* A linear layer, or the first part of one whose outputs are kept in several formats. order: input order[k] of x meets input k of
@@ -100,6 +102,7 @@ static void norm_run(const struct norm *job, int num_threads) {
 /* Bytes of a row of x as a format reads it. */
 INLINE long row_bytes(long format, long inputs, long group) {
     if (format == WEIGHTS_PLAIN) return inputs * 4;
+    if (format == WEIGHTS_BF16) return bf16_row_bytes(inputs);
     return format == WEIGHTS_INT8 ? int8_row_bytes(inputs) : grouped_row_bytes(inputs, group);
 }
 
@@ -118,7 +121,8 @@ static void prepare_task(const void *context, long task, int thread) {
     for (long r = task * NORM_ROWS; r < min_long(job->rows, (task + 1) * NORM_ROWS); r++) {
         const float *from = job->x + r * job->inputs;
         char *to = job->to + r * job->step;
-        if (w->format == WEIGHTS_INT8) quantize_row(from, job->inputs, to);
+        if (w->format == WEIGHTS_BF16) round_row(from, job->inputs, to);
+        else if (w->format == WEIGHTS_INT8) quantize_row(from, job->inputs, to);
         else group_row(from, w->order, job->inputs, w->group, w->format != WEIGHTS_BFLOAT16, to);
     }
 }
@@ -322,6 +326,9 @@ EXPORT void diptych_pack_plane(int64_t format, int64_t plane, const void *values
                                char *out) {
     pack_plane(formats[format], (int)plane, values, outputs, inputs, group, out);
 }
+
+/* See use_tiles. */
+EXPORT int64_t diptych_use_tiles(int64_t wanted) { return use_tiles((int)wanted); }
 
 /* Layers [first, last) of the step. */
 EXPORT void diptych_layers(const struct model *model, const struct step *step, int64_t first, int64_t last) {

@@ -8,19 +8,32 @@
 #ifndef DIPTYCH_KV_CODES_H
 #define DIPTYCH_KV_CODES_H
 
-#include "vectors.h"
+#include "bfloat.h"
 
 #ifdef __AVX2__
 #include <immintrin.h>
 #endif
 
-enum kv_codes { FLOATS, INT8, E4M3, E5M2 }; /* FLOATS: the elements are stored as they are */
+enum kv_codes { FLOATS, INT8, E4M3, E5M2, BFLOATS }; /* FLOATS: the elements are stored as they are; BFLOATS: rounded to bfloat16 */
 
 typedef int8_t code_lanes __attribute__((vector_size(LANES)));
 typedef int8_t unaligned_codes __attribute__((vector_size(LANES), aligned(1), may_alias));
 
+/* Without a scale: attention of single rows reads them where they lie. */
+INLINE int is_plain(long codes) { return codes == FLOATS || codes == BFLOATS; }
+
+/* Floats that so many elements without a scale take up. count: even. */
+INLINE long plain_floats(long codes, long count) { return codes == BFLOATS ? count / 2 : count; }
+
 /* Floats of a slot. */
-INLINE long slot_floats(long codes, long heads, long dim) { return codes == FLOATS ? heads * dim : heads * (dim / 4 + 1); }
+INLINE long slot_floats(long codes, long heads, long dim) {
+    return is_plain(codes) ? plain_floats(codes, heads * dim) : heads * (dim / 4 + 1);
+}
+
+/* LANES elements of a row without a scale, from `at` on. */
+INLINE vec load_plain(const int codes, const float *row, long at) {
+    return codes == BFLOATS ? load_bfloats((const uint16_t *)row + at) : load(row + at);
+}
 
 /* By name: GCC 12 makes one instruction a lane of the conversion. */
 INLINE ivec widen(const int8_t *from) {
@@ -94,6 +107,10 @@ INLINE void encode_head_of(const int kind, const float *x, long dim, int8_t *cod
 
 /* Head `head` of a slot as floats. */
 INLINE void decode_head(long kind, const float *slot, long heads, long head, long dim, float *to) {
+    if (kind == BFLOATS) {
+        for (long d = 0; d < dim; d += LANES) store(to + d, load_plain(BFLOATS, slot, head * dim + d));
+        return;
+    }
     const int8_t *codes = (const int8_t *)slot + head * dim;
     float scale = slot[heads * dim / 4 + head];
     if (kind == INT8) decode_head_of(INT8, codes, scale, dim, to);
@@ -103,6 +120,10 @@ INLINE void decode_head(long kind, const float *slot, long heads, long head, lon
 
 /* All heads of one part of a token into its slot. */
 static void encode_slot(long kind, const float *x, long heads, long dim, float *slot) {
+    if (kind == BFLOATS) {
+        for (long d = 0; d < heads * dim; d += LANES) store_bfloats((uint16_t *)slot + d, load(x + d));
+        return;
+    }
     for (long head = 0; head < heads; head++) {
         int8_t *codes = (int8_t *)slot + head * dim;
         float *scale = slot + heads * dim / 4 + head;

@@ -13,6 +13,7 @@
 #define GROUP_BYTES (160 << 10) /* of packed weights of one task */
 #define PART_ROWS 72            /* of a task at least, where there are as many */
 #define MAX_PARTS 16
+#define ROWS_STEP 32            /* of a format with tiles of its own: parts begin at multiples of it, at multiples of TILE else */
 #define AHEAD 128               /* inputs whose weights are asked for early */
 
 /* Memory that is wanted soon, or none: so many bytes of it are asked for beside every input. */
@@ -32,6 +33,7 @@ typedef void (*tile_function)(const struct linear *job, long row, const char *we
  *
  * single    by the number of rows, with one panel; twice: up to 3 rows, with two. height: rows of a tile at most
  * grouped   see grouped.h; the tiles are its own then
+ * rows      computes rows [first, last) against panels [p, end), where the format has yet other tiles
  * bits      of an input; it is kept in whole groups of `whole` inputs
  * planes    scales and the like: bytes of one, and the inputs that share it; 0 for all, or GROUP for those of a group
  */
@@ -39,6 +41,7 @@ struct format {
     tile_function single[TILE + 1], twice[4];
     long height;
     const struct grouped *grouped;
+    void (*rows)(const struct linear *job, long first, long last, long p, long end);
     long bits, whole;
     struct plane {
         long bytes, inputs;
@@ -180,6 +183,10 @@ static void some_rows(const struct linear *job, long first, long last, long p, l
         grouped_rows(job, first, last, p, end);
         return;
     }
+    if (job->format->rows) {
+        job->format->rows(job, first, last, p, end);
+        return;
+    }
     long tiles = ceil_div(last - first, job->format->height), bytes = job->panel_bytes;
     while (p < end) {
         int pair = last - first <= 3 && p + 1 < end;
@@ -207,12 +214,15 @@ INLINE long num_shares(const struct linear *job) {
     return ceil_div(num_panels(job->outputs), group_panels(job)) * row_parts(job->rows);
 }
 
+INLINE long row_step(const struct linear *job) { return job->format->rows ? ROWS_STEP : TILE; }
+
 INLINE struct share share_of(const struct linear *job, long task) {
-    long parts = row_parts(job->rows), part = task % parts, tiles = ceil_div(job->rows, TILE), group = group_panels(job);
+    long parts = row_parts(job->rows), part = task % parts, step = row_step(job);
+    long tiles = ceil_div(job->rows, step), group = group_panels(job);
     long p = task / parts * group;
     return (struct share){
-        .first = tiles * part / parts * TILE,
-        .last = min_long(job->rows, tiles * (part + 1) / parts * TILE),
+        .first = tiles * part / parts * step,
+        .last = min_long(job->rows, tiles * (part + 1) / parts * step),
         .p = p,
         .end = min_long(num_panels(job->outputs), p + group),
     };
@@ -220,7 +230,7 @@ INLINE struct share share_of(const struct linear *job, long task) {
 
 /* then: what is read behind these panels. */
 static void linear_share(const struct linear *job, struct share share, const char *then) {
-    long block = max_long(TILE, ROWS_BYTES / job->x_step / TILE * TILE);
+    long step = row_step(job), block = max_long(step, ROWS_BYTES / job->x_step / step * step);
     const char *again = job->weight + share.p * job->panel_bytes;
     if (share.last < job->rows) then = again;
     for (long first = share.first; first < share.last; first += block)

@@ -40,6 +40,11 @@ def decoder(path: Path) -> None:
             linear = packer(weights)
             for threads in (1, 2):
                 library.linear(x, linear.weights, outputs, threads)
+        for tiles in (False, True):
+            library.use_tiles(tiles)
+            linear = packer(PlainWeights(weight.bfloat16(), bias))
+            for some in (1, rows):
+                library.linear(x[:some], linear.weights, outputs, 2)
     for outputs, inputs, group in ((1, 16, 16), (library.panel + 1, 96, 48), (3, 640, 320)):
         for order in (None, torch.randperm(inputs)):
             linear = packer(native_layers.int4_of(torch.randn(outputs, inputs), group, order=order))
@@ -50,14 +55,20 @@ def decoder(path: Path) -> None:
         library.softcap(torch.randn(count), 2.0)
     least = max(library.panel, 2 * lanes)
     several = native_layers.Sizes(hidden=lanes, ffn=library.panel, heads=4, kv_heads=2, head_dim=least)
-    for features, sizes in (
-        (native_layers.GEMMA2, several),
-        (native_layers.GEMMA3, several),
-        ((native_layers.QWEN3,), replace(several, hidden=3 * lanes, ffn=3 * library.panel, heads=5, kv_heads=1)),
-        *(((native_layers.LLAMA,), replace(several, head_dim=dim)) for dim in (16, 64, 128, 256) if dim % least == 0),
-        (native_layers.GEMMA2, replace(several, heads=12, kv_heads=1, head_dim=256, block_size=16)),
+    half = {"method": "bfloat16", "codes": torch.bfloat16}
+    for features, sizes, how in (
+        (native_layers.GEMMA2, several, {}),
+        (native_layers.GEMMA2, several, half),
+        (native_layers.GEMMA3, several, {}),
+        ((native_layers.QWEN3,), replace(several, hidden=3 * lanes, ffn=3 * library.panel, heads=5, kv_heads=1), {}),
+        *(
+            ((native_layers.LLAMA,), replace(several, head_dim=dim), {})
+            for dim in (16, 64, 128, 256)
+            if dim % least == 0
+        ),
+        (native_layers.GEMMA2, replace(several, heads=12, kv_heads=1, head_dim=256, block_size=16), {}),
     ):
-        layers = native_layers.Layers(library, features, sizes, nowhere=1 << 40)
+        layers = native_layers.Layers(library, features, sizes, nowhere=1 << 40, **how)
         size = sizes.block_size
         # One row of one token; a block exactly full, one short of it, one more; chunks over a block's edge; several tiles.
         for counts in ((1,), (size,), (size - 1, 1, 1), (size + 1,), (2 * size, 1, 2 * size - 3), (3, 37, 1), (100, 1)):

@@ -1,6 +1,8 @@
-"""C, compiled on this machine: fp32 on the CPU."""
+"""C, compiled on this machine: float32 and bfloat16 on the CPU."""
 
 from __future__ import annotations
+
+import torch
 
 from diptych.common.kv_format import KvFormat
 from diptych.engine.exec.backends.base import DENSE, AnyBlock, field_refusal, kv_refusal, method_refusal
@@ -17,7 +19,7 @@ from diptych.engine.exec.weights import ModelWeights
 from diptych.kernels.dispatch import NATIVE
 from diptych.kernels.native.api import GROUP_STEP, KV_CODES, MAX_INT8_INPUTS, Library
 
-_METHODS = frozenset({PLAIN, "int8", "int4", "gguf"})
+_METHODS = {torch.float32: frozenset({PLAIN, "int8", "int4", "gguf"}), torch.bfloat16: frozenset({PLAIN})}
 _TAKES = DENSE
 
 
@@ -27,13 +29,19 @@ class NativeBackend:
     name = NATIVE
     batch_invariant = True
 
-    def __init__(self, library: Library, description: ModelDescription) -> None:
+    def __init__(self, library: Library, description: ModelDescription, dtype: torch.dtype) -> None:
+        """Args: dtype: of the computation, one of native.library.DTYPES."""
         self._library, self._first = library, description.blocks[0]
+        self._dtype, self._methods = dtype, _METHODS[dtype]
         self._packer = Packer(library)
 
     def refusal(self, block: AnyBlock, kv: KvFormat) -> str | None:
         """See Backend.refusal. The kernels step through a row in whole vectors and panels."""
-        reason = kv_refusal(kv, KV_CODES) or field_refusal(block, _TAKES) or method_refusal(block, _METHODS)
+        reason = (
+            kv_refusal(kv, KV_CODES) or field_refusal(block, _TAKES) or method_refusal(block, _METHODS[torch.float32])
+        )
+        if reason is None and (unknown := method_refusal(block, self._methods)):
+            reason = f"{unknown} in {str(self._dtype).removeprefix('torch.')}"
         if reason is None and not isinstance(block, Embedding):
             reason = next(filter(None, map(_linear_misfit, block.linears)), None)
         return reason or (self._misfit(block) if isinstance(block, DecoderBlock) else None)
@@ -58,7 +66,7 @@ class NativeBackend:
 
     def keep(self, method: LinearMethod, weights: LinearWeights) -> LoadedLinear:
         """See Backend.keep."""
-        if method.name not in _METHODS:
+        if method.name not in self._methods:
             raise TypeError(f"{method.name} was refused")
         return self._packer(weights)
 

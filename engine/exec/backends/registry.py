@@ -25,7 +25,7 @@ _INVARIANT_MAJOR = 9
 
 def _native(description: ModelDescription, dtype: torch.dtype, batch_invariant: bool) -> Backend | Refusal:
     try:
-        return NativeBackend(load_library(dtype), description)
+        return NativeBackend(load_library(dtype), description, dtype)
     except NativeError as error:
         return Refusal(NATIVE, EVERY_BLOCK, str(error))
 

@@ -22,6 +22,7 @@ from diptych.engine.messages import ScheduledSeq
 from diptych.engine.runner import StepAborted
 from diptych.kernels.native.api import (
     ACTIVATIONS,
+    BFLOATS,
     FLOAT_BYTES,
     FLOATS,
     KV_CODES,
@@ -60,9 +61,11 @@ class NativeRuntime:
             device=device,
         )
         self._kept = (pool, [(cosines.contiguous(), sines.contiguous()) for cosines, sines in tables])
+        self._dtype = weights.embedding.dtype
+        self._scales = _Scales()
         layers = (Layer * description.num_layers)()
         for i in owned:
-            layers[i] = _layer(weights.blocks[i], description.blocks[i], pool, i, *self._kept[1][i])
+            layers[i] = _layer(weights.blocks[i], description.blocks[i], pool, i, *self._kept[1][i], self._scales)
         self._model = Model(
             layers=layers,
             hidden=description.hidden_size,
@@ -88,17 +91,18 @@ class NativeRuntime:
         description, weights, library = self._description, self._weights, self._library
         if x is None:
             x = embed(torch.from_numpy(batch.token_ids), weights.embedding, description.embedding)
+        x = x.float()  # rows are kept in float32 from here to the segment's end
         if segment.first < segment.last:
             x = self._layers(x.contiguous(), batch, segment, hooks)
             if x is None:
                 return None
         if segment.head:
             norm = weights.norm
-            logits = weights.lm_head(library.norm(x, norm.scale, norm.eps), PLAIN_ROWS)
+            logits = weights.lm_head(library.norm(x, self._scales.of(norm), norm.eps), PLAIN_ROWS)
             if description.head.softcap is not None:
                 library.softcap(logits, description.head.softcap)
             return logits
-        return x
+        return x.to(self._dtype)
 
     def _layers(self, x: Tensor, batch: NativeBatch, segment: Segment, hooks: Hooks) -> Tensor | None:
         should_abort, on_layers, library = hooks.should_abort, hooks.on_layers, self._library
@@ -137,7 +141,9 @@ def _give_up(should_abort: Callable[[], bool] | None) -> None:
 def _codes(pool: KvPool) -> int:
     """Of all groups: they are in one dtype."""
     group = pool.kv.groups[0]
-    return KV_CODES[group.dtype] if group.quantized else FLOATS
+    if group.quantized:
+        return KV_CODES[group.dtype]
+    return BFLOATS if group.dtype == "bfloat16" else FLOATS
 
 
 def _packed(linear: LoadedLinear) -> Weights:
@@ -156,13 +162,32 @@ def _prepared_bytes(library: Library, weights: ModelWeights, layers: Sequence[in
     )
 
 
+class _Scales:
+    """Of norms, in float32."""
+
+    def __init__(self) -> None:
+        self._found: dict[int, tuple[RmsNorm, Tensor]] = {}
+
+    def of(self, norm: RmsNorm) -> Tensor:
+        """The same tensor every time."""
+        if id(norm) not in self._found:
+            self._found[id(norm)] = (norm, norm.scale.float().contiguous())
+        return self._found[id(norm)][1]
+
+
 def _layer(
-    weights: BlockWeights, block: DecoderBlock, pool: KvPool, index: int, cosines: Tensor, sines: Tensor
+    weights: BlockWeights,
+    block: DecoderBlock,
+    pool: KvPool,
+    index: int,
+    cosines: Tensor,
+    sines: Tensor,
+    scales: _Scales,
 ) -> Layer:
     """index: of the layer in the model."""
 
     def scale(norm: RmsNorm | None) -> int | None:
-        return None if norm is None else norm.scale.data_ptr()
+        return None if norm is None else scales.of(norm).data_ptr()
 
     attention, kv = block.attention, pool.layer(index)
     return Layer(

@@ -84,8 +84,11 @@ class Packer:
         return PackedLinear(self._library, kind, packed, bias, len(codes), group=group, order=order, then=then)
 
     def _plain(self, weights: PlainWeights) -> PackedLinear:
-        """Values that bfloat16 has are kept in it: half the memory, the same results."""
+        """Of a model in bfloat16 rows are rounded to it, too. In float32, values that bfloat16 has are kept in it: half the
+        memory, the same results."""
         inputs, weight = weights.weight.shape[1], weights.weight
+        if weight.dtype == torch.bfloat16:
+            return self._packed(WeightFormat.BF16, weight, None if weights.bias is None else weights.bias.float())
         if inputs % 2 or not _is_bfloat16(weight):
             return self._packed(WeightFormat.PLAIN, weight, weights.bias)
         return self._packed(WeightFormat.BFLOAT16, weight.bfloat16(), weights.bias, group=inputs)

@@ -17,7 +17,7 @@ from diptych.engine.exec.methods.plain import PlainWeights
 from diptych.engine.exec.methods.quantized import Int4Weights, Int8Weights
 from diptych.engine.exec.native.weights import Packer
 from diptych.kernels.kv_codes import dequantize
-from diptych.kernels.native.api import ACTIVATIONS, FLOATS, KV_CODES, Group, Layer, Library, Model, Step
+from diptych.kernels.native.api import ACTIVATIONS, BFLOATS, FLOATS, KV_CODES, Group, Layer, Library, Model, Step
 
 NOWHERE = 0
 """A block of NaN."""
@@ -109,6 +109,10 @@ def int4_product(x: Tensor, weights: Int4Weights) -> Tensor:
 
 METHODS = {
     PLAIN: Method(PlainWeights, lambda x, weight: x @ weight.T),
+    "bfloat16": Method(
+        lambda weight, bias: PlainWeights(weight.bfloat16(), bias),
+        lambda x, weight: x.bfloat16().double() @ weight.bfloat16().double().T,
+    ),
     "int8": Method(lambda weight, bias: Int8Weights(*int8_of(weight), bias), int8_product),
     "int4": Method(
         lambda weight, bias: replace(int4_of(weight, INT4_GROUP), bias=bias),
@@ -142,7 +146,7 @@ class Layers:
     """Random layers on the kernels, with KV pages of each group in a pool of its own.
 
     nowhere: what a block table holds for blocks behind every window.
-    codes: dtype of a quantized pool; None: it holds floats.
+    codes: dtype of a quantized pool, or bfloat16; None: it holds floats.
     method: of the linear layers, of METHODS.
     """
 
@@ -176,7 +180,8 @@ class Layers:
             self.tables.append((angles.cos().float(), angles.sin().float()))
         self.groups = 1 + max(f.group for f in self.features)
         counts = [sum(f.group == g for f in self.features) for g in range(self.groups)]
-        self.slot = s.kv_heads * (s.head_dim if codes is None else s.head_dim // 4 + 1)
+        floats = {None: s.head_dim, torch.bfloat16: s.head_dim // 2}
+        self.slot = s.kv_heads * floats.get(codes, s.head_dim // 4 + 1)
         """Floats of a token's K in one layer."""
         page = 2 * s.block_size * self.slot
         self.pools = [torch.full((num_blocks, count, page), float("nan")) for count in counts]
@@ -207,7 +212,10 @@ class Layers:
             at[f.group] += 1
             layer.group, layer.window, layer.activation = f.group, f.window, ACTIVATIONS[f.activation]
             layer.scale, layer.softcap = f.scale, f.softcap
-        kind = FLOATS if self.codes is None else KV_CODES[str(self.codes).removeprefix("torch.")]
+        kinds = {None: FLOATS, torch.bfloat16: BFLOATS} | {
+            getattr(torch, name): kind for name, kind in KV_CODES.items()
+        }
+        kind = kinds[self.codes]
         return Model(layers, s.hidden, s.ffn, s.heads, s.kv_heads, s.head_dim, s.block_size, kind, s.eps)
 
     def sequence(self, length: int, *, seed: int = 1) -> Prompt:

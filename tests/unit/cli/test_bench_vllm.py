@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from diptych.bench.peers import vllm_process as bench_vllm_peer
+from diptych.bench.peers.serve_process import command_of
 from diptych.bench.peers.vllm import Load, known_loads, parse_loads
 from diptych.bench.peers.vllm_process import VllmChoice, VllmServer
 from diptych.common.errors import ConfigError
@@ -59,6 +60,15 @@ def test_choices_are_checked(environment):
         VllmChoice(environment, environment, "both")
     with pytest.raises(ConfigError, match="setup_vllm_cpu"):
         VllmChoice(environment / "nowhere", environment)
+
+
+def test_both_sides_compute_in_the_dtype_chosen(environment, tmp_path):
+    assert "--dtype float32" in " ".join(VllmChoice(environment, environment).flags)
+    assert "--dtype bfloat16" in " ".join(VllmChoice(environment, environment, "serve", "bfloat16").flags)
+    ours = command_of(tmp_path, 1, 2, 3, ["--dtype", "bfloat16"])
+    assert ours[ours.index("serve") :] == [
+        "serve", str(tmp_path), "--http-port", "1", "--grpc-port", "2", "--threads", "3", "--dtype", "bfloat16",
+    ]  # fmt: skip
 
 
 def test_prefill_and_decode_get_cores_of_their_own_and_ports_that_differ(environment, monkeypatch):

@@ -83,7 +83,7 @@ def test_a_block_that_no_back_end_runs_is_named_with_every_reason():
 
 def fast_backends(compiler):
     """Those beside torch: each refuses what it does not implement, torch then takes it."""
-    found = [NativeBackend(load_library(torch.float32), describe(TAKEN))]
+    found = [NativeBackend(load_library(torch.float32), describe(TAKEN), torch.float32)]
     if importlib.util.find_spec("triton") is not None:
         from diptych.engine.exec.backends.triton import TritonBackend
 

@@ -252,7 +252,9 @@ def test_without_a_compiler_torch_serves_and_says_so(tiny_dir, driver_of, no_com
 
 @pytest.mark.usefixtures("compiler")
 def test_other_dtypes_are_for_torch(tiny_dir):
-    assert TorchModelRunner.load(tiny_dir, num_blocks=4, dtype="bfloat16").backend == "torch"
+    runner = TorchModelRunner.load(tiny_dir, num_blocks=4, dtype="float16")
+    assert runner.backend == "torch"
+    assert "they compute in float32 and bfloat16, not float16" in runner.refusals[0]
 
 
 @pytest.mark.usefixtures("compiler")
