@@ -86,4 +86,23 @@ def run_quantize(model: str, settings: QuantizeSettings, out: Path, **more: Any)
         f"{out}: perplexity {found['before']:.3f} before, {found['after']:.3f} after (ratio {found['ratio']:.4f}) on "
         f"{found['text']['num_tokens']:,} tokens of {found['text']['file']}; more in {MANIFEST_FILE}"
     )
+    if hint := hint_of(settings, found["ratio"]):
+        print(hint)
     return 0
+
+
+LARGE_LOSS = 1.1
+"""Of perplexity, by a factor: more than int8 costs the smallest models that were measured (docs/quality.md)."""
+
+
+def hint_of(settings: QuantizeSettings, ratio: float) -> str:
+    """What to try where perplexity rose by more than LARGE_LOSS; "" where it did not."""
+    if ratio <= LARGE_LOSS:
+        return ""
+    ways = (
+        [] if settings.calibrated or settings.method == "fp8" else ["--calibration FILE, of text like the model's use"]
+    )
+    if settings.method == "int4":
+        ways += ["--asymmetric"] if settings.symmetric is not False else []
+        ways += ["a smaller --group-size", "--method int8"]
+    return f"warning: perplexity rose by {100 * (ratio - 1):.0f}%" + (f"; try {', or '.join(ways)}" if ways else "")

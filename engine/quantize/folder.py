@@ -96,6 +96,7 @@ class WeightWriter:
         path = self._part(len(self._names))
         try:
             save_file(self._waiting, path, metadata={"format": "pt"})
+            path.chmod(0o644)  # the library's are for their owner only
         except Exception as error:  # the library's own for a full disk
             raise ConfigError("out", str(self._folder), f"cannot be written: {error}") from None
         self._names.append(list(self._waiting))

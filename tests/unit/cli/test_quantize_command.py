@@ -13,8 +13,9 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from diptych.cli import main
 from diptych.cli.models import store
+from diptych.cli.quantize import hint_of
 from diptych.engine.exec.models.registry import describe
-from diptych.engine.quantize.settings import MANIFEST_FILE
+from diptych.engine.quantize.settings import MANIFEST_FILE, QuantizeSettings
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"], "vocab_size": 64, "hidden_size": 64, "intermediate_size": 128,
@@ -54,6 +55,7 @@ def test_a_folder_is_written_and_its_perplexity_printed(monkeypatch, capsys, mod
     found, printed = manifest["perplexity"], capsys.readouterr()
     assert f"perplexity {found['before']:.3f} before, {found['after']:.3f} after" in printed.out
     assert f"{out}: " in printed.out
+    assert {file.stat().st_mode & 0o777 for file in out.iterdir()} == {0o644}, "a server runs as another user"
     for stage in ("perplexity before", "int4: layers", "perplexity after"):
         assert f"{stage}: 0%" in printed.err
         assert f"{stage}: 100%" in printed.err
@@ -83,3 +85,19 @@ def test_ctrl_c_leaves_no_folder(monkeypatch, model, tmp_path):
     before = sorted(tmp_path.iterdir())
     assert diptych(monkeypatch, "quantize", model, "--method", "int8", "--out", tmp_path / "out") == 130
     assert sorted(tmp_path.iterdir()) == before
+
+
+@pytest.mark.parametrize(
+    ("settings", "ratio", "hint"),
+    [
+        (QuantizeSettings("int8"), 1.1, ""),
+        (QuantizeSettings("int8"), 1.2, "warning: perplexity rose by 20%; try --calibration FILE, of text like the model's use"),
+        (QuantizeSettings("fp8"), 1.2, "warning: perplexity rose by 20%"),
+        (
+            QuantizeSettings("int4", calibrated=True), 1.441,
+            "warning: perplexity rose by 44%; try --asymmetric, or a smaller --group-size, or --method int8",
+        ),
+    ],
+)  # fmt: skip
+def test_a_large_loss_comes_with_what_to_try(settings, ratio, hint):
+    assert hint_of(settings, ratio) == hint
