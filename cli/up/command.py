@@ -27,7 +27,7 @@ from diptych.cli.up.config import UpConfig, threads_for
 from diptych.cli.up.gpus import GpuAssignment, assign_gpus, describe_assignments, find_gpus
 from diptych.cli.up.processes import ProcessIdentity, require_free_port, tail
 from diptych.cli.up.progress_log import Stages
-from diptych.cli.up.readiness import first_answer, is_ready
+from diptych.cli.up.readiness import NotServingYet, first_answer, is_ready
 from diptych.cli.up.run_folder import ChildState, ClusterState, RunFolder
 from diptych.cli.up.startup_message import has_chat_template, startup_message
 from diptych.cli.up.supervisor import Child, Supervisor, exit_reason
@@ -259,16 +259,21 @@ def _start(plan: ClusterPlan, supervisor: Supervisor, signals: _Signals, stages:
         time.sleep(0.1)
     stages.done("workers are registered and ready")
     stages.stage("first token")
-    try:
-        answer = first_answer(
-            plan.probe_host,
-            config.http_port,
-            timeout_s=max(until - time.monotonic(), 5.0),
-            tls_cert=config.tls_cert,
-        )
-    except (OSError, RuntimeError, ValueError, LookupError) as error:
-        _check_start(supervisor, signals)
-        raise StartFailed(f"ready, but the first request failed: {error}\n{_tails(supervisor)}") from None
+    while True:
+        try:
+            answer = first_answer(
+                plan.probe_host,
+                config.http_port,
+                timeout_s=max(until - time.monotonic(), 5.0),
+                tls_cert=config.tls_cert,
+            )
+            break
+        except (OSError, RuntimeError, ValueError, LookupError) as error:
+            _check_start(supervisor, signals)
+            if isinstance(error, NotServingYet) and time.monotonic() < until:
+                time.sleep(0.1)
+                continue
+            raise StartFailed(f"ready, but the first request failed: {error}\n{_tails(supervisor)}") from None
     facts = answer.explanation
     moved = f"{facts.get('prefill')} -> {facts.get('decode')}, {facts.get('kv_bytes')} KV bytes over {facts.get('transport')}"
     stages.done(f"first tokens served: {answer.text!r} ({moved})")

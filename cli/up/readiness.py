@@ -48,13 +48,18 @@ def is_ready(host: str, port: int, *, timeout_s: float = 1.0, tls_cert: Path | N
 _PROMPT = "France is"
 
 
+class NotServingYet(RuntimeError):
+    """The process that took the request has no worker for it. With several router processes another one said that it is
+    ready, and this one finds the workers a moment later."""
+
+
 def first_answer(
     host: str, port: int, *, timeout_s: float, tls_cert: Path | None = None, both_pools: bool = True
 ) -> FirstAnswer:
     """Generate two tokens: prefill samples the first, the second needs the KV on decode.
 
-    Raises: RuntimeError with the server's answer when it is not a completion; OSError when it cannot be reached in
-        time.
+    Raises: RuntimeError with the server's answer when it is not a completion, NotServingYet where that is a 503; OSError
+        when the server cannot be reached in time.
     """
     body = json.dumps(
         {
@@ -74,6 +79,8 @@ def first_answer(
         raw = response.read().decode(errors="replace")
     finally:
         connection.close()
+    if response.status == 503:
+        raise NotServingYet(f"HTTP 503: {raw[:500]}")
     if response.status != 200:
         raise RuntimeError(f"HTTP {response.status}: {raw[:500]}")
     answer = json.loads(raw)

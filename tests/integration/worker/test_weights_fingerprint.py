@@ -17,6 +17,7 @@ from diptych.common.compat import as_strings, differences
 from diptych.common.errors import ConfigError
 from diptych.common.secret import create_secret, load_secret
 from diptych.common.store.worker_record import WorkerRecord
+from diptych.engine.exec.formats.registry import FORMATS
 from diptych.engine.exec.methods.registry import METHODS
 from diptych.router.cluster.compatibility import pair_differences
 from diptych.router.config import RouterConfig
@@ -159,6 +160,7 @@ def test_the_method_of_quantized_weights_is_in_handshake_and_identity(
     """Drill: it was `plain`, whatever the weights were."""
     of_a_test = load_script("tests/unit/engine_exec/test_exec_methods.py")
     monkeypatch.setitem(METHODS, "int8-rows", of_a_test.Int8RowsMethod())
+    monkeypatch.setitem(FORMATS, "int8-rows", of_a_test.Int8RowsFormat())
     assert load(folder).compat.method == "plain"
     of_a_test.quantize(folder)
     quantized = load(folder)
