@@ -65,7 +65,9 @@ def register(app: typer.Typer) -> None:
         ] = None,
         device: Annotated[str, typer.Option(help="cpu or cuda: computes calibration and perplexity.")] = "cpu",
     ) -> None:
-        """Write a quantized copy of a model, in the compressed-tensors format, with its perplexity before and after."""
+        """Write a quantized copy of a model.
+
+        In the compressed-tensors format, with its perplexity before and after."""
         from diptych.engine.quantize.settings import QuantizeSettings
 
         settings = QuantizeSettings(method, group_size, symmetric, act_order, calibrated=calibration is not None)
