@@ -13,7 +13,7 @@ from diptych.engine.exec.methods.plain import PlainWeights
 from diptych.engine.exec.native.weights import Packer
 from diptych.kernels.native.api import Library
 from diptych.kernels.native.build import build
-from diptych_tests.native_layers import GEMMA2, LLAMA, QWEN3, Layers
+from diptych_tests.native_layers import GEMMA2, LLAMA, QWEN3, Layers, in_chunks
 
 TILES = "AMX tiles"
 ROWS = (1, 2, 3, 4, 5, 6, 7, 13, 16, 17, 31, 32, 33, 49, 64, 100)
@@ -125,24 +125,16 @@ def test_threads_change_no_bit(library):
         torch.set_num_threads(1)
 
 
-def in_chunks(layers, chunk, length):
-    sequence = layers.sequence(length)
-    while sequence.done < length:
-        layers.run((sequence, min(chunk, length - sequence.done)))
-    layers.release(sequence)
-    return sequence.output
-
-
 @pytest.mark.parametrize("features", [(LLAMA,), (QWEN3,), GEMMA2], ids=["llama", "bias and q/k norm", "gemma2"])
 def test_layers_are_what_torch_computes_in_any_company(library, features):
     """With KV in bfloat16; beside a sequence of another length, and in chunks of any size."""
     layers = Layers(library, features, method="bfloat16", codes=torch.bfloat16)
     expected = layers.reference(layers.sequence(37).x)
-    alone = in_chunks(layers, 1, 37)
+    alone = in_chunks(layers, 1, 37).output
     # K and V are rounded here, and not there.
     assert (alone.double() - expected).abs().max() < 0.01 * expected.abs().max()
     for chunk in (2, 17, 37):
-        assert torch.equal(in_chunks(layers, chunk, 37), alone)
+        assert torch.equal(in_chunks(layers, chunk, 37).output, alone)
     sequence, other = layers.sequence(37), layers.sequence(60, seed=2)
     while sequence.done < 37:
         layers.run((other, 1), (sequence, 1), threads=3)

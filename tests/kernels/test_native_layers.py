@@ -13,7 +13,7 @@ from diptych.common.paths import cache_dir
 from diptych.kernels.kv_codes import dequantize, quantize
 from diptych.kernels.native.api import Library
 from diptych.kernels.native.build import build
-from diptych_tests.native_layers import GEMMA2, GEMMA3, LLAMA, QWEN3, Features, Layers, Sizes
+from diptych_tests.native_layers import GEMMA2, GEMMA3, LLAMA, QWEN3, Features, Layers, Sizes, in_chunks
 
 LENGTH = 61
 CLOSE = {"atol": 3e-4, "rtol": 3e-4}
@@ -38,19 +38,11 @@ def library(request, compiler):
     return Library(build(cache_dir() / "native", compiler, request.param))
 
 
-def in_chunks(layers, chunk, length=LENGTH):
-    sequence = layers.sequence(length)
-    while sequence.done < length:
-        layers.run((sequence, min(chunk, length - sequence.done)))
-    layers.release(sequence)
-    return sequence
-
-
 @pytest.mark.parametrize("name", FEATURES)
 def test_a_layer_is_what_torch_computes(library, name):
     layers = Layers(library, FEATURES[name])
     expected = layers.reference(layers.sequence(LENGTH).x)
-    torch.testing.assert_close(in_chunks(layers, 17).output.double(), expected, **CLOSE)
+    torch.testing.assert_close(in_chunks(layers, 17, LENGTH).output.double(), expected, **CLOSE)
 
 
 @pytest.mark.parametrize("name", [name for name in FEATURES if name != "llama"])
@@ -67,9 +59,9 @@ def test_each_feature_changes_the_result(library, name):
 @pytest.mark.parametrize("name", ["llama", "window", "softcap", "gemma2", "gemma3"])
 def test_the_bits_are_the_same_in_any_company(library, name):
     layers = Layers(library, FEATURES[name], num_blocks=128)
-    alone = in_chunks(layers, 1).output
+    alone = in_chunks(layers, 1, LENGTH).output
     for chunk in (2, 5, 32, LENGTH):
-        assert torch.equal(in_chunks(layers, chunk).output, alone)
+        assert torch.equal(in_chunks(layers, chunk, LENGTH).output, alone)
     others = [layers.sequence(length, seed=length) for length in (5, 40, 23, 61)]
     sequence = layers.sequence(LENGTH)
     for index in range(LENGTH):
@@ -87,7 +79,7 @@ def test_codes_and_scales_are_those_of_the_reference(library, codes, scale):
         layers.weights[0]["qkv"].mul_(scale)
         layers.weights[0]["qkv"][100] *= 0.0
         layers._model = layers.make_model()
-    floats, quantized = (layers.kept(in_chunks(layers, 17), 0) for layers in (some, other))
+    floats, quantized = (layers.kept(in_chunks(layers, 17, LENGTH), 0) for layers in (some, other))
     assert torch.equal(quantized, dequantize(*quantize(floats, codes)))
     assert not torch.equal(quantized, floats)
 
@@ -97,7 +89,7 @@ def test_codes_and_scales_are_those_of_the_reference(library, codes, scale):
 def test_attention_reads_codes_as_the_reference_does(library, codes, name):
     layers = Layers(library, FEATURES[name], codes=codes)
     for chunk in (1, 17, LENGTH):
-        sequence = in_chunks(layers, chunk)
+        sequence = in_chunks(layers, chunk, LENGTH)
         kept = [layers.kept(sequence, i) for i in range(len(layers.features))]
         torch.testing.assert_close(sequence.output.double(), layers.reference(sequence.x, kept), **CLOSE)
 
@@ -107,10 +99,10 @@ def test_attention_reads_codes_as_the_reference_does(library, codes, name):
 def test_quantized_kv_gives_the_same_bits_in_any_company(library, codes, name):
     layers = Layers(library, FEATURES[name], num_blocks=128, codes=codes)
     numbers = range(len(layers.features))
-    alone = in_chunks(layers, 1)
+    alone = in_chunks(layers, 1, LENGTH)
     kept = [layers.kept(alone, i).clone() for i in numbers]
     for chunk in (2, 5, 32, LENGTH):
-        some = in_chunks(layers, chunk)
+        some = in_chunks(layers, chunk, LENGTH)
         assert torch.equal(some.output, alone.output)
         assert all(torch.equal(layers.kept(some, i), kept[i]) for i in numbers)
     others = [layers.sequence(length, seed=length) for length in (5, 40, 23, 61)]
@@ -140,14 +132,14 @@ def test_heads_of_every_size(library, heads, kv_heads, head_dim):
     layers = Layers(library, GEMMA2, sizes)
     expected = layers.reference(layers.sequence(LENGTH).x)
     for chunk in (1, 30):
-        torch.testing.assert_close(in_chunks(layers, chunk).output.double(), expected, **CLOSE)
+        torch.testing.assert_close(in_chunks(layers, chunk, LENGTH).output.double(), expected, **CLOSE)
 
 
 def test_the_least_heads_of_a_width(library):
     sizes = Sizes(head_dim=max(library.panel, 2 * library.lanes), hidden=library.lanes, ffn=library.panel)
     layers = Layers(library, GEMMA3, sizes)
     expected = layers.reference(layers.sequence(LENGTH).x)
-    torch.testing.assert_close(in_chunks(layers, 7).output.double(), expected, **CLOSE)
+    torch.testing.assert_close(in_chunks(layers, 7, LENGTH).output.double(), expected, **CLOSE)
 
 
 @pytest.mark.parametrize("window", [1, 2, 7, 8, 9, 16, 33, 60, 61, 100])
@@ -156,7 +148,7 @@ def test_nothing_before_the_window_is_read(library, window):
     layers = Layers(library, (replace(LLAMA, window=window),))
     expected = layers.reference(layers.sequence(LENGTH).x)
     for chunk in (1, 13, 40):
-        torch.testing.assert_close(in_chunks(layers, chunk).output.double(), expected, **CLOSE)
+        torch.testing.assert_close(in_chunks(layers, chunk, LENGTH).output.double(), expected, **CLOSE)
 
 
 def test_scores_of_any_size_are_capped_as_torch_does(library):

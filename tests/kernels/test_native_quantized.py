@@ -19,7 +19,7 @@ from diptych.engine.exec.methods.quantized import GgufParts, GgufWeights, Int4We
 from diptych.engine.exec.native.weights import Packer
 from diptych.kernels.native.api import Library
 from diptych.kernels.native.build import SOURCES
-from diptych_tests.native_layers import GEMMA2, LLAMA, QWEN3, Layers, int4_of, int4_product
+from diptych_tests.native_layers import GEMMA2, LLAMA, QWEN3, Layers, in_chunks, int4_of, int4_product
 
 # What other machines' compilers would choose, beside what this one's does. A flag that names no instruction set of the machine
 # changes nothing.
@@ -219,26 +219,18 @@ def test_threads_change_no_bit(library, method):
         torch.set_num_threads(1)
 
 
-def in_chunks(layers, chunk, length):
-    sequence = layers.sequence(length)
-    while sequence.done < length:
-        layers.run((sequence, min(chunk, length - sequence.done)))
-    layers.release(sequence)
-    return sequence.output
-
-
 @pytest.mark.parametrize("method", ["int8", "int4"])
 @pytest.mark.parametrize("features", [(LLAMA,), (QWEN3,), GEMMA2], ids=["llama", "bias and q/k norm", "gemma2"])
 def test_layers_are_what_torch_computes_in_any_company(library, features, method):
     """Beside a sequence of another length, and in chunks of any size."""
     layers = Layers(library, features, method=method)
     expected = layers.reference(layers.sequence(37).x)
-    alone = in_chunks(layers, 1, 37)
+    alone = in_chunks(layers, 1, 37).output
     # Of int8 a code may be rounded the other way than in float64.
     assert (alone.double() - expected).abs().max() < (0.05 if method == "int8" else 3e-4)
     assert (alone.double() - Layers(library, features).reference(layers.sequence(37).x)).abs().max() > 0.001
     for chunk in (2, 17, 37):
-        assert torch.equal(in_chunks(layers, chunk, 37), alone)
+        assert torch.equal(in_chunks(layers, chunk, 37).output, alone)
     sequence, other = layers.sequence(37), layers.sequence(60, seed=2)
     while sequence.done < 37:
         layers.run((other, 1), (sequence, 1), threads=3)

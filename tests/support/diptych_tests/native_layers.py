@@ -341,3 +341,12 @@ class Layers:
     def _linear(self, x: Tensor, w: dict[str, Tensor], name: str) -> Tensor:
         y = self.method.product(x, w[name])
         return y + w[f"{name}_bias"] if f"{name}_bias" in w else y
+
+
+def in_chunks(layers: Layers, chunk: int, length: int) -> Prompt:
+    """A prompt of `length` tokens that ran alone, `chunk` of them a step; its blocks are free again."""
+    sequence = layers.sequence(length)
+    while sequence.done < length:
+        layers.run((sequence, min(chunk, length - sequence.done)))
+    layers.release(sequence)
+    return sequence
