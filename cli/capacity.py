@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
-from typing import Any
 
 from diptych.common.errors import ConfigError
 from diptych.common.kv_format import SAME_DTYPE
 from diptych.common.kv_groups import PoolDemand
+from diptych.common.model_files import read_json_object
 from diptych.engine.capacity import CacheOf, cache_of, capacity_line, held_lines, kibibytes
 from diptych.engine.sched.lifecycle.swap_cost import Rates, break_even_copy_bytes_per_s, break_even_tokens
 from diptych.worker.defaults import CPU
@@ -17,20 +16,6 @@ from diptych.worker.defaults import CPU
 _GIB = 1 << 30
 _MIB = 1 << 20
 _SERVED_DTYPE = CPU["dtype"]
-
-
-def read_config(path: Path) -> dict[str, Any]:
-    """A config.json, or the folder that holds one. Raises: ConfigError."""
-    file = path / "config.json" if path.is_dir() else path
-    try:
-        value = json.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError("model", str(path), f"cannot be read: {error.strerror}") from None
-    except ValueError as error:
-        raise ConfigError("model", str(file), f"not JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise ConfigError("model", str(file), "must hold a JSON object")
-    return value
 
 
 def capacity_report(cache: CacheOf, *, block_size: int, memory_gib: float = 0.0) -> list[str]:
@@ -107,7 +92,9 @@ def run_capacity(
 
         with progress_on() as progress:
             path = resolve_model(model, progress)
-    cache = cache_of(read_config(path), dtype, block_size, kv_cache_dtype)
+    cache = cache_of(
+        read_json_object(path / "config.json" if path.is_dir() else path), dtype, block_size, kv_cache_dtype
+    )
     lines = capacity_report(cache, block_size=block_size, memory_gib=memory_gib)
     if not dtype and kv_cache_dtype == SAME_DTYPE and cache.dtype != _SERVED_DTYPE:
         lines.insert(

@@ -26,6 +26,8 @@ from diptych.common.request import Prompt
 KEY_BYTES = 16
 IDENTITY_FACTS = ("model_revision", "kv_rule", "method", "compute_dtype", "attention_version", "backend")
 """Fields of a worker's lease from which its keys are computed."""
+GOLDEN = "block_identity_golden"
+"""The fact that is computed from the others and the cluster secret: see golden_key."""
 _DOMAIN = b"diptych kv block v2"
 GOLDEN_TOKENS = 512
 """Position of the golden key."""
@@ -182,7 +184,7 @@ def identity_facts(header: IdentityHeader) -> dict[str, str]:
         "attention_version": header.attention_version,
         "backend": header.backend,
         "block_size": str(header.block_size),
-        "block_identity_golden": golden_key(header).hex(),
+        GOLDEN: golden_key(header).hex(),
     }
 
 

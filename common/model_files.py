@@ -1,9 +1,10 @@
-"""Names of the files in a model's folder."""
+"""Names of the files in a model's folder, and how its JSON is read."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 from diptych.common.errors import ConfigError
 
@@ -19,6 +20,19 @@ TOKENIZER_FILES = (
     TOOL_TEMPLATE_FILE,
 )
 """What decides how text becomes token ids; all but the first may be absent."""
+
+
+def read_json_object(file: Path) -> dict[str, Any]:
+    """A JSON file of a model's folder, such as config.json. Raises: ConfigError naming the file."""
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError("model", str(file), f"cannot be read: {error.strerror or error}") from None
+    except ValueError as error:
+        raise ConfigError("model", str(file), f"not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ConfigError("model", str(file), "must hold a JSON object")
+    return value
 
 
 def weight_files(path: Path) -> list[Path]:

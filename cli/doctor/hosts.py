@@ -61,12 +61,17 @@ def _step_for(reason: str) -> str:
 
 def cluster(facts: Facts) -> Iterator[Verdict]:
     status, found = facts.status, facts.cluster
+    pairs = [
+        f"{pair['prefill']} and {pair['decode']} are incompatible: {'; '.join(pair['why'])}"
+        for pair in found.get("incompatible", [])
+    ]
     for reason in status.get("reasons", []):
-        yield bad("cluster", reason, _step_for(reason))
-    for pair in found.get("incompatible", []):
+        if reason not in pairs:
+            yield bad("cluster", reason, _step_for(reason))
+    for pair in pairs:
         yield bad(
             "cluster",
-            f"{pair['prefill']} and {pair['decode']} are incompatible: {'; '.join(pair['why'])}",
+            pair,
             "start both with the same model, revision, block size and dtype; the router does not use such a pair",
         )
     for worker in facts.workers:

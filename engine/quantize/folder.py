@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -34,15 +34,18 @@ def check_new(out: Path) -> None:
 
 @contextmanager
 def new_folder(out: Path) -> Iterator[Path]:
-    """A folder that gets the name `out` when the body ends, and is deleted when it is left by an exception.
+    """A folder that gets the name `out` when the body ends, and is deleted when it is left by an exception, with the parents
+    that were made for it.
 
     Raises: ConfigError when there is something of that name, or it cannot be created.
     """
     check_new(out)
+    made = [parent for parent in out.absolute().parents if not parent.exists()]
     try:
         out.absolute().parent.mkdir(parents=True, exist_ok=True)
         work = Path(tempfile.mkdtemp(prefix=f".{out.name}.unfinished-", dir=out.absolute().parent))
     except OSError as error:
+        _remove_empty(made)
         raise ConfigError("out", str(out), f"cannot be created: {error.strerror or error}") from None
     try:
         yield work
@@ -53,6 +56,14 @@ def new_folder(out: Path) -> Iterator[Path]:
             raise ConfigError("out", str(out), f"cannot be created: {error.strerror or error}") from None
     finally:
         shutil.rmtree(work, ignore_errors=True)
+        _remove_empty(made)
+
+
+def _remove_empty(folders: Iterable[Path]) -> None:
+    """Args: folders: the innermost first. One that holds anything, or is gone, stays as it is, and so do those around it."""
+    with suppress(OSError):
+        for folder in folders:
+            folder.rmdir()
 
 
 class WeightWriter:

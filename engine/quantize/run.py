@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import platform
 import time
 from collections.abc import Callable
@@ -15,6 +14,7 @@ import torch
 
 from diptych.common.checkpoint.hashing import model_fingerprint
 from diptych.common.errors import ConfigError
+from diptych.common.model_files import read_json_object
 from diptych.common.text.tokenizer import ModelTokenizer
 from diptych.engine.exec.checkpoint import Checkpoint
 from diptych.engine.exec.models.description import ModelDescription
@@ -118,15 +118,7 @@ def quantize(job: Job, update: Update, *, before: float | None = None) -> dict[s
 
 
 def _plain_config(folder: Path) -> dict[str, Any]:
-    path = folder / "config.json"
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError("model", str(path), f"cannot be read: {error.strerror or error}") from None
-    except ValueError as error:
-        raise ConfigError("model", str(path), f"not JSON: {error}") from None
-    if not isinstance(config, dict):
-        raise ConfigError("model", str(path), "must hold a JSON object")
+    config = read_json_object(folder / "config.json")
     if config.get("quantization_config"):
         raise ConfigError("model", str(folder), "is quantized already: its config.json has a quantization_config")
     return config

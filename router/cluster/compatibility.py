@@ -5,20 +5,23 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from diptych.common.block_identity import IDENTITY_FACTS, IdentityHeader, golden_key, identity_of
+from diptych.common.block_identity import GOLDEN, IDENTITY_FACTS, IdentityHeader, golden_key, identity_of
 from diptych.common.compat import CONVERTIBLE, CONVERTS, KV_RULE
 from diptych.common.store.worker_record import WorkerRecord
 
 
 def pair_differences(prefill: Mapping[str, str], decode: Mapping[str, str]) -> list[str]:
     """Fields that differ, each as "field: prefill X, decode Y"; an empty list: KV may be transferred, after a
-    conversion where decode supports it."""
+    conversion where decode supports it. The golden key is a hash of others: it is left out where one of these differs."""
     passed_over = {CONVERTS, KV_RULE, *(CONVERTIBLE if decode.get(CONVERTS) else ())}
-    return [
-        f"{name}: prefill {prefill.get(name, 'unset')}, decode {decode.get(name, 'unset')}"
+    names = [
+        name
         for name in sorted(prefill.keys() | decode.keys())
         if prefill.get(name) != decode.get(name) and name not in passed_over
     ]
+    if any(name in IDENTITY_FACTS or name in CONVERTIBLE for name in names if name != GOLDEN):
+        names = [name for name in names if name != GOLDEN]
+    return [f"{name}: prefill {prefill.get(name, 'unset')}, decode {decode.get(name, 'unset')}" for name in names]
 
 
 @dataclass(slots=True)
@@ -66,7 +69,7 @@ class RouterCheck:
         if block_size != str(record.block_size):
             return None, f"block_size: lease {record.block_size}, compat {block_size}"
         golden = golden_key(header).hex()
-        theirs = record.compat.get("block_identity_golden", "unset")
+        theirs = record.compat.get(GOLDEN, "unset")
         if theirs != golden:
             return None, f"block identity: worker {theirs}, router {golden} (another cluster secret or version)"
         return header, ""

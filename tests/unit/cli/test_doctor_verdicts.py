@@ -97,6 +97,16 @@ def test_a_healthy_cluster_gets_good_verdicts() -> None:
     } <= named
 
 
+def test_an_incompatible_pair_is_one_verdict_though_the_router_names_it_among_its_reasons() -> None:
+    pair = "p0 and d0 are incompatible: block_size: prefill 16, decode 32"
+    why = ["block_size: prefill 16, decode 32"]
+    found = facts(
+        reasons=[pair, "d1 does not answer"], cluster={"incompatible": [{"prefill": "p0", "decode": "d0", "why": why}]}
+    )
+    said = [v.finding for v in examine(found) if v.check == "cluster" and v.level is Level.BAD]
+    assert said == ["d1 does not answer", pair]
+
+
 GPU = {**SETTINGS, "device": "cuda:0"}
 RDMA = replace(HOST, rdma_devices=("mlx5_0",))
 HOST_TIER = {**SETTINGS, "num_host_blocks": "100", "preemption_mode": "auto"}

@@ -351,6 +351,24 @@ def test_what_is_not_quantized_keeps_its_dtype(source, tmp_path, texts, dtype):
 # ---- refusals ----
 
 
+def test_parents_that_were_made_for_the_folder_go_with_it(tmp_path):
+    out = tmp_path / "kept" / "made" / "deeper" / "out"
+    (tmp_path / "kept").mkdir()
+    with pytest.raises(KeyboardInterrupt), written.new_folder(out):
+        raise KeyboardInterrupt
+    assert list(tmp_path.rglob("*")) == [tmp_path / "kept"]
+    other = tmp_path / "kept" / "made" / "of-another"
+
+    def fail() -> None:
+        other.touch()
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt), written.new_folder(out):
+        fail()
+    assert other.exists()
+    assert not out.parent.exists()
+
+
 @pytest.mark.parametrize(
     ("settings", "field"),
     [
