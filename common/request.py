@@ -8,6 +8,8 @@ import msgspec
 
 ADAPTER = "adapter"
 """The field's name among those that workers announce."""
+ADAPTER_FOLDER = "adapter_folder"
+"""The same: an adapter is named by its id, and the worker loads it from this folder where it lacks it."""
 CHOICE = "choice"
 """The same: the number of the choice that an attempt continues."""
 RESUME = "resume"

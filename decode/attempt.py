@@ -385,7 +385,7 @@ class Attempt:
             priority=sub.priority,
             source=source_to_proto(sub.placement.prefill_source),
             claim=claim_to_proto(sub.claim),
-            **prompt_fields(sub.prompt),
+            **prompt_fields(sub.prompt, adapter_folder=sub.adapter_folder),
         )
         return RemotePrefill(
             self._context,

@@ -30,6 +30,8 @@ class Submission:
     attempt: str
     request_id: str
     prompt: Prompt
+    adapter_folder: str
+    """Where the prompt's adapter is loaded from by a worker that lacks it; empty: nowhere."""
     sampling: SamplingParams
     placement: Placement
     remaining_s: float
@@ -72,6 +74,7 @@ def parse_submit(message: decode_pb2.Submit, limits: Limits) -> Submission:
         attempt=message.attempt,
         request_id=message.request_id,
         prompt=prompt,
+        adapter_folder=convert.adapter_folder_from_proto(message),
         sampling=sampling,
         placement=Placement(
             decode=_ref(target),

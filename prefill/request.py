@@ -24,6 +24,7 @@ class PrefillSessionRequest:
     """Args:
     decode: the worker that will read the KV.
     source: where leading blocks may be taken from before the prompt is computed.
+    adapter_folder: where the prompt's adapter is loaded from by a worker that lacks it; empty: nowhere.
     """
 
     engine_request: EngineRequest | PublishCached
@@ -31,6 +32,7 @@ class PrefillSessionRequest:
     decode: WorkerRef
     remaining_s: float
     source: KvSource | None = None
+    adapter_folder: str = ""
 
     @property
     def service(self) -> str:
@@ -88,6 +90,7 @@ def parse_request(message: prefill_pb2.PrefillRequest, limits: Limits) -> Prefil
         decode=WorkerRef(message.decode.worker_id, message.decode.incarnation, message.decode.address),
         remaining_s=convert.check_remaining(message.remaining_s),
         source=parse_source(message.source, "source") if message.HasField("source") else None,
+        adapter_folder=convert.adapter_folder_from_proto(message),
     )
 
 

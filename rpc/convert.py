@@ -19,6 +19,7 @@ from diptych.common.kv_format import KvFormat, KvGroup, KvKind, Shard
 from diptych.common.kv_parts import check_parts
 from diptych.common.request import (
     ADAPTER,
+    ADAPTER_FOLDER,
     MAX_CACHE_PRIORITY,
     MAX_CACHE_TTL_S,
     SESSION_BYTES,
@@ -132,7 +133,7 @@ _READ: Mapping[str, tuple[str, Callable[[Any], object]]] = {
 def later_fields_of(request: prefill_pb2.PrefillRequest) -> frozenset[str]:
     """What it sets that a worker of the first version would ignore: parameters of LATER_FIELDS, and an adapter."""
     known = {field.name for field, _ in request.sampling.ListFields() if field.name in LATER_FIELDS}
-    return frozenset({*known, ADAPTER} if request.adapter else known)
+    return frozenset({*known, ADAPTER, ADAPTER_FOLDER} if request.adapter else known)
 
 
 def unknown_fields(message: types_pb2.SamplingParams) -> str:
@@ -160,13 +161,18 @@ def sampling_from_proto(message: types_pb2.SamplingParams, *, vocab_size: int) -
     return check_sampling(vocab_size=vocab_size, **values)
 
 
-def prompt_fields(prompt: Prompt, *, with_ids: bool = True) -> dict[str, Any]:
-    """The fields of a prompt in Submit and PrefillRequest. Raises: InternalError for values without a field in the
-    message."""
+def prompt_fields(prompt: Prompt, *, adapter_folder: str = "", with_ids: bool = True) -> dict[str, Any]:
+    """The fields of a prompt in Submit and PrefillRequest.
+
+    Args:
+        adapter_folder: of the prompt's adapter, for workers that lack it.
+    Raises: InternalError for values without a field in the message.
+    """
     if prompt.media:
         raise InternalError("a prompt with media cannot be sent")
     ids = prompt.token_ids if with_ids else ()
-    return {"prompt_token_ids": ids, "cache_salt": prompt.cache_salt, "adapter": prompt.adapter}
+    fields = {"prompt_token_ids": ids, "cache_salt": prompt.cache_salt, "adapter": prompt.adapter}
+    return {**fields, "adapter_folder": adapter_folder} if prompt.adapter else fields
 
 
 def prompt_from_proto(message: decode_pb2.Submit | prefill_pb2.PrefillRequest, *, vocab_size: int) -> Prompt:
@@ -175,6 +181,22 @@ def prompt_from_proto(message: decode_pb2.Submit | prefill_pb2.PrefillRequest, *
         raise InvalidRequestError("the prompt is empty", param="prompt")
     ids = check_token_ids(message.prompt_token_ids, vocab_size=vocab_size, param="prompt")
     return Prompt(ids, message.cache_salt, message.adapter)
+
+
+def adapter_folder_from_proto(message: decode_pb2.Submit | prefill_pb2.PrefillRequest) -> str:
+    """Where the prompt's adapter is loaded from by a worker that lacks it; empty: nowhere. Raises: InvalidRequestError."""
+    if message.adapter_folder and not message.adapter:
+        raise InvalidRequestError("adapter_folder is set, and adapter is not", param="adapter_folder")
+    return check_folder(message.adapter_folder, "adapter_folder")
+
+
+def check_folder(folder: str, param: str) -> str:
+    """Raises: InvalidRequestError unless it is empty or can be an absolute path."""
+    if folder and (len(folder) > MAX_FOLDER or not folder.startswith("/") or "\0" in folder):
+        raise InvalidRequestError(
+            f"{param} must be an absolute path of at most {MAX_FOLDER} characters, got {folder[:80]!r}", param=param
+        )
+    return folder
 
 
 def claim_to_proto(claim: CacheClaim | None) -> types_pb2.CacheClaim | None:
@@ -214,6 +236,8 @@ def finish_reason_from_proto(value: int) -> FinishReason:
     except KeyError:
         raise InvalidRequestError(f"finish_reason {value} is unknown", param="finish_reason") from None
 
+
+MAX_FOLDER = 4096
 
 _KINDS = {
     KvKind.FULL: worker_pb2.KV_KIND_FULL,

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from diptych.common.addresses import host_port
 from diptych.common.errors import IncompatibleWorkersError, InvalidRequestError, TransferError
-from diptych.common.request import ADAPTER, CHOICE, RESUME
+from diptych.common.request import ADAPTER, ADAPTER_FOLDER, CHOICE, RESUME
 from diptych.common.sampling import LATER_FIELDS
 from diptych.common.tiers import TierState
 from diptych.engine.messages import BlockCounts
@@ -21,7 +21,7 @@ from diptych.worker.role_spec import ROLES
 REUSABLE = "reusable"
 SOURCE = "source"
 """It takes KV from the holder that a request names, and others may take its own."""
-MESSAGE_FIELDS = (ADAPTER, REUSABLE, CHOICE, SOURCE, RESUME)
+MESSAGE_FIELDS = (ADAPTER, ADAPTER_FOLDER, REUSABLE, CHOICE, SOURCE, RESUME)
 REQUEST_FIELDS = (*LATER_FIELDS, *MESSAGE_FIELDS)
 """Fields of requests, later than the first version, that this one knows: sampling parameters, and those of the messages."""
 

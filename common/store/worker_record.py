@@ -39,6 +39,8 @@ class WorkerLoad(msgspec.Struct, frozen=True):
     running step."""
     gpu: GpuLoad | None = None
     """None: it computes on a CPU, or NVML does not answer."""
+    adapters: dict[str, int] = {}
+    """Id of each LoRA adapter that it has in memory -> requests that use it."""
 
 
 class WorkerRecord(msgspec.Struct, frozen=True):
@@ -67,6 +69,10 @@ class WorkerRecord(msgspec.Struct, frozen=True):
     """(window, bytes per token) of each group of layers that keep the last tokens only."""
     request_fields: tuple[str, ...] = ()
     """Fields of requests that it knows, later than the first version (worker/wire.py: REQUEST_FIELDS)."""
+    max_loras: int = 0
+    """LoRA adapters whose requests run in one step; 0: it serves none."""
+    max_lora_rank: int = 0
+    """The largest rank of an adapter that it serves."""
 
     @property
     def event_sequences(self) -> tuple[int, ...]:

@@ -6,7 +6,7 @@ from functools import lru_cache
 
 import msgspec
 
-from diptych.common.request import ADAPTER, Prompt
+from diptych.common.request import ADAPTER, ADAPTER_FOLDER, Prompt
 from diptych.common.sampling import later_fields
 from diptych.common.store.worker_record import WorkerRecord
 from diptych.router.placement.cost import MAX_SPARES
@@ -37,7 +37,7 @@ def placement_request(request: ValidatedRequest) -> PlacementRequest:
         allow_local_fallback=request.failure_policy != router_pb2.FAILURE_POLICY_FAIL,
         group=request.group,
         tenant=request.tenant,
-        request_fields=later_fields(request.sampling) | ({ADAPTER} if request.prompt.adapter else set()),
+        request_fields=later_fields(request.sampling) | ({ADAPTER, ADAPTER_FOLDER} if request.prompt.adapter else set()),
     )
 
 

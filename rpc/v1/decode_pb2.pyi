@@ -81,7 +81,7 @@ class Placement(_message.Message):
     def __init__(self, decode: _Optional[_Union[_types_pb2.WorkerRef, _Mapping]] = ..., prefill: _Optional[_Iterable[_Union[_types_pb2.WorkerRef, _Mapping]]] = ..., local_prefill: _Optional[bool] = ..., local_prefill_max_tokens: _Optional[int] = ..., prefill_source: _Optional[_Union[_types_pb2.KvSource, _Mapping]] = ..., decode_source: _Optional[_Union[_types_pb2.KvSource, _Mapping]] = ...) -> None: ...
 
 class Submit(_message.Message):
-    __slots__ = ("attempt", "request_id", "prompt_token_ids", "sampling", "placement", "remaining_s", "cache_salt", "failure_policy", "adapter", "output_token_ids", "choice", "keep", "claim", "traceparent", "priority")
+    __slots__ = ("attempt", "request_id", "prompt_token_ids", "sampling", "placement", "remaining_s", "cache_salt", "failure_policy", "adapter", "adapter_folder", "output_token_ids", "choice", "keep", "claim", "traceparent", "priority")
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -91,6 +91,7 @@ class Submit(_message.Message):
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     FAILURE_POLICY_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_FOLDER_FIELD_NUMBER: _ClassVar[int]
     OUTPUT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     CHOICE_FIELD_NUMBER: _ClassVar[int]
     KEEP_FIELD_NUMBER: _ClassVar[int]
@@ -106,13 +107,14 @@ class Submit(_message.Message):
     cache_salt: bytes
     failure_policy: _router_pb2.FailurePolicy
     adapter: str
+    adapter_folder: str
     output_token_ids: _containers.RepeatedScalarFieldContainer[int]
     choice: int
     keep: bool
     claim: _types_pb2.CacheClaim
     traceparent: str
     priority: int
-    def __init__(self, attempt: _Optional[str] = ..., request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., placement: _Optional[_Union[Placement, _Mapping]] = ..., remaining_s: _Optional[float] = ..., cache_salt: _Optional[bytes] = ..., failure_policy: _Optional[_Union[_router_pb2.FailurePolicy, str]] = ..., adapter: _Optional[str] = ..., output_token_ids: _Optional[_Iterable[int]] = ..., choice: _Optional[int] = ..., keep: _Optional[bool] = ..., claim: _Optional[_Union[_types_pb2.CacheClaim, _Mapping]] = ..., traceparent: _Optional[str] = ..., priority: _Optional[int] = ...) -> None: ...
+    def __init__(self, attempt: _Optional[str] = ..., request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., placement: _Optional[_Union[Placement, _Mapping]] = ..., remaining_s: _Optional[float] = ..., cache_salt: _Optional[bytes] = ..., failure_policy: _Optional[_Union[_router_pb2.FailurePolicy, str]] = ..., adapter: _Optional[str] = ..., adapter_folder: _Optional[str] = ..., output_token_ids: _Optional[_Iterable[int]] = ..., choice: _Optional[int] = ..., keep: _Optional[bool] = ..., claim: _Optional[_Union[_types_pb2.CacheClaim, _Mapping]] = ..., traceparent: _Optional[str] = ..., priority: _Optional[int] = ...) -> None: ...
 
 class Cancel(_message.Message):
     __slots__ = ("attempt",)

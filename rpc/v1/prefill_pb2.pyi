@@ -26,7 +26,7 @@ class FetchRequest(_message.Message):
     def __init__(self, attempt: _Optional[str] = ..., request_id: _Optional[str] = ..., block_keys: _Optional[bytes] = ..., cached_tokens: _Optional[int] = ..., source: _Optional[_Union[_types_pb2.WorkerRef, _Mapping]] = ..., reader: _Optional[_Union[_types_pb2.WorkerRef, _Mapping]] = ..., remaining_s: _Optional[float] = ...) -> None: ...
 
 class PrefillRequest(_message.Message):
-    __slots__ = ("attempt", "request_id", "prompt_token_ids", "output_token_ids", "sampling", "decode_cached_tokens", "want_kv", "prefill", "decode", "remaining_s", "cache_salt", "adapter", "first_token_mask", "priority", "layer_groups", "link_bytes_per_s", "reusable", "source", "claim")
+    __slots__ = ("attempt", "request_id", "prompt_token_ids", "output_token_ids", "sampling", "decode_cached_tokens", "want_kv", "prefill", "decode", "remaining_s", "cache_salt", "adapter", "adapter_folder", "first_token_mask", "priority", "layer_groups", "link_bytes_per_s", "reusable", "source", "claim")
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -39,6 +39,7 @@ class PrefillRequest(_message.Message):
     REMAINING_S_FIELD_NUMBER: _ClassVar[int]
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_FOLDER_FIELD_NUMBER: _ClassVar[int]
     FIRST_TOKEN_MASK_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     LAYER_GROUPS_FIELD_NUMBER: _ClassVar[int]
@@ -58,6 +59,7 @@ class PrefillRequest(_message.Message):
     remaining_s: float
     cache_salt: bytes
     adapter: str
+    adapter_folder: str
     first_token_mask: bytes
     priority: int
     layer_groups: bool
@@ -65,7 +67,7 @@ class PrefillRequest(_message.Message):
     reusable: bool
     source: _types_pb2.KvSource
     claim: _types_pb2.CacheClaim
-    def __init__(self, attempt: _Optional[str] = ..., request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., output_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., decode_cached_tokens: _Optional[int] = ..., want_kv: _Optional[bool] = ..., prefill: _Optional[_Union[_types_pb2.WorkerRef, _Mapping]] = ..., decode: _Optional[_Union[_types_pb2.WorkerRef, _Mapping]] = ..., remaining_s: _Optional[float] = ..., cache_salt: _Optional[bytes] = ..., adapter: _Optional[str] = ..., first_token_mask: _Optional[bytes] = ..., priority: _Optional[int] = ..., layer_groups: _Optional[bool] = ..., link_bytes_per_s: _Optional[float] = ..., reusable: _Optional[bool] = ..., source: _Optional[_Union[_types_pb2.KvSource, _Mapping]] = ..., claim: _Optional[_Union[_types_pb2.CacheClaim, _Mapping]] = ...) -> None: ...
+    def __init__(self, attempt: _Optional[str] = ..., request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., output_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., decode_cached_tokens: _Optional[int] = ..., want_kv: _Optional[bool] = ..., prefill: _Optional[_Union[_types_pb2.WorkerRef, _Mapping]] = ..., decode: _Optional[_Union[_types_pb2.WorkerRef, _Mapping]] = ..., remaining_s: _Optional[float] = ..., cache_salt: _Optional[bytes] = ..., adapter: _Optional[str] = ..., adapter_folder: _Optional[str] = ..., first_token_mask: _Optional[bytes] = ..., priority: _Optional[int] = ..., layer_groups: _Optional[bool] = ..., link_bytes_per_s: _Optional[float] = ..., reusable: _Optional[bool] = ..., source: _Optional[_Union[_types_pb2.KvSource, _Mapping]] = ..., claim: _Optional[_Union[_types_pb2.CacheClaim, _Mapping]] = ...) -> None: ...
 
 class SlabHandle(_message.Message):
     __slots__ = ("worker_id", "incarnation", "attempt", "slab", "generation", "first_token", "num_tokens", "first_layer", "num_layers", "layout_hash", "size_bytes", "checksum", "expires_ns", "mac", "group", "part")

@@ -119,12 +119,46 @@ class ReleaseSessionResponse(_message.Message):
     freed_tokens: int
     def __init__(self, freed_tokens: _Optional[int] = ...) -> None: ...
 
+class LoadAdapterRequest(_message.Message):
+    __slots__ = ("folder", "expected_id")
+    FOLDER_FIELD_NUMBER: _ClassVar[int]
+    EXPECTED_ID_FIELD_NUMBER: _ClassVar[int]
+    folder: str
+    expected_id: str
+    def __init__(self, folder: _Optional[str] = ..., expected_id: _Optional[str] = ...) -> None: ...
+
+class LoadAdapterResponse(_message.Message):
+    __slots__ = ("id", "rank", "num_bytes", "base_model")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    BASE_MODEL_FIELD_NUMBER: _ClassVar[int]
+    id: str
+    rank: int
+    num_bytes: int
+    base_model: str
+    def __init__(self, id: _Optional[str] = ..., rank: _Optional[int] = ..., num_bytes: _Optional[int] = ..., base_model: _Optional[str] = ...) -> None: ...
+
+class UnloadAdapterRequest(_message.Message):
+    __slots__ = ("id",)
+    ID_FIELD_NUMBER: _ClassVar[int]
+    id: str
+    def __init__(self, id: _Optional[str] = ...) -> None: ...
+
+class UnloadAdapterResponse(_message.Message):
+    __slots__ = ("found", "num_requests")
+    FOUND_FIELD_NUMBER: _ClassVar[int]
+    NUM_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    found: bool
+    num_requests: int
+    def __init__(self, found: _Optional[bool] = ..., num_requests: _Optional[int] = ...) -> None: ...
+
 class GetInfoRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class GetInfoResponse(_message.Message):
-    __slots__ = ("worker_id", "incarnation", "role", "pid", "compat", "kv_address", "num_blocks", "max_model_len", "max_num_seqs", "transport_path", "transport_bytes_per_s", "version", "services", "request_fields")
+    __slots__ = ("worker_id", "incarnation", "role", "pid", "compat", "kv_address", "num_blocks", "max_model_len", "max_num_seqs", "transport_path", "transport_bytes_per_s", "version", "services", "request_fields", "max_loras", "max_lora_rank")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
@@ -139,6 +173,8 @@ class GetInfoResponse(_message.Message):
     VERSION_FIELD_NUMBER: _ClassVar[int]
     SERVICES_FIELD_NUMBER: _ClassVar[int]
     REQUEST_FIELDS_FIELD_NUMBER: _ClassVar[int]
+    MAX_LORAS_FIELD_NUMBER: _ClassVar[int]
+    MAX_LORA_RANK_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     incarnation: str
     role: WorkerRole
@@ -153,7 +189,9 @@ class GetInfoResponse(_message.Message):
     version: str
     services: _containers.RepeatedScalarFieldContainer[str]
     request_fields: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., role: _Optional[_Union[WorkerRole, str]] = ..., pid: _Optional[int] = ..., compat: _Optional[_Union[Compat, _Mapping]] = ..., kv_address: _Optional[_Union[KvAddress, _Mapping]] = ..., num_blocks: _Optional[int] = ..., max_model_len: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., transport_path: _Optional[str] = ..., transport_bytes_per_s: _Optional[float] = ..., version: _Optional[str] = ..., services: _Optional[_Iterable[str]] = ..., request_fields: _Optional[_Iterable[str]] = ...) -> None: ...
+    max_loras: int
+    max_lora_rank: int
+    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., role: _Optional[_Union[WorkerRole, str]] = ..., pid: _Optional[int] = ..., compat: _Optional[_Union[Compat, _Mapping]] = ..., kv_address: _Optional[_Union[KvAddress, _Mapping]] = ..., num_blocks: _Optional[int] = ..., max_model_len: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., transport_path: _Optional[str] = ..., transport_bytes_per_s: _Optional[float] = ..., version: _Optional[str] = ..., services: _Optional[_Iterable[str]] = ..., request_fields: _Optional[_Iterable[str]] = ..., max_loras: _Optional[int] = ..., max_lora_rank: _Optional[int] = ...) -> None: ...
 
 class SetRoleRequest(_message.Message):
     __slots__ = ("worker_id", "incarnation", "role", "force")
@@ -353,8 +391,20 @@ class GpuFacts(_message.Message):
     uuid: str
     def __init__(self, name: _Optional[str] = ..., observed_s: _Optional[float] = ..., busy_s: _Optional[float] = ..., throttled_s: _Optional[_Mapping[str, float]] = ..., power_watts: _Optional[float] = ..., power_limit_watts: _Optional[float] = ..., sm_clock_hz: _Optional[float] = ..., max_sm_clock_hz: _Optional[float] = ..., memory_used_bytes: _Optional[int] = ..., memory_total_bytes: _Optional[int] = ..., nvlinks: _Optional[int] = ..., nvlink_sent_bytes: _Optional[int] = ..., nvlink_received_bytes: _Optional[int] = ..., uuid: _Optional[str] = ...) -> None: ...
 
+class ResidentAdapter(_message.Message):
+    __slots__ = ("id", "rank", "num_bytes", "num_requests")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    NUM_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    id: str
+    rank: int
+    num_bytes: int
+    num_requests: int
+    def __init__(self, id: _Optional[str] = ..., rank: _Optional[int] = ..., num_bytes: _Optional[int] = ..., num_requests: _Optional[int] = ...) -> None: ...
+
 class GetStatsResponse(_message.Message):
-    __slots__ = ("engine", "host", "transport_path", "transport_bytes_per_s", "link_bytes_per_s", "metrics_address", "settings", "uptime_s", "preemption", "gpu")
+    __slots__ = ("engine", "host", "transport_path", "transport_bytes_per_s", "link_bytes_per_s", "metrics_address", "settings", "uptime_s", "preemption", "gpu", "adapters")
     class EngineEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -386,6 +436,7 @@ class GetStatsResponse(_message.Message):
     UPTIME_S_FIELD_NUMBER: _ClassVar[int]
     PREEMPTION_FIELD_NUMBER: _ClassVar[int]
     GPU_FIELD_NUMBER: _ClassVar[int]
+    ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     engine: _containers.ScalarMap[str, float]
     host: HostFacts
     transport_path: str
@@ -396,4 +447,5 @@ class GetStatsResponse(_message.Message):
     uptime_s: float
     preemption: PreemptionCost
     gpu: GpuFacts
-    def __init__(self, engine: _Optional[_Mapping[str, float]] = ..., host: _Optional[_Union[HostFacts, _Mapping]] = ..., transport_path: _Optional[str] = ..., transport_bytes_per_s: _Optional[float] = ..., link_bytes_per_s: _Optional[_Mapping[str, float]] = ..., metrics_address: _Optional[str] = ..., settings: _Optional[_Mapping[str, str]] = ..., uptime_s: _Optional[float] = ..., preemption: _Optional[_Union[PreemptionCost, _Mapping]] = ..., gpu: _Optional[_Union[GpuFacts, _Mapping]] = ...) -> None: ...
+    adapters: _containers.RepeatedCompositeFieldContainer[ResidentAdapter]
+    def __init__(self, engine: _Optional[_Mapping[str, float]] = ..., host: _Optional[_Union[HostFacts, _Mapping]] = ..., transport_path: _Optional[str] = ..., transport_bytes_per_s: _Optional[float] = ..., link_bytes_per_s: _Optional[_Mapping[str, float]] = ..., metrics_address: _Optional[str] = ..., settings: _Optional[_Mapping[str, str]] = ..., uptime_s: _Optional[float] = ..., preemption: _Optional[_Union[PreemptionCost, _Mapping]] = ..., gpu: _Optional[_Union[GpuFacts, _Mapping]] = ..., adapters: _Optional[_Iterable[_Union[ResidentAdapter, _Mapping]]] = ...) -> None: ...

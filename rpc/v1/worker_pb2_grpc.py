@@ -65,6 +65,16 @@ class WorkerStub:
                 request_serializer=diptych_dot_rpc_dot_v1_dot_worker__pb2.ReleaseSessionRequest.SerializeToString,
                 response_deserializer=diptych_dot_rpc_dot_v1_dot_worker__pb2.ReleaseSessionResponse.FromString,
                 _registered_method=True)
+        self.LoadAdapter = channel.unary_unary(
+                '/diptych.rpc.v1.Worker/LoadAdapter',
+                request_serializer=diptych_dot_rpc_dot_v1_dot_worker__pb2.LoadAdapterRequest.SerializeToString,
+                response_deserializer=diptych_dot_rpc_dot_v1_dot_worker__pb2.LoadAdapterResponse.FromString,
+                _registered_method=True)
+        self.UnloadAdapter = channel.unary_unary(
+                '/diptych.rpc.v1.Worker/UnloadAdapter',
+                request_serializer=diptych_dot_rpc_dot_v1_dot_worker__pb2.UnloadAdapterRequest.SerializeToString,
+                response_deserializer=diptych_dot_rpc_dot_v1_dot_worker__pb2.UnloadAdapterResponse.FromString,
+                _registered_method=True)
 
 
 class WorkerServicer:
@@ -114,6 +124,21 @@ class WorkerServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def LoadAdapter(self, request, context):
+        """Reads a LoRA adapter, and keeps it for the requests that name it. Answered when the worker has it; one that it already has is
+        read anew only where the folder may hold another one.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UnloadAdapter(self, request, context):
+        """Gives an adapter up: at once, or with the last request that uses it. A request that names it later loads it again.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_WorkerServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -146,6 +171,16 @@ def add_WorkerServicer_to_server(servicer, server):
                     servicer.ReleaseSession,
                     request_deserializer=diptych_dot_rpc_dot_v1_dot_worker__pb2.ReleaseSessionRequest.FromString,
                     response_serializer=diptych_dot_rpc_dot_v1_dot_worker__pb2.ReleaseSessionResponse.SerializeToString,
+            ),
+            'LoadAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.LoadAdapter,
+                    request_deserializer=diptych_dot_rpc_dot_v1_dot_worker__pb2.LoadAdapterRequest.FromString,
+                    response_serializer=diptych_dot_rpc_dot_v1_dot_worker__pb2.LoadAdapterResponse.SerializeToString,
+            ),
+            'UnloadAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.UnloadAdapter,
+                    request_deserializer=diptych_dot_rpc_dot_v1_dot_worker__pb2.UnloadAdapterRequest.FromString,
+                    response_serializer=diptych_dot_rpc_dot_v1_dot_worker__pb2.UnloadAdapterResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -311,6 +346,60 @@ class Worker:
             '/diptych.rpc.v1.Worker/ReleaseSession',
             diptych_dot_rpc_dot_v1_dot_worker__pb2.ReleaseSessionRequest.SerializeToString,
             diptych_dot_rpc_dot_v1_dot_worker__pb2.ReleaseSessionResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def LoadAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/diptych.rpc.v1.Worker/LoadAdapter',
+            diptych_dot_rpc_dot_v1_dot_worker__pb2.LoadAdapterRequest.SerializeToString,
+            diptych_dot_rpc_dot_v1_dot_worker__pb2.LoadAdapterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UnloadAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/diptych.rpc.v1.Worker/UnloadAdapter',
+            diptych_dot_rpc_dot_v1_dot_worker__pb2.UnloadAdapterRequest.SerializeToString,
+            diptych_dot_rpc_dot_v1_dot_worker__pb2.UnloadAdapterResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -58,7 +58,7 @@ def test_a_later_parameter_is_sent_only_where_it_is_set(newer: None) -> None:
     assert [later_fields(params) for params in (plain, changed)] == [frozenset(), {LATER}]
     for params in (plain, changed):
         message = convert.sampling_to_proto(params)
-        for adapter, more in (("", set()), ("french", {"adapter"})):
+        for adapter, more in (("", set()), ("french", {"adapter", "adapter_folder"})):
             request = prefill_pb2.PrefillRequest(sampling=message, adapter=adapter)
             assert convert.later_fields_of(request) == later_fields(params) | more
         assert convert.sampling_from_proto(message, vocab_size=10) == params

@@ -163,6 +163,14 @@ def test_a_prompt_there_and_back(message: Any) -> None:
     prompt = Prompt((1, 2, 9), b"salt", "adapter")
     assert convert.prompt_from_proto(message(**convert.prompt_fields(prompt)), vocab_size=10) == prompt
     assert not message(**convert.prompt_fields(prompt, with_ids=False)).prompt_token_ids
+    there = message(**convert.prompt_fields(prompt, adapter_folder="/lora/french"))
+    assert convert.adapter_folder_from_proto(there) == "/lora/french"
+    assert not message(**convert.prompt_fields(Prompt((1,)), adapter_folder="/lora/french")).adapter_folder
+    wrong = ({"adapter_folder": "/a"}, *({"adapter": "a", "adapter_folder": f} for f in ("a/b", "/a\0b", "/" * 4097)))
+    for fields in wrong:
+        with pytest.raises(InvalidRequestError) as caught:
+            convert.adapter_folder_from_proto(message(**fields))
+        assert caught.value.param == "adapter_folder"
     for ids in ((), (10,)):
         with pytest.raises(InvalidRequestError) as caught:
             convert.prompt_from_proto(message(prompt_token_ids=ids), vocab_size=10)
