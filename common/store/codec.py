@@ -18,6 +18,7 @@ MAX_KEYS_PER_EVENT = 8192
 MAX_PENDING_WORKERS = 1024
 MAX_KV_WINDOWS = 64
 MAX_THROTTLED = 16
+MAX_ADAPTERS = 1024
 MAX_REASON_CHARS = 64
 MAX_COUNT = 2**53
 ROLES = ("prefill", "decode")
@@ -26,6 +27,7 @@ EVENT_KINDS = ("stored", "evicted", "cleared")
 
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
 _ADDRESS = re.compile(r"[A-Za-z0-9.:_\[\]-]{1,255}:[0-9]{1,5}|unix:[^\x00-\x1f]{1,255}")
+_ADAPTER = re.compile(r"[0-9a-f]{32}")
 _decoder = msgspec.json.Decoder(WorkerRecord)
 
 
@@ -69,6 +71,8 @@ def decode_record(raw: bytes) -> WorkerRecord:
         ("max_model_len", 1),
         ("max_num_seqs", 1),
         ("event_epoch", 0),
+        ("max_loras", 0),
+        ("max_lora_rank", 0),
     ):
         if not least <= getattr(record, name) <= MAX_COUNT:
             raise BadRowError(f"{name}: out of range")
@@ -94,6 +98,10 @@ def decode_record(raw: bytes) -> WorkerRecord:
         throttled = load.gpu.throttled
         if len(throttled) > MAX_THROTTLED or any(len(reason) > MAX_REASON_CHARS for reason in throttled):
             raise BadRowError("load.gpu.throttled: too long")
+    if len(load.adapters) > MAX_ADAPTERS or not all(
+        _ADAPTER.fullmatch(name) and 0 <= count <= MAX_COUNT for name, count in load.adapters.items()
+    ):
+        raise BadRowError(f"load.adapters: must be at most {MAX_ADAPTERS} ids with their requests")
     if not all(math.isfinite(rate) and rate >= 0.0 for rate in rates):
         raise BadRowError("load: a rate is negative or not finite")
     return record

@@ -37,7 +37,8 @@ def placement_request(request: ValidatedRequest) -> PlacementRequest:
         allow_local_fallback=request.failure_policy != router_pb2.FAILURE_POLICY_FAIL,
         group=request.group,
         tenant=request.tenant,
-        request_fields=later_fields(request.sampling) | ({ADAPTER, ADAPTER_FOLDER} if request.prompt.adapter else set()),
+        request_fields=later_fields(request.sampling)
+        | ({ADAPTER, ADAPTER_FOLDER} if request.prompt.adapter else set()),
     )
 
 

@@ -20,8 +20,13 @@ from diptych_tests.records import worker_record
 RECORD = worker_record(
     compat={"x": "y"},
     event_epoch=3,
+    max_loras=8,
+    max_lora_rank=16,
     load=WorkerLoad(
-        prefill_tokens_per_s=3.5, link_bytes_per_s={"p1": 2.0}, gpu=GpuLoad(0.5, 0.1, 300.0, 1e9, ("hw_thermal",))
+        prefill_tokens_per_s=3.5,
+        link_bytes_per_s={"p1": 2.0},
+        gpu=GpuLoad(0.5, 0.1, 300.0, 1e9, ("hw_thermal",)),
+        adapters={"0f" * 16: 2},
     ),
 )
 EVENT = KvEvent("a", 1, 2, "stored", (bytes(16), b"x" * 16))
@@ -81,6 +86,11 @@ def test_broken_pending_rows_are_refused(fields):
         ({"load": WorkerLoad(gpu=GpuLoad(busy=-0.1))}, "rate"),
         ({"load": WorkerLoad(gpu=GpuLoad(throttled=("x",) * 17))}, "load.gpu.throttled"),
         ({"load": WorkerLoad(gpu=GpuLoad(throttled=("x" * 65,)))}, "load.gpu.throttled"),
+        ({"max_loras": -1}, "max_loras"),
+        ({"max_lora_rank": 2**60}, "max_lora_rank"),
+        ({"load": WorkerLoad(adapters={"french": 1})}, "load.adapters"),
+        ({"load": WorkerLoad(adapters={"0f" * 16: -1})}, "load.adapters"),
+        ({"load": WorkerLoad(adapters={f"{i:032x}": 0 for i in range(1025)})}, "load.adapters"),
     ],
 )
 def test_values_that_make_no_sense_are_refused(change, field):
