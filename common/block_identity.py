@@ -15,13 +15,12 @@ from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from types import MappingProxyType
 from typing import Any
 
 from blake3 import blake3
 
 from diptych.common.errors import InvalidRequestError
-from diptych.common.request import Prompt
+from diptych.common.request import Prompt, is_adapter_id
 
 KEY_BYTES = 16
 IDENTITY_FACTS = ("model_revision", "kv_rule", "method", "compute_dtype", "attention_version", "backend")
@@ -42,7 +41,7 @@ class IdentityHeader:
         model_revision: fingerprint of the content of weights and configuration.
         kv_rule: dtype, scales and windows of the KV by layer (`KvFormat.value_rule`).
         block_size: tokens between two keys; not part of the identity.
-        adapter: hash of the adapter's tensors and configuration; empty: none.
+        adapter: id of the adapter, which is a hash of its content (common/request.py); empty: none.
         salt: derived from the tenant by the router.
         method: of the weights: plain, or the quantization method.
         compute_dtype: of weights and activations.
@@ -87,29 +86,19 @@ class IdentityHeader:
         )  # fmt: skip
 
 
-NO_ADAPTERS: Mapping[str, str] = MappingProxyType({})
-
-
-def header_of_request(
-    header: IdentityHeader, prompt: Prompt, adapters: Mapping[str, str] = NO_ADAPTERS
-) -> IdentityHeader:
+def header_of_request(header: IdentityHeader, prompt: Prompt) -> IdentityHeader:
     """The header of one request's blocks. Routers and workers name blocks by this function only, so that nothing of a
     prompt is left out at one of them.
 
-    Args:
-        header: the worker's.
-        adapters: name of an adapter -> hash of its tensors and its configuration.
-    Raises: InvalidRequestError naming an adapter that is not in `adapters`, or media: blocks of such prompts must not
-        be taken for those of the same tokens without them.
+    Args: header: the worker's.
+    Raises: InvalidRequestError for an adapter that is no id, and for media: blocks of such prompts must not be taken for those of
+        the same tokens without them.
     """
     if prompt.media:
         raise InvalidRequestError("blocks of a prompt with media have no identity yet", param="media")
-    adapter = ""
-    if prompt.adapter:
-        adapter = adapters.get(prompt.adapter, "")
-        if not adapter:
-            raise InvalidRequestError(f"the adapter {prompt.adapter!r} is not known here", param="adapter")
-    return _of_request(header, prompt.cache_salt, adapter)
+    if prompt.adapter and not is_adapter_id(prompt.adapter):
+        raise InvalidRequestError(f"{prompt.adapter!r} is no adapter's id", param="adapter")
+    return _of_request(header, prompt.cache_salt, prompt.adapter)
 
 
 @lru_cache(8192)

@@ -3,6 +3,7 @@
     DiptychError
     |- InvalidRequestError        INVALID_ARGUMENT / 400   names the parameter
     |  |- PromptTooLongError
+    |  |- AdapterError            a LoRA adapter is not served: names the field of its configuration, or the tensor
     |- ModelNotFoundError         NOT_FOUND / 404
     |- DuplicateRequestError      ALREADY_EXISTS / 409      a request with this idempotency key is running or succeeded
     |- AuthenticationError        UNAUTHENTICATED / 401     no API key, or an invalid one
@@ -58,6 +59,12 @@ class PromptTooLongError(InvalidRequestError):
     """Prompt and answer do not fit into the model's context."""
 
     reason = "PROMPT_TOO_LONG"
+
+
+class AdapterError(InvalidRequestError):
+    """A LoRA adapter cannot be served; `param` names the field of its configuration, the file or the tensor."""
+
+    reason = "ADAPTER_REFUSED"
 
 
 class ModelNotFoundError(DiptychError):
@@ -179,6 +186,7 @@ _BY_REASON: dict[str, type[DiptychError]] = {
     for cls in (
         InvalidRequestError,
         PromptTooLongError,
+        AdapterError,
         ModelNotFoundError,
         DuplicateRequestError,
         AuthenticationError,

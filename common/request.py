@@ -10,6 +10,8 @@ ADAPTER = "adapter"
 """The field's name among those that workers announce."""
 ADAPTER_FOLDER = "adapter_folder"
 """The same: an adapter is named by its id, and the worker loads it from this folder where it lacks it."""
+ADAPTER_ID_LENGTH = 32
+"""Hexadecimal digits."""
 CHOICE = "choice"
 """The same: the number of the choice that an attempt continues."""
 RESUME = "resume"
@@ -22,17 +24,21 @@ class Prompt(msgspec.Struct, frozen=True):
     Args:
         token_ids: at least one id, all below the vocabulary size.
         cache_salt: of the identities of its blocks, derived from the tenant.
-        adapter: name of a LoRA adapter; "": none.
+        adapter: id of a LoRA adapter, a hash of its content (common/adapters/peft.py); "": none. Names of adapters are known
+            to the router only.
         media: identities of its image, audio and video tokens.
 
-    No API sets an adapter or media yet. An adapter travels to the runner; the router and the engine reject one that they do
-    not know (InvalidRequestError, from block_identity.header_of_request). Media have no field in messages, and are rejected.
+    No API sets media yet: they have no field in messages, and are rejected.
     """
 
     token_ids: Sequence[int]
     cache_salt: bytes = b""
     adapter: str = ""
     media: tuple[bytes, ...] = ()
+
+
+def is_adapter_id(value: str) -> bool:
+    return len(value) == ADAPTER_ID_LENGTH and not value.strip("0123456789abcdef")
 
 
 MAX_CACHE_TTL_S = 86_400.0 * 365

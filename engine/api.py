@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 from typing import TypeVar, cast
 
+from diptych.common.adapters.peft import AdapterFacts
 from diptych.common.block_identity import IdentityHeader
 from diptych.common.clock import Clock, MonotonicClock
 from diptych.common.errors import DiptychError, InternalError
@@ -25,6 +27,7 @@ from diptych.engine.messages import (
     EngineStats,
     Failed,
     Finished,
+    LoadedAdapter,
     PrefillComplete,
     TokensOut,
 )
@@ -38,7 +41,7 @@ class EngineClient:
     """Starts the step thread, sends commands to it and receives its events.
 
     Args:
-        executor: used by the step thread only, from `start` on; closed by `close`.
+        executor: used by the step thread only, from `start` on, but for `read_adapter`; closed by `close`.
         identity: header of the block identities, without a salt (each request brings its own).
         detokenizer_factory: None: every text is "" and stop strings are refused.
         disk: files of blocks; begun by `start`, closed with the executor. None: there are none.
@@ -60,6 +63,7 @@ class EngineClient:
     ) -> None:
         clock = clock or MonotonicClock()
         core = EngineCore(executor, config, identity, clock, detokenizer_factory, disk=disk)
+        self._executor = executor
         self._disk = disk
         self._thread = StepThread(core, clock, self._deliver, self._step_thread_ended)
         self._on_events = on_events
@@ -80,6 +84,11 @@ class EngineClient:
         """Thread-safe; never blocks. After the engine's end an EngineRequest is answered by Failed, an UnpackRange by
         RangeUnpacked(unpacked=False)."""
         self._thread.put(command)
+
+    def read_adapter(self, folder: Path, facts: AdapterFacts) -> LoadedAdapter:
+        """Read a LoRA adapter into host memory, for KeepAdapter. Call it on a thread of its own: it reads files, and delays no
+        step. Raises: see ModelRunner.read_adapter."""
+        return self._executor.read_adapter(folder, facts)
 
     def stats(self) -> EngineStats:
         """As of the last step's border; lock-free, from any thread."""

@@ -147,18 +147,24 @@ def held_lines(kv: KvFormat, num_tokens: int, chunk: int) -> list[str]:
 @dataclass(frozen=True, slots=True)
 class WeightSizes:
     """Bytes of a model's weights in the form that its kernels read; norms are left out. embedding: 0 where the head is
-    the same memory; beside a packed head a tied embedding is there once more, for looking up."""
+    the same memory; beside a packed head a tied embedding is there once more, for looking up. adapters: slots for them."""
 
     layers: int
     head: int
     embedding: int
+    adapters: int = 0
 
     def line(self) -> str:
         """One line for the log: `weights: 405 MiB of layers + 108 MiB of output head + 108 MiB of embedding = 621
         MiB`."""
-        parts = ((self.layers, "layers"), (self.head, "output head"), (self.embedding, "embedding"))
+        parts = (
+            (self.layers, "layers"),
+            (self.head, "output head"),
+            (self.embedding, "embedding"),
+            (self.adapters, "slots for adapters"),
+        )
         terms = [f"{mebibytes(size)} of {what}" for size, what in parts if size]
-        return f"weights: {' + '.join(terms)} = {mebibytes(self.layers + self.head + self.embedding)}"
+        return f"weights: {' + '.join(terms)} = {mebibytes(sum(size for size, _ in parts))}"
 
 
 def mebibytes(size_bytes: int) -> str:

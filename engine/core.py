@@ -29,6 +29,7 @@ from diptych.engine.messages import (
     Cancel,
     Command,
     CopyKind,
+    DropAdapter,
     EndPull,
     EngineEvent,
     EngineRequest,
@@ -37,6 +38,7 @@ from diptych.engine.messages import (
     FirstCandidates,
     FirstToken,
     GrantSlabs,
+    KeepAdapter,
     KvComplete,
     PublishCached,
     PullBlocks,
@@ -105,7 +107,7 @@ class EngineCore:
             kv=able.kv,
             group_blocks=(config.num_blocks, *able.group_blocks[1:]) if able.group_blocks else (),
             rank_sizes=able.rank_sizes,
-            adapters=able.adapters,
+            max_loras=able.max_loras,
         )
         self.scheduler = Scheduler(config, limits, identity, detokenizer_factory, drafter)
         self.steps = 0
@@ -243,6 +245,10 @@ class EngineCore:
                 scheduler.fetch_again(attempt)
             case RunLocally(attempt):
                 scheduler.run_locally(attempt)
+            case KeepAdapter(adapter):
+                scheduler.adapters.keep(adapter)
+            case DropAdapter(adapter_id):
+                scheduler.adapters.drop(adapter_id)
             case BlocksRead() if self._disk is not None:
                 self._disk.on_read(command)
             case BlocksWritten() if self._disk is not None:
@@ -283,11 +289,11 @@ class EngineCore:
             self._on_packed_early()  # in slabs that came back meanwhile; announced before this step runs
         start = self._clock.now()
         out = self.scheduler.schedule(start)
-        copied = self._copy_blocks()
-        if copied:
+        copied, installed = self._copy_blocks(), self._install_adapters()
+        if copied or installed:
             start = self._clock.now()
-        if copied is None or not out.seqs:
-            return copied is None
+        if copied is None or installed is None or not out.seqs:
+            return copied is None or installed is not False
         if self._runs_ahead and self._goes_ahead and ahead.can_run_ahead(self.scheduler, out):
             self._in_flight = self._launch(out, None)
             return True
@@ -298,8 +304,8 @@ class EngineCore:
 
     def _launch_ahead(self, flight: InFlightStep) -> InFlightStep | None:
         out = None if flight.step.failed else ahead.plan(self.scheduler, self._clock.now())
-        copied = self._copy_blocks()
-        if out is None or copied is None:
+        copied, installed = self._copy_blocks(), self._install_adapters()
+        if out is None or copied is None or installed is None:
             return None
         behind = self._launch(out, flight.out)
         if behind is not None:
@@ -427,6 +433,21 @@ class EngineCore:
         num_moved = sum(copy.kind is not CopyKind.FORK for copy in copies)
         self.scheduler.throughput.observe_copy(self._clock.now() - start, num_moved * self._block_bytes)
         return True
+
+    def _install_adapters(self) -> bool | None:
+        """Copy adapters into the slots that the scheduler gave them. Returns: whether there were any; None when one failed: the
+        requests with its slot have ended, and the step is not computed."""
+        installs, failed = self.scheduler.take_installs(), False
+        for slot, adapter in installs:
+            try:
+                self._executor.install_adapter(slot, adapter)
+            except ExecutorLost:
+                raise
+            except Exception as error:
+                _log.exception("installing the adapter %s failed", adapter.id)
+                self.scheduler.install_failed(slot, _internal("installing an adapter failed", error))
+                failed = True
+        return None if failed else bool(installs)
 
     def _between_layers(self, out: SchedulerOutput) -> Callable[[int], None]:
         """What the step does between two layers: take the commands of pulls, pack its last chunks' layers, where that is faster,

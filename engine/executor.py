@@ -6,9 +6,11 @@ The engine knows an executor only. Every rank gets the same step message; the sa
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Protocol
 
-from diptych.engine.messages import BlockCopy, Payload, ScheduledSeq, StepResult
+from diptych.common.adapters.peft import AdapterFacts
+from diptych.engine.messages import BlockCopy, LoadedAdapter, Payload, ScheduledSeq, StepResult
 from diptych.engine.runner import CopyHandle, ModelRunner, RunnerCapabilities, StepInFlight
 
 
@@ -60,6 +62,10 @@ class Executor(Protocol):
         group: int = 0,
         part: int = 0,
     ) -> CopyHandle | None: ...
+
+    def read_adapter(self, folder: Path, facts: AdapterFacts) -> LoadedAdapter: ...
+
+    def install_adapter(self, slot: int, adapter: LoadedAdapter) -> None: ...
 
     def note_pulled(
         self, block_table: Sequence[int], token_ids: Sequence[int], first_new: int, first_block: int = 0
@@ -122,6 +128,12 @@ class LocalExecutor:
         part: int = 0,
     ) -> CopyHandle | None:
         return self.runner.unpack(block_ids, num_tokens, src, layers, group)
+
+    def read_adapter(self, folder: Path, facts: AdapterFacts) -> LoadedAdapter:
+        return self.runner.read_adapter(folder, facts)
+
+    def install_adapter(self, slot: int, adapter: LoadedAdapter) -> None:
+        self.runner.install_adapter(slot, adapter)
 
     def note_pulled(
         self, block_table: Sequence[int], token_ids: Sequence[int], first_new: int, first_block: int = 0

@@ -7,7 +7,7 @@ from collections.abc import Callable, Container, Sequence
 from dataclasses import replace
 
 from diptych.engine.fake_runner import FakeRunner
-from diptych.engine.messages import BlockCopy, ScheduledSeq, StepResult
+from diptych.engine.messages import BlockCopy, LoadedAdapter, ScheduledSeq, StepResult
 
 
 class FakeDeviceRunner(FakeRunner):
@@ -43,6 +43,10 @@ class FakeDeviceRunner(FakeRunner):
     def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
         self.catch_up()
         super().copy_blocks(copies)
+
+    def install_adapter(self, slot: int, adapter: LoadedAdapter) -> None:
+        self.catch_up()
+        super().install_adapter(slot, adapter)
 
     def pack(
         self, block_ids: Sequence[int], num_tokens: int, out: memoryview, layers: range | None = None, group: int = 0

@@ -6,20 +6,32 @@ layers see: a wrong block table, a lost or flipped byte or a slot written twice 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from diptych.common.errors import InternalError
+from diptych.common.adapters.peft import AdapterFacts
+from diptych.common.errors import AdapterError, InternalError
 from diptych.common.kv_format import full_format, windowed_format
 from diptych.common.kv_groups import PoolDemand
 from diptych.common.sampling import SamplingParams
 from diptych.engine import constraints
-from diptych.engine.messages import BlockCopy, Candidate, ScheduledSeq, StepResult, TokenLogprobs
+from diptych.engine.messages import BlockCopy, Candidate, LoadedAdapter, ScheduledSeq, StepResult, TokenLogprobs
 from diptych.engine.provenance import Provenance, note_step
 from diptych.engine.runner import RunnerCapabilities, StepAborted, StepInFlight
+
+
+@dataclass(frozen=True, slots=True)
+class FakeAdapter:
+    """Implements LoadedAdapter."""
+
+    id: str
+    rank: int = 8
+    num_bytes: int = 1000
 
 
 class FakeRunner:
@@ -31,7 +43,8 @@ class FakeRunner:
         between_layers: called between two layers, in front of `on_layers`, with how many are computed; may block.
         windows: of each layer, 0: it sees every token; empty: all layers do.
         demand: bounds the pools of window groups.
-        adapters: see RunnerCapabilities; KV depends on its row's.
+        max_loras, max_lora_rank: see RunnerCapabilities; KV depends on the id of its row's adapter.
+        before_install: called with slot and adapter before it is installed; may raise.
         bad_attempts: attempts whose rows come out bad, as NaN logits would.
     """
 
@@ -50,7 +63,9 @@ class FakeRunner:
         between_layers: Callable[[int], None] = lambda num_layers: None,
         windows: Sequence[int] = (),
         demand: PoolDemand | None = None,
-        adapters: Mapping[str, str] | None = None,
+        max_loras: int = 0,
+        max_lora_rank: int = 16,
+        before_install: Callable[[int, LoadedAdapter], None] = lambda slot, adapter: None,
     ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
@@ -73,7 +88,10 @@ class FakeRunner:
         self.on_layers: Callable[[int], None] = lambda num_layers: None
         self.before_execute = before_execute
         self.between_layers = between_layers
-        self.adapters = dict(adapters or {})
+        self.max_loras, self.max_lora_rank = max_loras, max_lora_rank
+        self.before_install = before_install
+        self.slots: list[LoadedAdapter | None] = [None] * max_loras
+        self.installs = 0
         self.bad_attempts: set[str] = set()
         self.pools = [
             np.zeros((count, group.num_layers, 2, block_size, 1, head_dim), dtype=np.uint8)
@@ -102,7 +120,8 @@ class FakeRunner:
             verifies_drafts=True,
             kv=self.kv,
             group_blocks=self.group_blocks,
-            adapters=self.adapters,
+            max_loras=self.max_loras,
+            max_lora_rank=self.max_lora_rank if self.max_loras else 0,
         )
 
     def expect_compiled(self) -> None:
@@ -168,6 +187,20 @@ class FakeRunner:
             rest = data[full * size : num_tokens * (size // self.block_size)]
             pool[block_ids[full], :, :, :tail] = rest.reshape(shape[0], 2, tail, 1, shape[4])
 
+    def read_adapter(self, folder: Path, facts: AdapterFacts) -> FakeAdapter:
+        """See ModelRunner.read_adapter. Nothing is read."""
+        if not self.max_loras:
+            raise AdapterError("this runner keeps no adapters", param="adapter")
+        if facts.rank > self.max_lora_rank:
+            raise AdapterError(f"rank {facts.rank} is above the maximum of {self.max_lora_rank}", param="r")
+        return FakeAdapter(facts.id, facts.rank, facts.num_bytes)
+
+    def install_adapter(self, slot: int, adapter: LoadedAdapter) -> None:
+        """See ModelRunner.install_adapter."""
+        self.before_install(slot, adapter)
+        self.slots[slot] = adapter
+        self.installs += 1
+
     def note_pulled(
         self, block_table: Sequence[int], token_ids: Sequence[int], first_new: int, first_block: int = 0
     ) -> None:
@@ -218,7 +251,11 @@ class FakeRunner:
         position, out = seq.start, []
         layers = list(self.kv.groups[0].layers)
         before = self._slot(seq, position - 1).tobytes() if position else b""
-        salt = list(self.adapters)[seq.adapter].encode() if seq.adapter >= 0 else b""
+        salt = b""
+        if seq.adapter >= 0:
+            adapter = self.slots[seq.adapter]
+            assert adapter is not None, f"{seq.attempt}: slot {seq.adapter} is empty"
+            salt = adapter.id.encode()
         for token in seq.token_ids:
             digest = xxhash.xxh3_128_digest(
                 salt + before + token.to_bytes(4, "little") + position.to_bytes(4, "little")

@@ -39,6 +39,7 @@ from diptych.engine.step_messages import BlockCopy as BlockCopy
 from diptych.engine.step_messages import Candidate as Candidate
 from diptych.engine.step_messages import ComputedFrom as ComputedFrom
 from diptych.engine.step_messages import CopyKind as CopyKind
+from diptych.engine.step_messages import LoadedAdapter as LoadedAdapter
 from diptych.engine.step_messages import ScheduledSeq as ScheduledSeq
 from diptych.engine.step_messages import StepResult as StepResult
 
@@ -263,6 +264,22 @@ class FetchAgain:
     attempt: str
 
 
+@dataclass(frozen=True, slots=True)
+class KeepAdapter:
+    """From now on requests may name this adapter (Prompt.adapter is its id). It gets a slot of the runner when a request needs
+    it. Once more for an adapter that is known: nothing changes."""
+
+    adapter: LoadedAdapter
+
+
+@dataclass(frozen=True, slots=True)
+class DropAdapter:
+    """No new request may name this adapter. It is forgotten, and its slot is free, when those that name it have ended.
+    Ignored for an unknown one."""
+
+    adapter_id: str
+
+
 Command = (
     EngineRequest
     | PublishCached
@@ -279,6 +296,8 @@ Command = (
     | FetchAgain
     | BlocksWritten
     | BlocksRead
+    | KeepAdapter
+    | DropAdapter
 )
 
 

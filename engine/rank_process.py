@@ -17,7 +17,23 @@ from dataclasses import asdict, replace
 
 from diptych.engine import step_codec
 from diptych.engine.messages import ScheduledSeq
-from diptych.engine.ranks import COPY, EXECUTE, FAILED, HEAD, NO_MEMORY, OK, PACK, PULLED, READY, UNPACK
+from diptych.engine.rank_adapters import AdaptersOfRank
+from diptych.engine.ranks import (
+    ADAPTER_READ,
+    COPY,
+    EXECUTE,
+    FAILED,
+    FORGET_ADAPTERS,
+    HEAD,
+    INSTALL_ADAPTER,
+    NO_MEMORY,
+    OK,
+    PACK,
+    PULLED,
+    READ_ADAPTER,
+    READY,
+    UNPACK,
+)
 from diptych.engine.runner import ModelRunner, OutOfDeviceMemory
 
 _log = logging.getLogger(__name__)
@@ -29,6 +45,7 @@ class Rank:
     def __init__(self, runner: ModelRunner, *, samples: bool) -> None:
         self._runner, self._samples = runner, samples
         self._memos: dict[str, object | None] = {}
+        self._adapters = AdaptersOfRank(runner)
 
     def answer(self, kind: int, body: bytes) -> bytes:
         """Carry out one frame. Raises: what the runner raises."""
@@ -55,6 +72,17 @@ class Rank:
                 return b""
             case k if k == PULLED:
                 self._runner.note_pulled(*json.loads(body))
+                return b""
+            case k if k == READ_ADAPTER:
+                self._adapters.begin(body)
+                return b""
+            case k if k == ADAPTER_READ:
+                return self._adapters.answer(json.loads(body))
+            case k if k == INSTALL_ADAPTER:
+                self._adapters.install(*json.loads(body))
+                return b""
+            case k if k == FORGET_ADAPTERS:
+                self._adapters.forget(json.loads(body))
                 return b""
         raise ValueError(f"no frame has kind {kind}")
 

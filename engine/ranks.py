@@ -13,6 +13,7 @@ KV is sharded by rank: a packed range is each rank's bytes, one rank after the o
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import logging
 import selectors
@@ -20,23 +21,33 @@ import socket
 import struct
 import subprocess
 import sys
+import threading
 import time
+import weakref
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 
 import xxhash
 
 from diptych.common import child
+from diptych.common.adapters.peft import AdapterFacts
 from diptych.common.errors import ConfigError, InternalError
 from diptych.engine import step_codec
 from diptych.engine.executor import ExecutorLost
-from diptych.engine.messages import BlockCopy, Payload, ScheduledSeq, StepResult
+from diptych.engine.messages import BlockCopy, LoadedAdapter, Payload, ScheduledSeq, StepResult
+from diptych.engine.rank_adapters import RankAdapter, encode_read, read_answer
 from diptych.engine.runner import OutOfDeviceMemory, RunnerCapabilities, StepAborted, StepInFlight
 
 _log = logging.getLogger(__name__)
 READY, EXECUTE, COPY, PACK, UNPACK, PULLED, OK, NO_MEMORY, FAILED = range(9)
+READ_ADAPTER, ADAPTER_READ, INSTALL_ADAPTER, FORGET_ADAPTERS = range(9, 13)
 """Kinds of frames."""
 HEAD = struct.Struct(">BI")
+_READ_POLL_S = 0.02
+"""Interval at which ranks are asked whether they have read an adapter."""
+_READ_S = 300.0
 _END_S = 5.0
 """A rank's process ends by itself when its socket is closed; after this it is killed."""
 
@@ -114,6 +125,11 @@ class RanksExecutor:
             raise ConfigError("sampler", sampler, f"must be one of {len(specs)} ranks")
         self._sampler, self._deadline_s = sampler, deadline_s
         self._lost: str | None = None
+        self._lock = threading.Lock()
+        """Of the frames: one call at a time. A step holds it for its length."""
+        self._adapter_numbers = itertools.count()
+        self._forgotten: deque[int] = deque()
+        """Numbers of adapters that nothing holds any more."""
         self._ranks: list[_Rank] = []
         try:
             for number, spec in enumerate(specs):
@@ -185,6 +201,39 @@ class RanksExecutor:
         size = num_tokens * self._parts[part].kv_bytes_per_token
         self._call_some(UNPACK, {part: head + bytes(src[:size])}, self._deadline_s)
 
+    def read_adapter(self, folder: Path, facts: AdapterFacts) -> RankAdapter:
+        """See ModelRunner.read_adapter, and engine.rank_adapters. Raises: InternalError when a rank takes too long."""
+        self._forget()
+        number = next(self._adapter_numbers)
+        try:
+            self._call(READ_ADAPTER, encode_read(number, folder, facts), self._deadline_s)
+            until = time.monotonic() + _READ_S
+            while True:
+                answers = self._call(ADAPTER_READ, json.dumps(number).encode(), self._deadline_s)
+                read = [one for one in map(read_answer, answers) if one is not None]
+                if len(read) == len(answers):
+                    break
+                if time.monotonic() > until:
+                    raise InternalError(f"{folder}: the ranks did not read the adapter within {_READ_S:g} s")
+                time.sleep(_READ_POLL_S)
+        except BaseException:
+            self._forgotten.append(number)
+            raise
+        adapter = RankAdapter(number, facts.id, facts.rank, sum(num_bytes for _, num_bytes in read))
+        weakref.finalize(adapter, self._forgotten.append, number).atexit = False
+        return adapter
+
+    def install_adapter(self, slot: int, adapter: LoadedAdapter) -> None:
+        if not isinstance(adapter, RankAdapter):
+            raise InternalError(f"{adapter.id} was not read by this executor")
+        self._forget()
+        self._call(INSTALL_ADAPTER, json.dumps([slot, adapter.number]).encode(), self._deadline_s)
+
+    def _forget(self) -> None:
+        if self._forgotten:
+            numbers = [self._forgotten.popleft() for _ in range(len(self._forgotten))]
+            self._call(FORGET_ADAPTERS, json.dumps(numbers).encode(), self._deadline_s)
+
     def note_pulled(
         self, block_table: Sequence[int], token_ids: Sequence[int], first_new: int, first_block: int = 0
     ) -> None:
@@ -214,6 +263,10 @@ class RanksExecutor:
 
     def _call_some(self, kind: int, bodies: Mapping[int, bytes], deadline_s: float) -> list[bytes]:
         """Send a frame to each of these ranks. Returns and raises as _call."""
+        with self._lock:
+            return self._exchange(kind, bodies, deadline_s)
+
+    def _exchange(self, kind: int, bodies: Mapping[int, bytes], deadline_s: float) -> list[bytes]:
         if self._lost is not None:
             raise ExecutorLost(self._lost)
         until = time.monotonic() + deadline_s
@@ -265,8 +318,8 @@ def _wait(ranks: Sequence[_Rank], timeout_s: float) -> bool:
 
 
 def _together(parts: Sequence[RunnerCapabilities], sampler: RunnerCapabilities) -> RunnerCapabilities:
-    """Raises: ConfigError for ranks whose blocks differ in number or size, or whose adapters differ."""
-    for name in ("num_blocks", "block_size", "num_host_blocks", "adapters"):
+    """Raises: ConfigError for ranks whose blocks differ in number or size, or whose slots for adapters differ."""
+    for name in ("num_blocks", "block_size", "num_host_blocks", "max_loras", "max_lora_rank"):
         values = [asdict(part)[name] for part in parts]
         if any(value != values[0] for value in values):
             raise ConfigError(name, values, "must be the same on every rank")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Container, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
+from diptych.common.adapters.peft import AdapterFacts
 from diptych.common.kv_format import KvFormat
-from diptych.engine.messages import BlockCopy, Payload, ScheduledSeq, StepResult
+from diptych.engine.messages import BlockCopy, LoadedAdapter, Payload, ScheduledSeq, StepResult
 
 
 class StepAborted(Exception):
@@ -36,7 +38,8 @@ class RunnerCapabilities:
         group_blocks: blocks of each group's pool; empty: `num_blocks` in every one.
         rank_sizes: layers, and KV bytes of a token, of each rank where there are several. `pack` and `unpack` are for one rank
             then, and each rank's KV is a part of its own (common/kv_parts.py).
-        adapters: name of each LoRA adapter -> hash of its tensors and configuration, in the order of ScheduledSeq.adapter.
+        max_loras: slots for LoRA adapters; 0: no row may have one.
+        max_lora_rank: the largest rank that a slot takes.
     """
 
     num_blocks: int
@@ -54,7 +57,8 @@ class RunnerCapabilities:
     kv: KvFormat | None = None
     group_blocks: tuple[int, ...] = ()
     rank_sizes: tuple[tuple[int, int], ...] = ()
-    adapters: Mapping[str, str] = field(default_factory=dict)
+    max_loras: int = 0
+    max_lora_rank: int = 0
 
 
 class CopyHandle(Protocol):
@@ -100,7 +104,7 @@ class StepInFlight(Protocol):
 
 
 class ModelRunner(Protocol):
-    """Owns weights and KV pool. Called from one thread only."""
+    """Owns weights and KV pool. Called from one thread only, but for `read_adapter`."""
 
     @property
     def capabilities(self) -> RunnerCapabilities: ...
@@ -160,6 +164,20 @@ class ModelRunner(Protocol):
 
         Returns: None: done, `src` is free. A handle (only of a DeviceRange): the copy has begun; `src` and the blocks
         are in use until it is done."""
+        ...
+
+    def read_adapter(self, folder: Path, facts: AdapterFacts) -> LoadedAdapter:
+        """Read a LoRA adapter into host memory. Any thread may call this, also while a step runs; nothing on the device is
+        touched.
+
+        Args: facts: what the folder must hold, by its id; the files are read again, and checked.
+        Raises: AdapterError with the numbers, where it does not fit the model or the slots, or the folder holds another one.
+        """
+        ...
+
+    def install_adapter(self, slot: int, adapter: LoadedAdapter) -> None:
+        """Rows with this slot have this adapter from the next step on. A step that is on the device still has the slot's former
+        one. Args: slot: below max_loras. adapter: of `read_adapter`."""
         ...
 
     def note_pulled(

@@ -105,6 +105,22 @@ class ClaimStats:
 
 
 @dataclass(frozen=True, slots=True)
+class AdapterStats:
+    """Of LoRA adapters.
+
+    Args:
+        resident: ids, in slots of the runner.
+        running: (id, sequences that compute with it or wait for their KV).
+        installs, evictions: into slots, and out of them for others, so far.
+    """
+
+    resident: tuple[str, ...] = ()
+    running: tuple[tuple[str, int], ...] = ()
+    installs: int = 0
+    evictions: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class EngineStats:
     """A snapshot that any thread may read without a round trip to the step thread."""
 
@@ -154,6 +170,7 @@ class EngineStats:
     """From files into the pool, measured online."""
     block_ages: BlockAgeStats = BlockAgeStats()
     claims: ClaimStats = ClaimStats()
+    adapters: AdapterStats = AdapterStats()
     alive: bool = True
     """False: the step thread has ended (a bug in it, or close); nothing will be answered but refusals. Not ready."""
 

@@ -5,12 +5,32 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Protocol
 
 from diptych.common.sampling import SamplingParams, TokenLogprobs
 from diptych.engine.grammar.program import Program
 
 UNKNOWN_TOKEN = -1
 """In ScheduledSeq.token_ids: the token is being drawn by the step before, see engine.runner.ModelRunner.launch."""
+
+
+class LoadedAdapter(Protocol):
+    """A LoRA adapter in host memory, in the form of the runner that read it. Immutable."""
+
+    @property
+    def id(self) -> str:
+        """See common/adapters."""
+        ...
+
+    @property
+    def rank(self) -> int:
+        """The largest of its modules."""
+        ...
+
+    @property
+    def num_bytes(self) -> int:
+        """Of host memory."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +112,7 @@ class ScheduledSeq:
         history: prompt and outputs so far, only if the draw depends on them; the first num_prompt are the prompt.
         prompt_targets: row i's logits yield the logprob of prompt_targets[i], a prompt token.
         grammar: what may be drawn, by `history`; None: anything.
-        adapter: index of its adapter in RunnerCapabilities.adapters; -1: none. Linear methods read it, see StepRows.
+        adapter: slot of its adapter, see ModelRunner.install_adapter; -1: none. Linear layers read it, see StepRows.
         vouch: the result says what all its tokens so far were computed from.
         memo: state of the sampler, kept between steps; None: it is rebuilt from `history`. Does not leave the process.
     """

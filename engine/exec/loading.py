@@ -14,6 +14,7 @@ from diptych.engine.exec.backends.base import Backend, Plan
 from diptych.engine.exec.layers.block import DecoderBlock
 from diptych.engine.exec.layers.linear import Linear
 from diptych.engine.exec.layers.norm import Norm
+from diptych.engine.exec.lora import NO_LORAS, LoraModel, LoraSizes
 from diptych.engine.exec.methods.base import WHOLE, LoadedLinear, TensorSource
 from diptych.engine.exec.methods.registry import METHODS
 from diptych.engine.exec.norm import RmsNorm
@@ -65,27 +66,35 @@ def _linear(layer: Linear, source: TensorSource, backend: Backend, shard: Shard)
     return backend.keep(method, method.load(layer, source, shard))
 
 
-def _block(block: DecoderBlock, source: TensorSource, backend: Backend, shard: Shard) -> BlockWeights:
+def _block(
+    block: DecoderBlock, source: TensorSource, backend: Backend, shard: Shard, lora: LoraModel | None, like: Tensor
+) -> BlockWeights:
+    def linear(layer: Linear) -> LoadedLinear:
+        loaded = _linear(layer, source, backend, shard)
+        return loaded if lora is None else backend.keep_lora(loaded, lora.add(layer, like))
+
     def norm(layer: Norm | None) -> RmsNorm | None:
         return None if layer is None else _norm(layer, source)
 
     attention, mlp = block.attention, block.mlp
     return BlockWeights(
         attention_norm=_norm(block.attention_norm, source),
-        qkv=_linear(attention.qkv, source, backend, shard),
+        qkv=linear(attention.qkv),
         q_norm=norm(attention.q_norm),
         k_norm=norm(attention.k_norm),
-        o=_linear(attention.o, source, backend, shard),
+        o=linear(attention.o),
         attention_output_norm=norm(block.attention_output_norm),
         mlp_norm=_norm(block.mlp_norm, source),
-        gate_up=_linear(mlp.gate_up, source, backend, shard),
-        down=_linear(mlp.down, source, backend, shard),
+        gate_up=linear(mlp.gate_up),
+        down=linear(mlp.down),
         mlp_output_norm=norm(block.mlp_output_norm),
     )
 
 
-def load_weights(source: WholeModel, plan: Plan, shard: Shard = WHOLE) -> PlacedModel:
+def load_weights(source: WholeModel, plan: Plan, shard: Shard = WHOLE, loras: LoraSizes = NO_LORAS) -> PlacedModel:
     """Take every tensor of the description from the source, once, and nothing may be left.
+
+    Args: loras: slots for adapters in the linear layers of every block.
 
     Raises: ConfigError naming the tensor that is missing, unexpected, of another shape or no number.
     """
@@ -97,15 +106,17 @@ def load_weights(source: WholeModel, plan: Plan, shard: Shard = WHOLE) -> Placed
         head = description.head
         if head.tied:
             source.drop(f"{part.name}.weight" for part in head.linear.parts)  # some writers store the copy as well
+        lora = LoraModel(loras, shard, pinned=embedding.device.type == "cuda") if loras.slots else None
         weights = ModelWeights(
             description=description,
             embedding=embedding,
             blocks=[
-                _block(block, source, backend, shard)
+                _block(block, source, backend, shard, lora, embedding)
                 for block, backend in zip(description.blocks, plan.block_owners, strict=True)
             ],
             norm=_norm(head.norm, source),
             lm_head=_linear(head.linear, _Once(embedding) if head.tied else source, plan.head_owner, shard),
+            lora=lora,
         )
         source.finish()
     return PlacedModel(plan, weights)

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from diptych.common.errors import ConfigError, InternalError
+from diptych.common.adapters.peft import MAX_RANK, AdapterFacts
+from diptych.common.errors import AdapterError, ConfigError, InternalError
 from diptych.common.kv_format import COMPUTE_DTYPES, SAME_DTYPE, dtype_bytes
 from diptych.common.kv_groups import PoolDemand
 from diptych.engine.exec.backends.base import Layout
@@ -24,11 +25,12 @@ from diptych.engine.exec.cuda.sizing import PoolBudget, out_of_memory, profile
 from diptych.engine.exec.decoder import Decoder
 from diptych.engine.exec.kv_pool import KvPool, check_pool, kv_format_of
 from diptych.engine.exec.loading import PlacedModel, load_weights
+from diptych.engine.exec.lora import NO_LORAS, HostAdapter, LoraSizes
 from diptych.engine.exec.models.fields import eos_token_ids
 from diptych.engine.exec.models.registry import describe
 from diptych.engine.exec.sampling import draw_step, want_prompt_rows
 from diptych.engine.exec.weights import ModelWeights
-from diptych.engine.messages import BlockCopy, Payload, ScheduledSeq, StepResult
+from diptych.engine.messages import BlockCopy, LoadedAdapter, Payload, ScheduledSeq, StepResult
 from diptych.engine.provenance import Provenance, note_launched, note_step
 from diptych.engine.runner import CopyHandle, OutOfDeviceMemory, RunnerCapabilities, StepInFlight
 from diptych.kernels.dispatch import TRITON
@@ -54,6 +56,14 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ConfigError("model", str(path), "must hold a JSON object")
     return value
+
+
+def _lora_sizes(max_loras: int, max_lora_rank: int) -> LoraSizes:
+    if max_loras < 0:
+        raise ConfigError("max_loras", max_loras, "must be 0 or more")
+    if not 1 <= max_lora_rank <= MAX_RANK:
+        raise ConfigError("max_lora_rank", max_lora_rank, f"must be 1 to {MAX_RANK}")
+    return LoraSizes(max_loras, max_lora_rank)
 
 
 def _device(name: str) -> torch.device:
@@ -170,7 +180,9 @@ class TorchModelRunner:
         self.refusals = [line for _, line in plan.reasons()]
         """Which faster back end refuses which blocks, and why."""
         self.weight_sizes = weights.sizes()
-        self.adapters = weights.adapters
+        self._lora = weights.lora
+        self.loras = NO_LORAS if weights.lora is None else weights.lora.sizes
+        """Slots for adapters."""
         kv = kv_format_of(
             description,
             block_size=block_size,
@@ -224,6 +236,8 @@ class TorchModelRunner:
         demand: PoolDemand | None = None,
         batch_invariant: bool = False,
         kv_cache_dtype: str = SAME_DTYPE,
+        max_loras: int = 0,
+        max_lora_rank: int = 16,
     ) -> TorchModelRunner:
         """Load a local Hugging Face folder.
 
@@ -241,6 +255,7 @@ class TorchModelRunner:
             demand: layers with a window keep that window only, in KV groups whose pools are sized by it; None: every token.
             batch_invariant: a sequence's tokens do not depend on the rest of its steps: see plan_for.
             kv_cache_dtype: of KV_CACHE_DTYPES: "auto" is `dtype`; the others are quantized, with scales.
+            max_loras: adapters on the device at one time; 0: none are served. max_lora_rank: of any of them.
         Raises: ConfigError naming the field.
         """
         folder = Path(path)
@@ -251,6 +266,7 @@ class TorchModelRunner:
         for field, value in (("num_blocks", num_blocks), ("block_size", block_size)):
             if value < 1 and not (field == "num_blocks" and budget is not None):
                 raise ConfigError(field, value, "must be at least 1")
+        loras = _lora_sizes(max_loras, max_lora_rank)
         if num_host_blocks < 0:
             raise ConfigError("num_host_blocks", num_host_blocks, "must be 0 or more")
         if num_threads is not None:
@@ -271,7 +287,13 @@ class TorchModelRunner:
         )
         check_pool(kv, num_host_blocks)
         plan = plan_for(
-            description, kv, device_type=device, dtype=DTYPES[dtype], wanted=backend, batch_invariant=batch_invariant
+            description,
+            kv,
+            device_type=device,
+            dtype=DTYPES[dtype],
+            wanted=backend,
+            batch_invariant=batch_invariant,
+            loras=loras,
         )
         preparing = None
         if device == "cuda" and plan.names == (TRITON,):
@@ -280,7 +302,7 @@ class TorchModelRunner:
         began = time.monotonic()
         try:
             with Checkpoint(folder, dtype=DTYPES[dtype], device=_device(device)) as source:
-                model = load_weights(source, plan)
+                model = load_weights(source, plan, loras=loras)
         except torch.OutOfMemoryError as error:
             raise out_of_memory("model", str(folder), f"the weights in {dtype}", error) from None
         log.info("weights loaded in %.2f s", time.monotonic() - began)
@@ -335,16 +357,28 @@ class TorchModelRunner:
             verifies_drafts=True,
             kv=self.pool.kv,
             group_blocks=self.pool.num_blocks,
-            adapters=self.adapters,
+            max_loras=self.loras.slots,
+            max_lora_rank=self.loras.max_rank if self.loras.slots else 0,
         )
 
     def _check_adapters(self, seqs: Sequence[ScheduledSeq]) -> None:
-        """Raises: InternalError: the engine admits adapters that the capabilities name."""
-        count = len(self.adapters)
+        """Raises: InternalError: the engine knows how many slots there are."""
         for seq in seqs:
-            if seq.adapter >= count:
-                known = ", ".join(self.adapters) or "none"
-                raise InternalError(f"{seq.attempt}: there is no adapter number {seq.adapter} here, only {known}")
+            if seq.adapter >= self.loras.slots:
+                raise InternalError(f"{seq.attempt}: there is no slot {seq.adapter}, only {self.loras.slots}")
+
+    def read_adapter(self, folder: Path, facts: AdapterFacts) -> HostAdapter:
+        """See ModelRunner.read_adapter."""
+        if self._lora is None:
+            raise AdapterError("this engine keeps no adapters", param="adapter")
+        return self._lora.read(folder, facts)
+
+    @torch.inference_mode()
+    def install_adapter(self, slot: int, adapter: LoadedAdapter) -> None:
+        """See ModelRunner.install_adapter."""
+        if self._lora is None or not isinstance(adapter, HostAdapter):
+            raise InternalError(f"{adapter.id} was not read by this runner")
+        self._lora.install(slot, adapter)
 
     @torch.inference_mode()
     def execute(self, seqs: Sequence[ScheduledSeq], should_abort: Callable[[], bool] | None = None) -> StepResult:

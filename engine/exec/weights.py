@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from torch import Tensor
 
 from diptych.engine.capacity import WeightSizes
 from diptych.engine.exec.linear import DenseLinear
+from diptych.engine.exec.lora import LoraModel
 from diptych.engine.exec.methods.base import LoadedLinear
 from diptych.engine.exec.models.description import ModelDescription
 from diptych.engine.exec.norm import RmsNorm
@@ -40,7 +40,7 @@ class ModelWeights:
     Args:
         embedding: [vocab_size, hidden_size].
         norm: before the head.
-        adapters: see RunnerCapabilities; those that the weights of the linear layers hold.
+        lora: the slots for adapters in the blocks' linear layers; None: there are none.
     """
 
     description: ModelDescription
@@ -48,10 +48,11 @@ class ModelWeights:
     blocks: list[BlockWeights]
     norm: RmsNorm
     lm_head: LoadedLinear
-    adapters: Mapping[str, str] = field(default_factory=dict)
+    lora: LoraModel | None = None
 
     def sizes(self) -> WeightSizes:
         head = self.lm_head
         shared = isinstance(head, DenseLinear) and head.weight.data_ptr() == self.embedding.data_ptr()
         layers = sum(linear.num_bytes for block in self.blocks for linear in block.linears)
-        return WeightSizes(layers, head.num_bytes, 0 if shared else self.embedding.nbytes)
+        adapters = 0 if self.lora is None else self.lora.num_bytes
+        return WeightSizes(layers, head.num_bytes, 0 if shared else self.embedding.nbytes, adapters)

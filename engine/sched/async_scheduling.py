@@ -59,6 +59,7 @@ def plan(scheduler: Scheduler, now: float) -> SchedulerOutput | None:
     """The step behind the one on the device; None where it cannot be planned yet. `sources` of the plan name the
     sequences of the step before."""
     scheduler.kv.set_time(now)
+    scheduler.begin_adapters()
     out = SchedulerOutput()
     reason = _obstacle(scheduler) or _fill(scheduler, out) or _add_prompts(scheduler, out)
     if reason:
@@ -101,7 +102,7 @@ def _add_prompts(scheduler: Scheduler, out: SchedulerOutput) -> str:
 def _waits_for_itself(scheduler: Scheduler, request: Request) -> bool:
     """It may be admitted to a step only that is planned and read by itself."""
     remote = request.mode is KvMode.REMOTE and request.state is State.WAITING
-    return not remote and bool(prompt_reason(scheduler, request))
+    return not remote and not scheduler.adapters.is_stuck(request) and bool(prompt_reason(scheduler, request))
 
 
 def _fill(scheduler: Scheduler, out: SchedulerOutput) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from itertools import chain
 
 from diptych.common.tiers import DEVICE
 from diptych.engine.messages import EngineAudit, EngineStats, KvMode
@@ -41,6 +42,7 @@ def stats(live: Lifecycle, *, steps: int, steps_ahead: int, busy_since: float | 
         tiers=_tiers(live),
         block_ages=kv.pool.ages.stats(),
         claims=kv.pool.claims,
+        adapters=live.adapters.stats(),
         copy_bytes_per_s=throughput.copy_bytes_per_s if kv.host.num_slots else 0.0,
         disk_bytes_per_s=throughput.disk_bytes_per_s,
     )
@@ -91,7 +93,9 @@ def audit(live: Lifecycle, full: bool) -> EngineAudit:
 
 def check(live: Lifecycle) -> list[str]:
     """Laws that do not hold: of blocks, and of the load that routers place by."""
-    return live.kv.check(live.with_blocks()) + load_violations(live)
+    running = chain(live.running, (request for request in live.remote.requests.values() if request.output is not None))
+    adapters = live.adapters.violations(live.requests.values(), running)
+    return live.kv.check(live.with_blocks()) + load_violations(live) + adapters
 
 
 def prompt_tokens_left(live: Lifecycle) -> int:

@@ -34,6 +34,7 @@ from diptych.engine.messages import (
     FirstCandidates,
     FirstToken,
     KvMode,
+    LoadedAdapter,
     PublishCached,
     PullBlocks,
     StepResult,
@@ -56,6 +57,8 @@ from diptych.engine.sched.requests.request import Request, State
 
 _FILL_S = 0.05
 """Time that a step that ends a prompt may spend on other prompts, under a policy that passes. On a GPU it is ample."""
+MOST_INSTALLS = 1
+"""Adapters that are copied into slots before a step in which sequences decode: they wait for it."""
 PROMPT_LOGPROBS_CHUNK = 256
 """Tokens of a chunk whose every row needs logits: they take 4 bytes a vocabulary entry each."""
 
@@ -90,7 +93,7 @@ class Scheduler:
         self.live = live = Lifecycle(config, limits, detokenizer_factory)
         self.kv, self.policy, self.throughput = live.kv, live.policy, live.throughput
         self.waiting, self.running, self.remote = live.waiting, live.running, live.remote
-        self.packing, self.outbox = live.packing, live.outbox
+        self.packing, self.outbox, self.adapters = live.packing, live.outbox, live.adapters
         self.passing = Passing(live)
         self._identity = identity
         self._arrivals = 0
@@ -114,14 +117,14 @@ class Scheduler:
         self._arrivals += 1
         try:
             output = check_request(engine_request, self.config, self.limits, live.detokenizer_factory)
-            header = header_of_request(self._identity, engine_request.prompt, self.limits.adapters)
+            header = header_of_request(self._identity, engine_request.prompt)
+            live.adapters.check(engine_request.prompt.adapter)
         except DiptychError as error:
             self.outbox.fail(attempt, error)
             return
         request = Request(
-            engine_request, self._arrivals, header, self.limits.max_model_len, output, now, self.kv.num_groups,
-            self.limits.adapter(engine_request.prompt.adapter),
-        )  # fmt: skip
+            engine_request, self._arrivals, header, self.limits.max_model_len, output, now, self.kv.num_groups
+        )
         if from_disk:
             request.tier_tokens[self.kv.disk.name] = from_disk
         live.add(request)
@@ -139,7 +142,7 @@ class Scheduler:
         if not self._is_new(command.attempt):
             return
         try:
-            header = header_of_request(self._identity, command.prompt, self.limits.adapters)
+            header = header_of_request(self._identity, command.prompt)
         except DiptychError as error:
             self.outbox.fail(command.attempt, error)
             return
@@ -155,7 +158,7 @@ class Scheduler:
         if self.live.knows(wanted.attempt):
             return None  # `add` says so
         try:
-            header = header_of_request(self._identity, wanted.prompt, self.limits.adapters)
+            header = header_of_request(self._identity, wanted.prompt)
         except DiptychError:
             return None  # the same
         self.kv.set_time(now)
@@ -265,6 +268,7 @@ class Scheduler:
             if self.kv.slides:
                 # It has blocks of what the token behind the KV sees only, which is not what the prompt's tokens see.
                 self.kv.free(request)
+                self.adapters.give(request)
                 request.num_computed = 0
                 request.move(State.PREEMPTED)
                 self.waiting.push_returned(request)
@@ -331,6 +335,7 @@ class Scheduler:
         live = self.live
         self.kv.set_time(now)
         out = SchedulerOutput()
+        self.begin_adapters()
         if live.num_groups:
             preemption.enforce_max_num_seqs(live)
         if self.policy.preempts:
@@ -341,6 +346,10 @@ class Scheduler:
             self._add_drafts(out)
         self.add_prompts(out)
         return self._unless_stuck(out, now)
+
+    def begin_adapters(self) -> None:
+        """Of a step. Sequences that decode wait for what is installed before it."""
+        self.adapters.begin_step(most_installs=MOST_INSTALLS if self.running.decoding else None)
 
     def add_prompts(self, out: SchedulerOutput) -> None:
         """What is left of the step's budgets goes to prompts."""
@@ -495,6 +504,8 @@ class Scheduler:
                 claimed = preemption.blocks_wanted(live, request)
                 may_compute = False
                 continue
+            if not self.adapters.may_run(request):
+                continue  # `head` leaves it out from now on
             if claimed and not self.kv.fits(request, claimed):
                 break
             beams = live.beams.preempted_with(request)
@@ -509,6 +520,7 @@ class Scheduler:
                 continue
             self.waiting.admitted(request)
             self.passing.admitted(request)
+            self.adapters.take(request)
             self._note_admission(request)
             if remote:
                 request.move(State.WAITING_FOR_REMOTE_KV)
@@ -527,6 +539,7 @@ class Scheduler:
         assert admitted, f"attempt {beam.attempt} does not fit, though all beams together did"
         self.waiting.admitted(beam)
         self.passing.admitted(beam)
+        self.adapters.take(beam)
         beam.move(State.RUNNING)
         self.running.start_prefill(beam)
         return self._add_chunk(out, beam, budget) if budget > 0 else 0
@@ -595,6 +608,17 @@ class Scheduler:
     def take_copies(self) -> list[BlockCopy]:
         """Block copies to carry out, in this order, before anything is computed, unpacked or packed."""
         return self.kv.take_copies()
+
+    def take_installs(self) -> list[tuple[int, LoadedAdapter]]:
+        """(slot, adapter) to be installed before the step is computed."""
+        return self.adapters.take_installs()
+
+    def install_failed(self, slot: int, error: DiptychError) -> None:
+        """Every request that has the slot ends."""
+        for request in list(self.requests.values()):
+            if self.adapters.slot_of(request) == slot:
+                self.live.fail(request, error)
+        self.adapters.not_installed(slot)
 
     def stats(self, *, steps: int, steps_ahead: int, busy_since: float | None) -> EngineStats:
         return report.stats(self.live, steps=steps, steps_ahead=steps_ahead, busy_since=busy_since)

@@ -26,6 +26,7 @@ from diptych.engine.exec.layers.linear import Linear
 from diptych.engine.exec.layers.mlp import Mlp
 from diptych.engine.exec.layers.norm import Norm
 from diptych.engine.exec.layers.rope import Rope
+from diptych.engine.exec.lora import NO_LORAS, LoraSizes, LoraSlots
 from diptych.engine.exec.methods.base import LinearMethod, LinearWeights, LoadedLinear
 from diptych.engine.exec.models.description import ModelDescription
 from diptych.engine.exec.weights import ModelWeights
@@ -120,6 +121,14 @@ class Backend(Protocol):
 
     def keep(self, method: LinearMethod, weights: LinearWeights) -> LoadedLinear:
         """The layer with its weights in this back end's form. Args: weights: what the method loaded."""
+        ...
+
+    def lora_refusal(self, block: DecoderBlock, sizes: LoraSizes) -> str | None:
+        """Why it cannot give the linear layers of this block slots for adapters; None: it can."""
+        ...
+
+    def keep_lora(self, linear: LoadedLinear, slots: LoraSlots) -> LoadedLinear:
+        """A layer of `keep` with what its rows' adapters add. Args: slots: written in place, also while steps run."""
         ...
 
     def runtime(self, weights: ModelWeights, pool: KvPool, max_model_len: int) -> Runtime:
@@ -297,7 +306,11 @@ def _listed(names: list[str]) -> str:
 
 
 def make_plan(
-    description: ModelDescription, kv: KvFormat, backends: Sequence[Backend], unusable: Sequence[Refusal] = ()
+    description: ModelDescription,
+    kv: KvFormat,
+    backends: Sequence[Backend],
+    unusable: Sequence[Refusal] = (),
+    loras: LoraSizes = NO_LORAS,
 ) -> Plan:
     """Give every block to the first back end that takes it; the ends of the model rather to the one beside them.
 
@@ -305,6 +318,7 @@ def make_plan(
         kv: of the pool.
         backends: in the order in which they are asked.
         unusable: back ends that cannot be used here at all.
+        loras: slots for adapters in every layer.
     Raises: ConfigError naming the block that none takes, with every reason.
     """
     refusals = list(unusable)
@@ -313,6 +327,8 @@ def make_plan(
         reasons = []
         for backend in asked:
             reason = backend.refusal(block, kv)
+            if reason is None and loras.slots and isinstance(block, DecoderBlock):
+                reason = backend.lora_refusal(block, loras)
             if reason is None:
                 return backend
             refusals.append(Refusal(backend.name, name, reason))

@@ -11,6 +11,7 @@ from diptych.engine.exec.kv_pool import KvPool
 from diptych.engine.exec.layers.block import DecoderBlock
 from diptych.engine.exec.layers.embedding import Embedding
 from diptych.engine.exec.layers.linear import PLAIN, Linear
+from diptych.engine.exec.lora import LoraSizes, LoraSlots
 from diptych.engine.exec.methods.base import LinearMethod, LinearWeights, LoadedLinear
 from diptych.engine.exec.models.description import ModelDescription
 from diptych.engine.exec.native.decoder import NativeRuntime
@@ -69,6 +70,14 @@ class NativeBackend:
         if method.name not in self._methods:
             raise TypeError(f"{method.name} was refused")
         return self._packer(weights)
+
+    def lora_refusal(self, block: DecoderBlock, sizes: LoraSizes) -> str | None:
+        """See Backend.lora_refusal."""
+        return "it has no slots for adapters"
+
+    def keep_lora(self, linear: LoadedLinear, slots: LoraSlots) -> LoadedLinear:
+        """See Backend.keep_lora."""
+        raise TypeError("adapters were refused")
 
     def runtime(self, weights: ModelWeights, pool: KvPool, max_model_len: int) -> NativeRuntime:
         """See Backend.runtime."""

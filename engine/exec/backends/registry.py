@@ -13,6 +13,7 @@ from diptych.engine.exec.backends.base import EVERY_BLOCK, Backend, Plan, Refusa
 from diptych.engine.exec.backends.native import NativeBackend
 from diptych.engine.exec.backends.torch import TorchBackend
 from diptych.engine.exec.layers.linear import PLAIN
+from diptych.engine.exec.lora import NO_LORAS, LoraSizes
 from diptych.engine.exec.models.description import ModelDescription
 from diptych.engine.exec.native.library import load_library
 from diptych.kernels.dispatch import NATIVE, TORCH, TRITON, choose_backend
@@ -70,6 +71,7 @@ def plan_for(
     dtype: torch.dtype,
     wanted: str | None = None,
     batch_invariant: bool = False,
+    loras: LoraSizes = NO_LORAS,
 ) -> Plan:
     """Which back end runs which block. What the fastest one refuses is logged as a warning, with its reasons.
 
@@ -77,6 +79,7 @@ def plan_for(
         kv: of the pool.
         wanted: "native", "torch" or "triton": this one or none; None: the device's own, and torch for what that refuses.
         batch_invariant: only back ends that are.
+        loras: slots for adapters in every layer.
     Raises: ConfigError when the one that is wanted cannot be used or refuses a block, and for a block that no back end
         computes batch-invariantly.
     """
@@ -92,7 +95,7 @@ def plan_for(
             unusable.append(made)
         else:
             backends.append(made)
-    plan = make_plan(description, kv, backends, unusable)
+    plan = make_plan(description, kv, backends, unusable, loras)
     if wanted is not None and plan.refusals:
         raise ConfigError("backend", wanted, f"{_UNUSABLE[wanted]}: {plan.reasons()[0][1]}")
     if batch_invariant:

@@ -23,7 +23,9 @@ from diptych.engine.exec.backends.base import (
 from diptych.engine.exec.ends import cap, embed, wanted_rows
 from diptych.engine.exec.kv_pool import KvPool
 from diptych.engine.exec.layers.attention import Attention
+from diptych.engine.exec.layers.block import DecoderBlock
 from diptych.engine.exec.linear import keep_linear
+from diptych.engine.exec.lora import LoraLinear, LoraSizes, LoraSlots
 from diptych.engine.exec.methods.base import LinearMethod, LinearWeights, LoadedLinear, StepRows
 from diptych.engine.exec.methods.registry import METHODS
 from diptych.engine.exec.rope import rotate, table_of_each
@@ -55,6 +57,14 @@ class TorchBackend:
     def keep(self, method: LinearMethod, weights: LinearWeights) -> LoadedLinear:
         """See Backend.keep."""
         return keep_linear(method, weights)
+
+    def lora_refusal(self, block: DecoderBlock, sizes: LoraSizes) -> str | None:
+        """See Backend.lora_refusal. Over every method."""
+        return None
+
+    def keep_lora(self, linear: LoadedLinear, slots: LoraSlots) -> LoadedLinear:
+        """See Backend.keep_lora."""
+        return LoraLinear(linear, slots)
 
     def runtime(self, weights: ModelWeights, pool: KvPool, max_model_len: int) -> TorchRuntime:
         """See Backend.runtime."""

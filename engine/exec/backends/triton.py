@@ -12,6 +12,7 @@ from diptych.engine.exec.layers.block import DecoderBlock
 from diptych.engine.exec.layers.embedding import Embedding
 from diptych.engine.exec.layers.linear import PLAIN
 from diptych.engine.exec.linear import DenseLinear, keep_linear
+from diptych.engine.exec.lora import LoraSizes, LoraSlots
 from diptych.engine.exec.methods.base import LinearMethod, LinearWeights, LoadedLinear
 from diptych.engine.exec.methods.plain import PlainWeights
 from diptych.engine.exec.weights import ModelWeights
@@ -53,6 +54,14 @@ class TritonBackend:
         if self.batch_invariant and isinstance(weights, PlainWeights):
             return DenseLinear(weights.weight, weights.bias)
         return keep_linear(method, weights)
+
+    def lora_refusal(self, block: DecoderBlock, sizes: LoraSizes) -> str | None:
+        """See Backend.lora_refusal."""
+        return "it has no slots for adapters"
+
+    def keep_lora(self, linear: LoadedLinear, slots: LoraSlots) -> LoadedLinear:
+        """See Backend.keep_lora."""
+        raise TypeError("adapters were refused")
 
     def runtime(self, weights: ModelWeights, pool: KvPool, max_model_len: int) -> CudaRuntime:
         """See Backend.runtime. Kernel by kernel, for steps that another back end shares; alone: engine.exec.cuda.backend."""

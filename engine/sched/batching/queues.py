@@ -14,8 +14,8 @@ from diptych.engine.sched.requests.request import Request, State
 class _Sorted:
     """One sorted list for each group. The keys are unique, so no two requests are compared."""
 
-    def __init__(self, policy: Policy) -> None:
-        self._policy = policy
+    def __init__(self, policy: Policy, stuck: Callable[[Request], bool] | None) -> None:
+        self._policy, self._stuck = policy, stuck
         self._groups: dict[str, list[tuple[Key, Request]]] = {}
         self._where: dict[str, tuple[str, Key]] = {}
 
@@ -40,10 +40,15 @@ class _Sorted:
     def __iter__(self) -> Iterator[Request]:
         return (request for waiting in self._groups.values() for _, request in waiting)
 
+    def _is_left_out(self, request: Request, passed: Collection[str]) -> bool:
+        return request.attempt in passed or (self._stuck is not None and self._stuck(request))
+
     def head(self, passed: Collection[str] = ()) -> tuple[float, Key, Request] | None:
         best: tuple[float, Key, Request] | None = None
         for group, waiting in self._groups.items():
-            entry = waiting[0] if not passed else next((e for e in waiting if e[1].attempt not in passed), None)
+            entry: tuple[Key, Request] | None = waiting[0]
+            if passed or self._stuck is not None:
+                entry = next((e for e in waiting if not self._is_left_out(e[1], passed)), None)
             if entry is None:
                 continue
             key, request = entry
@@ -58,13 +63,19 @@ class WaitingQueues:
 
     Args:
         cached: how many of a request's tokens are in a cache now.
+        stuck: requests that `head` leaves out.
     """
 
-    def __init__(self, policy: Policy, cached: Callable[[Request], int] = lambda _: 0) -> None:
+    def __init__(
+        self,
+        policy: Policy,
+        cached: Callable[[Request], int] = lambda _: 0,
+        stuck: Callable[[Request], bool] | None = None,
+    ) -> None:
         self._policy = policy
         self._cached = cached
-        self._compute = _Sorted(policy)
-        self._remote = _Sorted(policy)
+        self._compute = _Sorted(policy, stuck)
+        self._remote = _Sorted(policy, stuck)
         self.num_tokens_to_compute = 0
         """Tokens of all requests here that will be computed on this worker, before any cache hit."""
         self._expected: dict[str, int] = {}

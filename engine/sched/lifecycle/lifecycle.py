@@ -6,6 +6,7 @@
     Packing           is computed; ranges of its KV wait for slabs
     ChoiceGroups, BeamGroups   several sequences of one attempt
     KvCacheManager    blocks
+    AdapterSlots      slots of LoRA adapters
     Outbox            events
 
 Each owner changes its own collections only. A move that concerns several of them is one method here: the end of a
@@ -23,6 +24,7 @@ from diptych.common.errors import DiptychError
 from diptych.common.sampling import FinishReason
 from diptych.engine.config import EngineConfig
 from diptych.engine.messages import Finished, KvMode, Preempted, PrefillComplete
+from diptych.engine.sched.adapters import AdapterSlots
 from diptych.engine.sched.batching.policies import make_policy
 from diptych.engine.sched.batching.queues import WaitingQueues
 from diptych.engine.sched.batching.running import RunningSet
@@ -72,7 +74,9 @@ class Lifecycle:
             worth_restoring=lambda num_tokens: restore_is_cheaper(num_tokens, self.rates),
         )
         self.policy = make_policy(config.scheduling_policy, sjf_aging_tokens_per_s=config.sjf_aging_tokens_per_s)
-        self.waiting = WaitingQueues(self.policy, self.kv.cached_tokens)
+        self.adapters = AdapterSlots(limits.max_loras)
+        stuck = self.adapters.is_stuck if limits.max_loras else None
+        self.waiting = WaitingQueues(self.policy, self.kv.cached_tokens, stuck)
         self.running = RunningSet()
         self.remote = RemoteRequests(self.kv, limits)
         self.choices = ChoiceGroups()
@@ -123,6 +127,7 @@ class Lifecycle:
     def add(self, request: Request) -> None:
         """A new request waits for admission."""
         self._requests[request.attempt] = request
+        self.adapters.enter(request)
         self.policy.entered(request)
         if request.sampling.beam_width:
             self.beams.open(request)
@@ -180,6 +185,8 @@ class Lifecycle:
     def _enter_fork(self, parent: Request, other: Request) -> None:
         self.kv.fork(parent, other)
         self._requests[other.attempt] = other
+        self.adapters.enter(other)
+        self.adapters.fork(parent, other)
         self.policy.entered(other)
 
     # ---- the end ----
@@ -205,6 +212,7 @@ class Lifecycle:
         else:
             self.kv.free(request)
         request.move(state)
+        self.adapters.leave(request)
         self.policy.left(request)
         del self._requests[request.attempt]
         self.choices.leave(request)
@@ -252,6 +260,7 @@ class Lifecycle:
     def prompt_computed(self, request: Request) -> None:
         """Nothing is left to compute; what is left to pack keeps its blocks."""
         self.running.remove(request)
+        self.adapters.give(request)
         request.move(State.PACKING)
         self.end_if_packed(request)
 
@@ -271,6 +280,7 @@ class Lifecycle:
 
     def _preempt_one(self, request: Request) -> None:
         self.running.remove(request)
+        self.adapters.give(request)
         group = self.beams.of(request)
         if group is not None and group.take_back_candidates(request):
             request.num_computed -= 1

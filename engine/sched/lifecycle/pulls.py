@@ -33,8 +33,7 @@ def begin_pull(live: Lifecycle, command: PullBlocks, header: IdentityHeader, arr
     source = EngineRequest(
         command.attempt, command.prompt, SamplingParams(max_tokens=1), mode=KvMode.REMOTE, tenant=command.tenant
     )
-    adapter = live.limits.adapter(command.prompt.adapter)
-    request = Request(source, arrival, header, live.limits.max_model_len, None, now, kv.num_groups, adapter)
+    request = Request(source, arrival, header, live.limits.max_model_len, None, now, kv.num_groups)
     request.seq.vouch = command.vouch
     keys = request.keys(num_tokens // kv.block_size)
     cached = kv.num_cached_blocks(keys) * kv.block_size

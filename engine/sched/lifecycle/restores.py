@@ -91,8 +91,7 @@ def plan_restore(
         mode=KvMode.REMOTE,
         tenant=wanted.tenant,
     )
-    adapter = live.limits.adapter(wanted.prompt.adapter)
-    request = Request(source, arrival, header, live.limits.max_model_len, None, now, kv.num_groups, adapter)
+    request = Request(source, arrival, header, live.limits.max_model_len, None, now, kv.num_groups)
     request.seq.vouch = wanted.mode is KvMode.PREFILL
     if not kv.admit(request, reserve=True):
         return None

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from diptych.common.errors import DiptychError, InternalError, InvalidRequestError, PromptTooLongError
 from diptych.common.kv_format import KvFormat
@@ -31,12 +31,8 @@ class ModelLimits:
     """Of each group's pool; empty: the configured number."""
     rank_sizes: tuple[tuple[int, int], ...] = ()
     """Layers, and bytes of a token's KV, of each rank; empty: one rank. Several have one group."""
-    adapters: Mapping[str, str] = field(default_factory=dict)
+    max_loras: int = 0
     """See RunnerCapabilities."""
-
-    def adapter(self, name: str) -> int:
-        """Index of an adapter of the runner; -1: there is no name."""
-        return list(self.adapters).index(name) if name else -1
 
     @property
     def pieces(self) -> tuple[tuple[int, int, int], ...]:

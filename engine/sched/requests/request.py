@@ -99,7 +99,6 @@ class Request(_EveryStep):
         output: OutputProcessor | None,
         arrived_at: float = 0.0,
         num_groups: int = 1,
-        adapter: int = -1,
     ) -> None:
         prompt, forced = request.prompt.token_ids, request.output_token_ids
         self.source = request
@@ -185,7 +184,6 @@ class Request(_EveryStep):
             history=self.token_ids if self.sampling.constrained or request.grammar is not None else None,
             num_prompt=self.num_prompt,
             grammar=request.grammar,
-            adapter=adapter,
             vouch=request.mode is KvMode.PREFILL,
         )
 
@@ -218,7 +216,6 @@ class Request(_EveryStep):
             output,
             self.arrived_at,
             len(self.tables),
-            self.seq.adapter,
         )
         other.attempt = f"{self.attempt_id}\0{choice}"
         other.state = State.RUNNING

@@ -18,6 +18,7 @@ from diptych.engine.exec.formats import registry as formats
 from diptych.engine.exec.formats.base import Quantization, left_out_by, only
 from diptych.engine.exec.layers.linear import PLAIN, Linear, Part
 from diptych.engine.exec.loading import load_weights
+from diptych.engine.exec.lora import LoraSizes
 from diptych.engine.exec.methods.base import StepRows, TensorPart
 from diptych.engine.exec.methods.registry import METHODS
 from diptych.engine.exec.models.registry import describe
@@ -173,7 +174,7 @@ def test_triton_refuses_a_method_that_it_does_not_list(int8_rows):
     assert headed.head.linear.method == "int8-rows"
 
 
-ADAPTERS = {"first": "hash-1", "second": "hash-2"}
+TWO_SLOTS = LoraSizes(2, 8)
 
 
 def adapted(driver, prompts, adapters, *, together=True, ahead=False):
@@ -203,15 +204,15 @@ def test_each_row_meets_its_own_adapter(pair, driver_of):
     """Drill: apply() had no step. Chunks, decodes and rows whose logits are wanted: every layer gets the adapters of its rows."""
     driver = driver_of(pair()[0])
     prompts, adapters = prompts_of(9, 5, 12), [0, -1, 1]
-    with pytest.raises(InternalError, match="no adapter number 0 here, only none"):
+    with pytest.raises(InternalError, match="there is no slot 0, only 0"):
         adapted(driver, prompts, adapters)
-    driver.runner.adapters = ADAPTERS
-    assert driver.runner.capabilities.adapters == ADAPTERS
+    driver.runner.loras = TWO_SLOTS
+    assert driver.runner.capabilities.max_loras == 2
     together = adapted(driver, prompts, adapters)
     assert together == adapted(driver, prompts, adapters, together=False)
     plain = driver.generate(prompts, 5)
     assert [a == b for a, b in zip(together, plain, strict=True)] == [False, True, False]
-    with pytest.raises(InternalError, match="no adapter number 2 here, only first, second"):
+    with pytest.raises(InternalError, match="there is no slot 2, only 2"):
         adapted(driver, prompts, [2, 0, 0])
 
 
@@ -247,7 +248,7 @@ def test_triton_gives_each_row_its_adapter(pair, driver_of, monkeypatch, device)
     outputs = []
     for backend, where in (("torch", "cpu"), ("triton", device)):
         driver = driver_of(folder, backend=backend, device=where)
-        driver.runner.adapters = ADAPTERS
+        driver.runner.loras = TWO_SLOTS
         outputs.append(adapted(driver, prompts, adapters))
     assert outputs[1] == outputs[0]
     assert adapted(driver, prompts, adapters, ahead=True) == outputs[0]

@@ -8,6 +8,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+from diptych.common.errors import AdapterError
 from diptych.engine.fake_runner import FakeRunner
 from diptych.engine.runner import OutOfDeviceMemory
 
@@ -29,6 +30,12 @@ class RankRunner(FakeRunner):
         with self._notes.open("a") as notes:
             notes.write(json.dumps([step, sum(map(len, result.token_ids))]) + "\n")
         return result
+
+    def read_adapter(self, folder: Any, facts: Any) -> Any:
+        adapter = super().read_adapter(folder, facts)
+        if not (Path(folder) / "readable").exists():
+            raise AdapterError("the folder is gone", param="lora_path")
+        return adapter
 
     def _misbehave(self) -> None:
         match self._what:

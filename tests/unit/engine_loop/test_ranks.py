@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import gc
 import json
 import os
 from pathlib import Path
 
 import pytest
 
+from diptych.common.adapters.peft import AdapterFacts, AdapterModule
 from diptych.common.block_identity import IdentityHeader
 from diptych.common.clock import FakeClock
-from diptych.common.errors import ConfigError, InternalError, InvalidRequestError
+from diptych.common.errors import AdapterError, ConfigError, InternalError, InvalidRequestError
 from diptych.common.grammar import Grammar, GrammarKind
 from diptych.common.request import Prompt
 from diptych.common.sampling import EarlyStopping, SamplingParams
@@ -19,9 +22,19 @@ from diptych.engine import step_codec
 from diptych.engine.api import EngineClient
 from diptych.engine.config import EngineConfig
 from diptych.engine.executor import ExecutorLost, LocalExecutor
-from diptych.engine.fake_runner import FakeRunner
+from diptych.engine.fake_runner import FakeAdapter, FakeRunner
 from diptych.engine.grammar.program import FirstToken as OnlyTokens
-from diptych.engine.messages import BlockCopy, CopyKind, EngineRequest, Failed, Finished, ScheduledSeq, TokensOut
+from diptych.engine.messages import (
+    BlockCopy,
+    CopyKind,
+    DropAdapter,
+    EngineRequest,
+    Failed,
+    Finished,
+    KeepAdapter,
+    ScheduledSeq,
+    TokensOut,
+)
 from diptych.engine.offline import OfflineEngine
 from diptych.engine.ranks import RanksExecutor, RankSpec
 from diptych_tests.waiting import until
@@ -202,10 +215,38 @@ def test_ranks_that_do_not_come_up_or_do_not_fit_together(start):
         start({}, {}, factory="rank_runner:broken")
     with pytest.raises(ConfigError, match="num_blocks"):
         start({"num_blocks": 30}, {})
-    with pytest.raises(ConfigError, match="adapters"):
-        start({"adapters": {"a": "hash-1"}}, {"adapters": {"a": "hash-2"}})
+    with pytest.raises(ConfigError, match="max_loras"):
+        start({"max_loras": 2}, {"max_loras": 3})
     with pytest.raises(ConfigError, match="sampler"):
         start({}, {}, sampler=2)
+
+
+def test_every_rank_reads_its_part_of_an_adapter_and_forgets_it(start, tmp_path):
+    facts = AdapterFacts("ab" * 16, 4, 100, "base", (AdapterModule("model.q_proj", 4, 0.5, 8, 8),))
+    fields = {"max_loras": 1, "max_lora_rank": 4}
+    executor, _ = start(fields, fields)
+    with pytest.raises(AdapterError, match="the folder is gone") as error:
+        executor.read_adapter(tmp_path, facts)
+    assert error.value.param == "lora_path"
+    (tmp_path / "readable").touch()
+    with pytest.raises(AdapterError, match="rank 5 is above the maximum of 4"):
+        executor.read_adapter(tmp_path, dataclasses.replace(facts, rank=5))
+    adapter = executor.read_adapter(tmp_path, facts)
+    assert (adapter.id, adapter.rank, adapter.num_bytes) == (facts.id, 4, 200)
+    request = EngineRequest("a", Prompt(tuple(range(9)), adapter=facts.id), SamplingParams(6, seed=1, ignore_eos=True))
+    alone = engine_of(LocalExecutor(FakeRunner(**POOL, **fields)))
+    alone.send(KeepAdapter(FakeAdapter(facts.id)))
+    engine = engine_of(executor)
+    engine.send(KeepAdapter(adapter))
+    assert [r.token_ids for r in engine.generate([request])] == [r.token_ids for r in alone.generate([request])]
+    engine.send(DropAdapter(facts.id))
+    number = adapter.number
+    del adapter
+    gc.collect()
+    assert list(executor._forgotten) == [number], "what failed was forgotten before"
+    again = executor.read_adapter(tmp_path, facts)
+    executor.install_adapter(0, again)
+    assert not executor._forgotten
 
 
 def test_a_grammar_is_refused_by_name(start):

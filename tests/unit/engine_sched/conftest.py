@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -14,7 +15,7 @@ from diptych.common.request import Prompt
 from diptych.common.sampling import SamplingParams
 from diptych.engine.config import EngineConfig
 from diptych.engine.executor import LocalExecutor
-from diptych.engine.fake_runner import FakeRunner
+from diptych.engine.fake_runner import FakeAdapter, FakeRunner
 from diptych.engine.messages import (
     Admitted,
     EngineEvent,
@@ -24,6 +25,7 @@ from diptych.engine.messages import (
     FirstCandidates,
     FirstToken,
     GrantSlabs,
+    KeepAdapter,
     KvComplete,
     KvMode,
     PrefillComplete,
@@ -64,6 +66,22 @@ def make_request(
         prompt = Prompt(tokens, fields.pop("cache_salt", b""))  # type: ignore[arg-type]
     sampling = fields.pop("sampling", None) or SamplingParams(max_tokens=max_tokens, seed=seed, ignore_eos=True)
     return EngineRequest(attempt, prompt, sampling, **fields)  # type: ignore[arg-type]
+
+
+def adapter_id(name: str) -> str:
+    """Empty for the empty name."""
+    return hashlib.sha256(name.encode()).hexdigest()[:32] if name else ""
+
+
+def make_lora_engine(
+    names: Sequence[str], max_loras: int, runner: FakeRunner | None = None, **changes: object
+) -> OfflineEngine:
+    """With these adapters kept, see `adapter_id`."""
+    config = make_config(**changes)
+    engine = make_engine(runner or FakeRunner(config.num_blocks, BLOCK, max_loras=max_loras), **changes)
+    for name in names:
+        engine.send(KeepAdapter(FakeAdapter(adapter_id(name))))
+    return engine
 
 
 def run_until_idle(engine: OfflineEngine, max_steps: int = 1000) -> list[EngineEvent]:
@@ -205,6 +223,8 @@ class Kit:
     local = LocalExecutor
     make_config = staticmethod(make_config)
     make_engine = staticmethod(make_engine)
+    make_lora_engine = staticmethod(make_lora_engine)
+    adapter_id = staticmethod(adapter_id)
     make_request = staticmethod(make_request)
     make_grants = staticmethod(make_grants)
     run_until_idle = staticmethod(run_until_idle)

@@ -152,7 +152,7 @@ def test_the_youngest_is_preempted(kit):
         ({"prompt": []}, InvalidRequestError, "prompt"),
         ({"prompt": [5, 1000]}, InvalidRequestError, "prompt_token_ids"),
         ({"prompt": [-1]}, InvalidRequestError, "prompt_token_ids"),
-        ({"prompt": Prompt((1,), adapter="a")}, InvalidRequestError, "adapter"),
+        ({"prompt": Prompt((1,), adapter="a" * 32)}, InvalidRequestError, "adapter"),
         ({"prompt": Prompt((1,), media=(b"png",))}, InvalidRequestError, "media"),
         ({"output_token_ids": (5000,)}, InvalidRequestError, "output_token_ids"),
         ({"max_tokens": 1, "output_token_ids": (5, 6)}, InvalidRequestError, "output_token_ids"),
@@ -187,56 +187,6 @@ def test_another_salt_never_hits_and_the_same_one_does(kit):
         [kit.make_request(n, 9, 2, cache_salt=s) for n, s in salts.items()], arrivals=[0, 9, 18, 27]
     )
     assert [r.num_cached_tokens for r in results] == [0, 0, 8, 0]
-
-
-def test_an_adapter_reaches_its_rows_and_shares_no_block(kit):
-    """The runner declares its adapters: with it none of these would be different, were it lost on the way. Choices, a
-    preemption and a forced start go with it."""
-
-    def engine(num_blocks=64):
-        seen = {}
-        runner = FakeRunner(
-            num_blocks, kit.BLOCK, adapters={"french": "hash-1", "german": "hash-2"},
-            before_execute=lambda seqs: seen.update({(seq.attempt, seq.choice): seq.adapter for seq in seqs}),
-        )  # fmt: skip
-        return kit.make_engine(runner, num_blocks=num_blocks), seen
-
-    ids = tuple(range(100, 109))
-    requests = [kit.make_request(name, Prompt(ids, adapter=name), 12) for name in ("", "german", "french")]
-    alone = {r.attempt: engine()[0].generate([r])[0].token_ids for r in requests}
-    assert len({tuple(tokens) for tokens in alone.values()}) == 3
-    preempted = []
-    for num_blocks in (64, 8):
-        together, seen = engine(num_blocks)
-        results = together.generate(requests)
-        assert {r.attempt: r.token_ids for r in results} == alone
-        assert [r.num_cached_tokens for r in results] == [0, 0, 0], "no block of another adapter"
-        assert seen == {("", 0): -1, ("german", 0): 1, ("french", 0): 0}
-        preempted.append(together.stats().preemptions_total > 0)
-    assert preempted == [False, True]
-    roomy, _ = engine()
-    again = [replace(requests[1], attempt=name) for name in ("first", "second")]
-    first, second = roomy.generate(again, arrivals=[0, 20])
-    assert (first.token_ids, second.token_ids, second.num_cached_tokens) == (alone["german"], alone["german"], 8)
-    choices, seen = engine()
-    two = SamplingParams(max_tokens=4, n=2)
-    choices.generate([kit.make_request("two", Prompt(ids, adapter="german"), sampling=two)])
-    assert seen == {("two", 0): 1, ("two", 1): 1}
-    half = alone["german"][:5]
-    forced = kit.make_request("forced", Prompt(ids, adapter="german"), 12, output_token_ids=tuple(half))
-    [result] = engine()[0].generate([forced])
-    assert half + result.token_ids == alone["german"]
-    handed = kit.Pair(engine()[0], engine()[0]).run([requests[1]])
-    assert handed["german"].token_ids == alone["german"]
-
-
-def test_an_adapter_that_the_runner_does_not_have_is_refused_by_name(kit):
-    engine = kit.make_engine(FakeRunner(64, kit.BLOCK, adapters={"french": "hash-1"}))
-    engine.send(kit.make_request("adapted", prompt=Prompt((1, 2), adapter="klingon")))
-    (failed,) = engine.step()
-    assert isinstance(failed, Failed)
-    assert failed.error.param == "adapter"
-    assert "klingon" in failed.error.message
 
 
 def test_the_cache_can_be_off(kit):

@@ -1,0 +1,1 @@
+"""LoRA adapters as files: what they are, and which are served."""

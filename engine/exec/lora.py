@@ -1,0 +1,237 @@
+"""LoRA adapters on the device: slots in every linear layer of the blocks, and what is copied into them.
+
+    y[:, part] += (x @ a[slot, part].T) @ b[slot, rows of part].T          for rows with slot >= 0
+
+`b` holds the adapter's B times its scale: multiplied in fp32, then rounded to the dtype of the computation. Ranks that an adapter
+does not use, parts that it leaves alone and slots without one are zeros, so that every row may be computed alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from diptych.common.adapters.peft import Adapter, AdapterFacts, AdapterModule, RawTensor, load_adapter
+from diptych.common.errors import AdapterError
+from diptych.common.kv_format import Shard
+from diptych.engine.exec.layers.linear import Linear, Part
+from diptych.engine.exec.methods.base import WHOLE, LoadedLinear, StepRows
+from diptych.engine.exec.models.description import ModelDescription
+
+_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+@dataclass(frozen=True, slots=True)
+class LoraSizes:
+    """slots: adapters that are on the device at one time; 0: none are served. max_rank: of any of them."""
+
+    slots: int = 0
+    max_rank: int = 16
+
+    def num_bytes(self, layer: Linear, shard: Shard, itemsize: int) -> int:
+        """Device memory of the slots of one layer, which is a rank's part."""
+        outputs, inputs = local_sizes(layer, shard)
+        return self.slots * self.max_rank * (len(layer.parts) * inputs + sum(outputs)) * itemsize
+
+
+NO_LORAS = LoraSizes()
+
+
+def local_sizes(layer: Linear, shard: Shard) -> tuple[tuple[int, ...], int]:
+    """Outputs of each part, and inputs, that a rank has."""
+    outputs, inputs = [], layer.inputs
+    for part in layer.parts:
+        rows, columns = layer.share(part, shard)
+        outputs.append(len(range(*rows.indices(part.outputs))))
+        inputs = len(range(*columns.indices(layer.inputs)))
+    return tuple(outputs), inputs
+
+
+@dataclass(frozen=True, slots=True)
+class LayerAdapter:
+    """What an adapter puts into the slots of one layer, in the dtype of the computation, on the host.
+
+    Args:
+        a: [parts, rank, inputs]; b: [outputs, rank], with the scale. rank: the largest of the parts.
+    """
+
+    a: Tensor
+    b: Tensor
+
+    @property
+    def rank(self) -> int:
+        return self.b.shape[1]
+
+
+class LoraSlots:
+    """Of one linear layer; written in place, so that kernels and CUDA graphs may keep the addresses.
+
+    Args:
+        part_outputs: of each part, in the order of the outputs.
+    """
+
+    __slots__ = ("a", "b", "part_outputs", "_ranks")
+
+    def __init__(self, part_outputs: tuple[int, ...], inputs: int, sizes: LoraSizes, like: Tensor) -> None:
+        """Args: like: of the dtype and on the device of the computation."""
+        parts, outputs = len(part_outputs), sum(part_outputs)
+        self.part_outputs = part_outputs
+        self.a = like.new_zeros((sizes.slots, parts, sizes.max_rank, inputs))
+        """[slots, parts, max_rank, inputs]"""
+        self.b = like.new_zeros((sizes.slots, outputs, sizes.max_rank))
+        """[slots, outputs, max_rank]"""
+        self._ranks = [0] * sizes.slots
+
+    @property
+    def num_slots(self) -> int:
+        return self.a.shape[0]
+
+    @property
+    def max_rank(self) -> int:
+        return self.a.shape[2]
+
+    @property
+    def num_bytes(self) -> int:
+        return self.a.nbytes + self.b.nbytes
+
+    def install(self, slot: int, adapter: LayerAdapter | None) -> None:
+        """Args: adapter: at most of max_rank; None: the layer is left alone."""
+        rank = 0 if adapter is None else adapter.rank
+        if self._ranks[slot] > rank:
+            self.a[slot, :, rank:].zero_()
+            self.b[slot, :, rank:].zero_()
+        if adapter is not None:
+            self.a[slot, :, :rank].copy_(adapter.a, non_blocking=True)
+            self.b[slot, :, :rank].copy_(adapter.b, non_blocking=True)
+        self._ranks[slot] = rank
+
+
+class LoraLinear:
+    """The reference: any loaded layer, and what the adapters of its rows add. In fp32 up to the sum."""
+
+    __slots__ = ("_inner", "slots")
+
+    def __init__(self, inner: LoadedLinear, slots: LoraSlots) -> None:
+        self._inner, self.slots = inner, slots
+
+    @property
+    def num_bytes(self) -> int:
+        return self._inner.num_bytes
+
+    def __call__(self, x: Tensor, step: StepRows) -> Tensor:
+        """See LoadedLinear."""
+        out = self._inner(x, step)
+        if step.adapters is None:
+            return out
+        for slot in set(step.adapters.tolist()):
+            if slot < 0:
+                continue
+            rows = (step.adapters == slot).nonzero()[:, 0]
+            out[rows] = (out[rows].float() + lora_delta(x[rows], self.slots, slot)).to(out.dtype)
+        return out
+
+
+def lora_delta(x: Tensor, slots: LoraSlots, slot: int) -> Tensor:
+    """What one slot adds to rows of a layer. x: [rows, inputs]. Returns: [rows, outputs], float32."""
+    x, b = x.float(), slots.b[slot].float()
+    parts = torch.split(b, list(slots.part_outputs))
+    return torch.cat([(x @ a.T) @ rows.T for a, rows in zip(slots.a[slot].float(), parts, strict=True)], dim=1)
+
+
+@dataclass(frozen=True, slots=True)
+class HostAdapter:
+    """Implements engine.step_messages.LoadedAdapter. layers: by place among the model's linear layers; None: left alone."""
+
+    id: str
+    rank: int
+    num_bytes: int
+    layers: tuple[LayerAdapter | None, ...]
+
+
+class LoraModel:
+    """The linear layers of a model's blocks, with their slots.
+
+    Args:
+        shard: of this rank.
+        pinned: adapters are kept in page-locked memory, from which a GPU copies while the host goes on.
+    """
+
+    def __init__(self, sizes: LoraSizes, shard: Shard = WHOLE, *, pinned: bool = False) -> None:
+        self.sizes = sizes
+        self._shard, self._pinned = shard, pinned
+        self._layers: list[tuple[Linear, LoraSlots]] = []
+
+    def add(self, layer: Linear, like: Tensor) -> LoraSlots:
+        """Make the slots of the next layer. Args: like: see LoraSlots."""
+        outputs, inputs = local_sizes(layer, self._shard)
+        slots = LoraSlots(outputs, inputs, self.sizes, like)
+        self._layers.append((layer, slots))
+        return slots
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(slots.num_bytes for _, slots in self._layers)
+
+    def install(self, slot: int, adapter: HostAdapter) -> None:
+        for (_, slots), layer in zip(self._layers, adapter.layers, strict=True):
+            slots.install(slot, layer)
+
+    def read(self, folder: Path, facts: AdapterFacts) -> HostAdapter:
+        """See ModelRunner.read_adapter. A rank keeps its part."""
+        adapter = load_adapter(folder, self.sizes.max_rank)
+        if adapter.facts.id != facts.id:
+            raise AdapterError(f"{folder} holds the adapter {adapter.facts.id}, not {facts.id}", param="adapter")
+        modules = {module.name: module for module in adapter.facts.modules}
+        known = {part.name: (layer, part) for layer, _ in self._layers for part in layer.parts}
+        for name, module in modules.items():
+            _check_fit(module, known.get(name))
+        with torch.inference_mode():
+            layers = tuple(self._layer(layer, slots, modules, adapter) for layer, slots in self._layers)
+        num_bytes = sum(one.a.nbytes + one.b.nbytes for one in layers if one is not None)
+        return HostAdapter(facts.id, adapter.facts.rank, num_bytes, layers)
+
+    def _layer(
+        self, layer: Linear, slots: LoraSlots, modules: Mapping[str, AdapterModule], adapter: Adapter
+    ) -> LayerAdapter | None:
+        rank = max((modules[part.name].rank for part in layer.parts if part.name in modules), default=0)
+        if not rank:
+            return None
+        a = torch.zeros((len(layer.parts), rank, slots.a.shape[3]), dtype=slots.a.dtype)
+        b = torch.zeros((slots.b.shape[1], rank), dtype=slots.b.dtype)
+        first = 0
+        for i, (part, outputs) in enumerate(zip(layer.parts, slots.part_outputs, strict=True)):
+            if module := modules.get(part.name):
+                rows, columns = layer.share(part, self._shard)
+                raw_a, raw_b = adapter.tensors[part.name]
+                a[i, : module.rank] = _tensor(raw_a)[:, columns]
+                b[first : first + outputs, : module.rank] = _tensor(raw_b)[rows].float() * module.scale
+            first += outputs
+        if self._pinned:
+            a, b = a.pin_memory(), b.pin_memory()
+        return LayerAdapter(a, b)
+
+
+def _check_fit(module: AdapterModule, place: tuple[Linear, Part] | None) -> None:
+    """Raises: AdapterError where the model has no such layer, or one of another shape."""
+    if place is None:
+        raise AdapterError(f"the model has no linear layer {module.name} in its blocks", param="target_modules")
+    layer, part = place
+    if (module.inputs, module.outputs) != (layer.inputs, part.outputs):
+        raise AdapterError(
+            f"{module.name} has {module.inputs} inputs and {module.outputs} outputs in the adapter, {layer.inputs} and "
+            f"{part.outputs} in the model",
+            param=module.name,
+        )
+
+
+def _tensor(raw: RawTensor) -> Tensor:
+    return torch.frombuffer(bytearray(raw.data), dtype=_DTYPES[raw.dtype]).view(raw.shape)
+
+
+def slot_bytes(description: ModelDescription, sizes: LoraSizes, itemsize: int, shard: Shard = WHOLE) -> int:
+    """Device memory that the slots of a model take."""
+    return sum(sizes.num_bytes(layer, shard, itemsize) for block in description.blocks for layer in block.linears)

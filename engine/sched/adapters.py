@@ -1,0 +1,287 @@
+"""Which LoRA adapters are in the runner's slots, and which request may run with its adapter.
+
+    KeepAdapter -> known --a request is admitted--> resident, pinned --the last one with it leaves--> resident --evicted--> known
+    DropAdapter -> refused to new requests --the last request that names it ends--> forgotten
+
+A request pins its adapter's slot from its admission until it ends, is preempted or computes no more: so what runs always has its
+slot. A request whose adapter gets no slot stays where it waits, and those behind it go on, with one exception: its adapter claims
+the slot that has the fewest requests, and no younger request is admitted to that slot. So the slot becomes free, and no adapter
+waits forever. A free slot is one without pins; of those the ones go first whose adapter no live request names, then the one that
+was used the longest ago.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from diptych.common.errors import InvalidRequestError
+from diptych.engine.sched.requests.request import Request
+from diptych.engine.stats import AdapterStats
+from diptych.engine.step_messages import LoadedAdapter
+
+
+@dataclass(slots=True)
+class _Slot:
+    adapter: str = ""
+    pins: int = 0
+    used_at: int = 0
+    """Number of the last event that changed its pins."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Claim:
+    """The adapter `adapter` gets the slot next; `arrival`: of the first request that lacked it."""
+
+    adapter: str
+    attempt: str
+    arrival: int
+
+
+class AdapterSlots:
+    """One thread only; no torch, no I/O. Args: num_slots: of the runner; 0: every adapter is unknown."""
+
+    def __init__(self, num_slots: int) -> None:
+        self._slots = [_Slot() for _ in range(num_slots)]
+        self._slot_of: dict[str, int] = {}
+        self._known: dict[str, LoadedAdapter] = {}
+        self._dropped: set[str] = set()
+        """Known for the requests that name them; new ones are refused."""
+        self._users: Counter[str] = Counter()
+        """By adapter, live requests that name it."""
+        self._adapter_of: dict[str, str] = {}
+        """By attempt, of every live request that names one."""
+        self._pinned: dict[str, int] = {}
+        """By attempt, its slot."""
+        self._claims: dict[int, _Claim] = {}
+        """By slot."""
+        self._installs: dict[int, str] = {}
+        """By slot, what is to be copied there before the next step."""
+        self._stuck: set[str] = set()
+        """Adapters that `may_run` has refused, until something changes."""
+        self._late: set[str] = set()
+        """Those of them that only wait for the next step's installs."""
+        self._most_installs: int | None = None
+        self._events = self._num_installs = self._num_evictions = 0
+
+    # ---- adapters ----
+
+    def keep(self, adapter: LoadedAdapter) -> None:
+        """See KeepAdapter."""
+        self._known.setdefault(adapter.id, adapter)
+        self._dropped.discard(adapter.id)
+
+    def drop(self, adapter_id: str) -> None:
+        """See DropAdapter."""
+        if adapter_id in self._known:
+            self._dropped.add(adapter_id)
+            self._forget_if_unused(adapter_id)
+
+    def check(self, adapter_id: str) -> None:
+        """Raises: InvalidRequestError for an adapter that new requests may not name. Args: adapter_id: empty: none."""
+        if adapter_id and (adapter_id not in self._known or adapter_id in self._dropped):
+            raise InvalidRequestError(f"the adapter {adapter_id!r} is not known here", param="adapter")
+
+    def _forget_if_unused(self, adapter_id: str) -> None:
+        if adapter_id not in self._dropped or self._users[adapter_id]:
+            return
+        self._dropped.remove(adapter_id)
+        del self._known[adapter_id]
+        slot = self._slot_of.pop(adapter_id, None)
+        if slot is not None:
+            self._slots[slot].adapter = ""
+            self._installs.pop(slot, None)
+            self._stuck.clear()
+
+    # ---- requests ----
+
+    def enter(self, request: Request) -> None:
+        """It is live. Args: request: its adapter is known."""
+        adapter = request.source.prompt.adapter
+        if adapter:
+            self._adapter_of[request.attempt] = adapter
+            self._users[adapter] += 1
+
+    def leave(self, request: Request) -> None:
+        """It has ended. Idempotent."""
+        self.give(request)
+        adapter = self._adapter_of.pop(request.attempt, None)
+        if adapter is None:
+            return
+        for slot, claim in list(self._claims.items()):
+            if claim.attempt == request.attempt:
+                del self._claims[slot]
+                self._stuck.clear()
+        self._users[adapter] -= 1
+        if not self._users[adapter]:
+            del self._users[adapter]
+        self._forget_if_unused(adapter)
+
+    def begin_step(self, *, most_installs: int | None) -> None:
+        """Args: most_installs: into slots before the next step, which waits for them; None: any number."""
+        self._most_installs = most_installs
+        self._stuck -= self._late
+        self._late.clear()
+
+    def may_run(self, request: Request) -> bool:
+        """Whether `take` would find a slot. If not, its adapter is stuck, and claims one."""
+        adapter = self._adapter_of.get(request.attempt)
+        if adapter is None or request.attempt in self._pinned:
+            return True
+        slot = self._slot_of.get(adapter)
+        if slot is not None:
+            claim = self._claims.get(slot)
+            if claim is None or claim.adapter == adapter or request.arrival <= claim.arrival:
+                return True
+            self._stuck.add(adapter)
+            return False
+        if self._free_slot(adapter, request.arrival) is None:
+            self._claim(request, adapter)
+            self._stuck.add(adapter)
+            return False
+        if self._most_installs is not None and len(self._installs) >= self._most_installs:
+            self._stuck.add(adapter)
+            self._late.add(adapter)
+            return False
+        return True
+
+    def is_stuck(self, request: Request) -> bool:
+        """`may_run` said no for its adapter, and nothing has changed since."""
+        return bool(self._stuck) and self._adapter_of.get(request.attempt) in self._stuck
+
+    def take(self, request: Request) -> None:
+        """Pin the slot of its adapter, and install it where it is not resident. `may_run` has said yes."""
+        adapter = self._adapter_of.get(request.attempt)
+        if adapter is None or request.attempt in self._pinned:
+            return
+        number = self._slot_of.get(adapter)
+        if number is None:
+            number = self._free_slot(adapter, request.arrival)
+            assert number is not None, f"{request.attempt} runs without a slot for its adapter"
+            self._put(adapter, number)
+        self._pin(request, number)
+
+    def fork(self, parent: Request, other: Request) -> None:
+        """Another sequence of an attempt runs with the parent's slot. Args: other: did `enter`."""
+        number = self._pinned.get(parent.attempt)
+        if number is not None:
+            self._pin(other, number)
+
+    def slot_of(self, request: Request) -> int | None:
+        """That it has pinned."""
+        return self._pinned.get(request.attempt)
+
+    def give(self, request: Request) -> None:
+        """It computes nothing for now. Idempotent."""
+        number = self._pinned.pop(request.attempt, None)
+        if number is None:
+            return
+        slot = self._slots[number]
+        slot.pins -= 1
+        self._note_use(slot)
+        if not slot.pins:
+            self._stuck.clear()
+
+    def _pin(self, request: Request, number: int) -> None:
+        slot = self._slots[number]
+        slot.pins += 1
+        self._note_use(slot)
+        self._pinned[request.attempt] = request.seq.adapter = number
+
+    def _note_use(self, slot: _Slot) -> None:
+        self._events += 1
+        slot.used_at = self._events
+
+    def _put(self, adapter: str, number: int) -> None:
+        slot = self._slots[number]
+        if slot.adapter:
+            del self._slot_of[slot.adapter]
+            self._num_evictions += 1
+        slot.adapter = adapter
+        self._slot_of[adapter] = number
+        self._installs[number] = adapter
+        self._claims = {at: claim for at, claim in self._claims.items() if claim.adapter != adapter and at != number}
+        self._stuck.clear()
+
+    def _free_slot(self, adapter: str, arrival: int) -> int | None:
+        """The slot that a request may have; None: there is none."""
+        best: tuple[bool, bool, int, int] | None = None
+        for number, slot in enumerate(self._slots):
+            claim = self._claims.get(number)
+            if slot.pins or (claim is not None and claim.adapter != adapter and claim.arrival < arrival):
+                continue
+            key = (bool(slot.adapter), self._users[slot.adapter] > 0, slot.used_at, number)
+            if best is None or key < best:
+                best = key
+        return None if best is None else best[-1]
+
+    def _claim(self, request: Request, adapter: str) -> None:
+        """For its adapter, once: the slot with the fewest requests that no older one has claimed."""
+        for number, claim in self._claims.items():
+            if claim.adapter == adapter:
+                if request.arrival < claim.arrival:
+                    self._claims[number] = _Claim(adapter, request.attempt, request.arrival)
+                return
+        best: tuple[int, int, int] | None = None
+        for number, slot in enumerate(self._slots):
+            held = self._claims.get(number)
+            if held is None or held.arrival > request.arrival:
+                key = (slot.pins, slot.used_at, number)
+                if best is None or key < best:
+                    best = key
+        if best is not None:
+            self._claims[best[-1]] = _Claim(adapter, request.attempt, request.arrival)
+
+    # ---- the runner ----
+
+    def take_installs(self) -> list[tuple[int, LoadedAdapter]]:
+        """(slot, adapter) to be installed before the next step."""
+        if not self._installs:
+            return []
+        installs = [(slot, self._known[adapter]) for slot, adapter in self._installs.items()]
+        self._num_installs += len(installs)
+        self._installs.clear()
+        return installs
+
+    def not_installed(self, slot: int) -> None:
+        """What the slot holds is unknown: its requests have ended."""
+        held = self._slots[slot]
+        if held.adapter:
+            del self._slot_of[held.adapter]
+            held.adapter = ""
+        self._stuck.clear()
+
+    # ---- what is read from outside ----
+
+    def stats(self) -> AdapterStats:
+        running = tuple((slot.adapter, slot.pins) for slot in self._slots if slot.pins)
+        resident = tuple(slot.adapter for slot in self._slots if slot.adapter)
+        return AdapterStats(resident, running, self._num_installs, self._num_evictions)
+
+    def violations(self, live: Iterable[Request], running: Iterable[Request]) -> list[str]:
+        """Laws that do not hold. Args: running: those that compute, or will without another admission."""
+        out: list[str] = []
+        pins = Counter(self._pinned.values())
+        for number, slot in enumerate(self._slots):
+            if slot.pins != pins[number]:
+                out.append(f"slot {number} has {slot.pins} pins, {pins[number]} requests pin it")
+            if slot.adapter and self._slot_of.get(slot.adapter) != number:
+                out.append(
+                    f"slot {number} holds {slot.adapter}, which is said to be in {self._slot_of.get(slot.adapter)}"
+                )
+        if len(self._slot_of) != sum(bool(slot.adapter) for slot in self._slots):
+            out.append("an adapter is said to be in a slot that is empty")
+        users = Counter(request.source.prompt.adapter for request in live if request.attempt in self._adapter_of)
+        if users != self._users:
+            out.append(f"adapters are used by {dict(self._users)}, by the requests' account {dict(users)}")
+        for request in running:
+            adapter = request.source.prompt.adapter
+            held = self._pinned.get(request.attempt)
+            if not adapter:
+                continue
+            if held is None or self._slots[held].adapter != adapter:
+                out.append(f"{request.attempt} runs with {adapter}, and pins slot {held}")
+            elif request.seq.adapter != held:
+                out.append(f"{request.attempt} pins slot {held}, and computes with {request.seq.adapter}")
+        return out
