@@ -309,7 +309,8 @@ def _parse(data: bytes) -> list[RawTensor]:
             raise ValueError(f"{name} is of dtype {dtype}: only {', '.join(_EXPONENTS)} are read")
         if not all(isinstance(n, int) and n >= 0 for n in (*shape, begin, end)):
             raise ValueError(f"{name} has no shape")
-        if not begin <= end <= len(body) or end - begin != math.prod(shape) * _EXPONENTS[dtype][0].itemsize:
+        num_bytes = math.prod(shape) * int(dtype[-2:]) // 8  # the name ends with the bits
+        if not begin <= end <= len(body) or end - begin != num_bytes:
             raise ValueError(f"{name} has {end - begin} bytes, not those of {list(shape)} in {dtype}")
         tensors.append(RawTensor(name, dtype, shape, body[begin:end]))
     return tensors
