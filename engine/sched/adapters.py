@@ -5,21 +5,24 @@
 
 A request pins its adapter's slot from its admission until it ends, is preempted or computes no more: so what runs always has its
 slot. A request whose adapter gets no slot stays where it waits, and those behind it go on, with one exception: its adapter claims
-the slot that has the fewest requests, and no younger request is admitted to that slot. So the slot becomes free, and no adapter
-waits forever. A free slot is one without pins; of those the ones go first whose adapter no live request names, then the one that
-was used the longest ago.
+the slot that has the fewest requests, and no request of a later rank (a younger one; under the priority policy also one of less
+importance) is admitted to that slot. So the slot becomes free, and no adapter waits forever. A free slot is one without pins; of
+those the ones go first whose adapter no live request names, then the one that was used the longest ago.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from diptych.common.errors import InvalidRequestError
 from diptych.engine.sched.requests.request import Request
 from diptych.engine.stats import AdapterStats
 from diptych.engine.step_messages import LoadedAdapter
+
+Rank = tuple[float, ...]
+"""Of a request, see Policy.rank."""
 
 
 @dataclass(slots=True)
@@ -32,17 +35,23 @@ class _Slot:
 
 @dataclass(frozen=True, slots=True)
 class _Claim:
-    """The adapter `adapter` gets the slot next; `arrival`: of the first request that lacked it."""
+    """The adapter `adapter` gets the slot next; `rank`: of the first request that lacked it."""
 
     adapter: str
     attempt: str
-    arrival: int
+    rank: Rank
 
 
 class AdapterSlots:
-    """One thread only; no torch, no I/O. Args: num_slots: of the runner; 0: every adapter is unknown."""
+    """One thread only; no torch, no I/O.
 
-    def __init__(self, num_slots: int) -> None:
+    Args:
+        num_slots: of the runner; 0: every adapter is unknown.
+        rank: fixed for a request's life; of two that wait for a slot the one of the smaller rank goes first.
+    """
+
+    def __init__(self, num_slots: int, rank: Callable[[Request], Rank]) -> None:
+        self._rank = rank
         self._slots = [_Slot() for _ in range(num_slots)]
         self._slot_of: dict[str, int] = {}
         self._known: dict[str, LoadedAdapter] = {}
@@ -132,11 +141,11 @@ class AdapterSlots:
         slot = self._slot_of.get(adapter)
         if slot is not None:
             claim = self._claims.get(slot)
-            if claim is None or claim.adapter == adapter or request.arrival <= claim.arrival:
+            if claim is None or claim.adapter == adapter or self._rank(request) <= claim.rank:
                 return True
             self._stuck.add(adapter)
             return False
-        if self._free_slot(adapter, request.arrival) is None:
+        if self._free_slot(adapter, self._rank(request)) is None:
             self._claim(request, adapter)
             self._stuck.add(adapter)
             return False
@@ -157,7 +166,7 @@ class AdapterSlots:
             return
         number = self._slot_of.get(adapter)
         if number is None:
-            number = self._free_slot(adapter, request.arrival)
+            number = self._free_slot(adapter, self._rank(request))
             assert number is not None, f"{request.attempt} runs without a slot for its adapter"
             self._put(adapter, number)
         self._pin(request, number)
@@ -167,6 +176,11 @@ class AdapterSlots:
         number = self._pinned.get(parent.attempt)
         if number is not None:
             self._pin(other, number)
+
+    def claimed_by(self, request: Request) -> int | None:
+        """The slot that its adapter has claimed."""
+        adapter = self._adapter_of.get(request.attempt)
+        return next((number for number, claim in self._claims.items() if claim.adapter == adapter), None)
 
     def slot_of(self, request: Request) -> int | None:
         """That it has pinned."""
@@ -204,12 +218,12 @@ class AdapterSlots:
         self._claims = {at: claim for at, claim in self._claims.items() if claim.adapter != adapter and at != number}
         self._stuck.clear()
 
-    def _free_slot(self, adapter: str, arrival: int) -> int | None:
+    def _free_slot(self, adapter: str, rank: Rank) -> int | None:
         """The slot that a request may have; None: there is none."""
         best: tuple[bool, bool, int, int] | None = None
         for number, slot in enumerate(self._slots):
             claim = self._claims.get(number)
-            if slot.pins or (claim is not None and claim.adapter != adapter and claim.arrival < arrival):
+            if slot.pins or (claim is not None and claim.adapter != adapter and claim.rank < rank):
                 continue
             key = (bool(slot.adapter), self._users[slot.adapter] > 0, slot.used_at, number)
             if best is None or key < best:
@@ -217,21 +231,22 @@ class AdapterSlots:
         return None if best is None else best[-1]
 
     def _claim(self, request: Request, adapter: str) -> None:
-        """For its adapter, once: the slot with the fewest requests that no older one has claimed."""
+        """For its adapter, once: the slot with the fewest requests that none of a smaller rank has claimed."""
+        rank = self._rank(request)
         for number, claim in self._claims.items():
             if claim.adapter == adapter:
-                if request.arrival < claim.arrival:
-                    self._claims[number] = _Claim(adapter, request.attempt, request.arrival)
+                if rank < claim.rank:
+                    self._claims[number] = _Claim(adapter, request.attempt, rank)
                 return
         best: tuple[int, int, int] | None = None
         for number, slot in enumerate(self._slots):
             held = self._claims.get(number)
-            if held is None or held.arrival > request.arrival:
+            if held is None or held.rank > rank:
                 key = (slot.pins, slot.used_at, number)
                 if best is None or key < best:
                     best = key
         if best is not None:
-            self._claims[best[-1]] = _Claim(adapter, request.attempt, request.arrival)
+            self._claims[best[-1]] = _Claim(adapter, request.attempt, rank)
 
     # ---- the runner ----
 

@@ -74,7 +74,7 @@ class Lifecycle:
             worth_restoring=lambda num_tokens: restore_is_cheaper(num_tokens, self.rates),
         )
         self.policy = make_policy(config.scheduling_policy, sjf_aging_tokens_per_s=config.sjf_aging_tokens_per_s)
-        self.adapters = AdapterSlots(limits.max_loras)
+        self.adapters = AdapterSlots(limits.max_loras, self.policy.rank)
         stuck = self.adapters.is_stuck if limits.max_loras else None
         self.waiting = WaitingQueues(self.policy, self.kv.cached_tokens, stuck)
         self.running = RunningSet()

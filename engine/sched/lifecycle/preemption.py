@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from diptych.engine.messages import KvMode
 from diptych.engine.sched.batching.policies import Policy
 from diptych.engine.sched.lifecycle.lifecycle import Lifecycle
-from diptych.engine.sched.requests.request import Request
+from diptych.engine.sched.requests.request import Request, State
 
 
 def choose_victim(needy: Request, running: Iterable[Request], policy: Policy) -> Request:
@@ -48,12 +48,28 @@ def preempt_for_priority(live: Lifecycle) -> None:
     """Let the next waiting request have what running ones of a worse class hold, if that is enough for it."""
     policy, kv = live.policy, live.kv
     while (request := live.waiting.head(may_compute=True)) is not None:
+        if not live.adapters.may_run(request):
+            _preempt_for_slot(live, request)  # or `head` leaves it out from now on
+            continue
         if fits(live, request):
             return
         victims = [r for r in live.running if r.mode is not KvMode.PREFILL and policy.outranks(request, r)]
         if not victims or not kv.has_room(blocks_wanted(live, request), kv.freed_by(victims)):
             return
         live.preempt(max(victims, key=policy.rank))
+
+
+def _preempt_for_slot(live: Lifecycle, request: Request) -> None:
+    """Free the slot that its adapter has claimed, if all that has it may be preempted for the request."""
+    slot = live.adapters.claimed_by(request)
+    holders = [other for other in live.requests.values() if slot is not None and live.adapters.slot_of(other) == slot]
+    if all(
+        other.state is State.RUNNING and other.mode is not KvMode.PREFILL and live.policy.outranks(request, other)
+        for other in holders
+    ):
+        for other in holders:
+            if other.state is State.RUNNING:  # not preempted with the other beams of its attempt
+                live.preempt(other)
 
 
 def enforce_max_num_seqs(live: Lifecycle) -> None:

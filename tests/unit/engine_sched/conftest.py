@@ -232,11 +232,15 @@ class Kit:
     ends_of = staticmethod(ends_of)
 
     @staticmethod
-    def undisturbed(requests: Sequence[EngineRequest], windows: Sequence[int] = ()) -> dict[str, list[int]]:
+    def undisturbed(
+        requests: Sequence[EngineRequest], windows: Sequence[int] = (), adapters: Sequence[str] = ()
+    ) -> dict[str, list[int]]:
         """Each request alone, LOCAL, cold, in one chunk."""
         out = {}
         for request in requests:
-            engine = make_engine(num_blocks=64, windows=windows)
+            demand = PoolDemand(1, 512)
+            runner = FakeRunner(64, BLOCK, windows=windows, demand=demand, max_loras=len(adapters))
+            engine = make_lora_engine(adapters, len(adapters), runner, num_blocks=64)
             (result,) = engine.generate([replace(request, mode=KvMode.LOCAL)])
             assert result.error is None, result.error
             out[request.attempt] = result.token_ids

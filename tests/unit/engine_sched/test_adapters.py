@@ -201,3 +201,34 @@ def test_the_requests_of_an_adapter_that_waits_can_be_cancelled(kit):
     assert any(isinstance(event, TokensOut) and event.attempt == "a1" for event in events), "the claim is gone with it"
     ends = [e.attempt for e in kit.run_until_idle(engine) if isinstance(e, Finished)]
     assert sorted(ends) == ["a0", "a1"]
+
+
+def test_under_the_priority_policy_a_slot_is_taken_from_those_of_less_importance_only(kit):
+    def first_steps(slots, important):
+        seen = []
+        runner = FakeRunner(
+            64, kit.BLOCK, max_loras=slots, before_execute=lambda seqs: seen.append({s.attempt for s in seqs})
+        )
+        engine = kit.make_lora_engine("ab", slots, runner, scheduling_policy="priority")
+        engine.send(request_of(kit, "a", "a0", 8, priority=5))
+        engine.step()
+        engine.send(request_of(kit, "b", "b0", 3, priority=important))
+        events = kit.run_until_idle(engine)
+        assert kit.tokens_of(events, "b0") == alone(kit, request_of(kit, "b", max_tokens=3))
+        assert engine.stats().preemptions_total == (slots == 1 and important < 5)
+        return next(i for i, step in enumerate(seen) if "b0" in step)
+
+    assert [first_steps(1, 1), first_steps(2, 1), first_steps(1, 5), first_steps(1, 9)] == [1, 1, 8, 8]
+
+
+def test_blocks_that_come_back_or_come_from_elsewhere_are_those_of_the_same_adapter(kit):
+    """Preempted to the host tier and back; pulled under the keys of the adapter."""
+    requests = [request_of(kit, name, max_tokens=14) for name in ("a", "b", "")]
+    expected = {request.attempt: alone(kit, request) for request in requests}
+    runner = FakeRunner(8, kit.BLOCK, max_loras=1, num_host_blocks=16)
+    engine = kit.make_lora_engine("ab", 1, runner, num_blocks=8, num_host_blocks=16, preemption_mode="swap")
+    results = engine.generate(requests)
+    assert {r.attempt: r.token_ids for r in results} == expected
+    again = engine.generate([replace(request, attempt=f"{request.attempt}2") for request in requests])
+    assert [r.token_ids for r in again] == list(expected.values())
+    assert any(r.num_cached_tokens for r in again)

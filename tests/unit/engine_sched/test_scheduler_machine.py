@@ -17,6 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_a
 
 from diptych.common.errors import RequestCancelledError
 from diptych.common.kv_groups import PoolDemand
+from diptych.common.request import Prompt
 from diptych.engine.fake_runner import FakeRunner
 from diptych.engine.messages import (
     Admitted,
@@ -46,14 +47,22 @@ class Life:
         self.prefill_ended = True
 
 
-def make_machine(kit, windows=()):
-    """`windows`: of each layer. The pools of window groups hold one sequence and no more."""
+def make_machine(kit, windows=(), adapters=("",)):
+    """`windows`: of each layer. The pools of window groups hold one sequence and no more. `adapters`: names that requests
+    have; each engine has two slots."""
     wanted: dict = {}
 
     def make_engine(num_blocks, max_num_batched_tokens, **settings):
         demand = PoolDemand(1, max_num_batched_tokens)
-        runner = FakeRunner(num_blocks, kit.BLOCK, windows=windows, demand=demand)
-        return kit.make_engine(runner, num_blocks=num_blocks, max_num_batched_tokens=max_num_batched_tokens, **settings)
+        runner = FakeRunner(num_blocks, kit.BLOCK, windows=windows, demand=demand, max_loras=2)
+        return kit.make_lora_engine(
+            [a for a in adapters if a],
+            2,
+            runner,
+            num_blocks=num_blocks,
+            max_num_batched_tokens=max_num_batched_tokens,
+            **settings,
+        )
 
     class Machine(RuleBasedStateMachine):
         def __init__(self):
@@ -74,8 +83,9 @@ def make_machine(kit, windows=()):
             num_own=st.integers(1, 9),
             max_tokens=st.integers(1, 12),
             sent=st.integers(0, 3),
+            adapter=st.sampled_from(adapters),
         )
-        def add(self, mode, shared, num_own, max_tokens, sent):
+        def add(self, mode, shared, num_own, max_tokens, sent, adapter):
             if sum(life.end is None for life in self.lives.values()) >= 8:
                 return
             attempt = f"r{len(self.lives)}"
@@ -83,10 +93,11 @@ def make_machine(kit, windows=()):
                 *range(300, 300 + 4 * shared),
                 *range(10 + len(self.lives) % 3, 10 + len(self.lives) % 3 + num_own),
             )
-            request = kit.make_request(attempt, prompt, max_tokens, seed=1, mode=mode)
-            key = (prompt, max_tokens)
+            named = Prompt(prompt, adapter=kit.adapter_id(adapter))
+            request = kit.make_request(attempt, named, max_tokens, seed=1, mode=mode)
+            key = (named, max_tokens)
             if key not in wanted:
-                wanted[key] = kit.undisturbed([request], windows)[attempt]
+                wanted[key] = kit.undisturbed([request], windows, [a for a in adapters if a])[attempt]
             forced = tuple(wanted[key][: min(sent, max_tokens - 1)])
             self.lives[attempt] = Life(replace(request, output_token_ids=forced))
             self.decode.send(self.lives[attempt].request)
@@ -184,7 +195,7 @@ def make_machine(kit, windows=()):
                     life = self.lives[attempt]
                     assert life.end is None
                     life.end = event
-                    want = wanted[life.request.prompt.token_ids, life.request.sampling.max_tokens]
+                    want = wanted[life.request.prompt, life.request.sampling.max_tokens]
                     if isinstance(event, Finished):
                         assert life.tokens == want
                     else:
@@ -220,10 +231,14 @@ def make_machine(kit, windows=()):
     return Machine
 
 
-@pytest.mark.parametrize("windows", [(), (0, 6, 6, 9), (7, 7)], ids=["full", "full and windows", "one window"])
-def test_every_request_ends_once_with_the_undisturbed_tokens(kit, windows):
+@pytest.mark.parametrize(
+    ("windows", "adapters"),
+    [((), ("",)), ((), ("", "a", "b", "c", "d")), ((0, 6, 6, 9), ("", "a", "b", "c")), ((7, 7), ("",))],
+    ids=["full", "full and adapters", "full and windows, and adapters", "one window"],
+)
+def test_every_request_ends_once_with_the_undisturbed_tokens(kit, windows, adapters):
     run_state_machine_as_test(
-        make_machine(kit, windows),
+        make_machine(kit, windows, adapters),
         settings=settings(
             max_examples=60,
             stateful_step_count=40,

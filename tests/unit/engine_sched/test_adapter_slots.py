@@ -1,0 +1,165 @@
+"""Random lives of requests over the slots of adapters, without an engine: every row has its own adapter at every step, the
+account is right, and no request waits longer than for what was there before it."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
+
+from diptych.engine.fake_runner import FakeAdapter
+from diptych.engine.sched.adapters import AdapterSlots
+
+NAMES = tuple("abcdef")
+
+
+class Machine(RuleBasedStateMachine):
+    @initialize(num_slots=st.integers(1, 3))
+    def begin(self, num_slots):
+        self.slots = AdapterSlots(num_slots, lambda request: (request.arrival,))
+        self.num_slots = num_slots
+        self.device: dict[int, str] = {}
+        self.waiting: list[SimpleNamespace] = []
+        self.running: list[SimpleNamespace] = []
+        self.known: set[str] = set()
+        self.arrivals = 0
+        for name in NAMES[:4]:
+            self.keep(name)
+
+    def arrive(self, name, arrival=None):
+        self.arrivals += 1
+        request = SimpleNamespace(
+            attempt=f"r{self.arrivals}",
+            arrival=self.arrivals if arrival is None else arrival,
+            source=SimpleNamespace(prompt=SimpleNamespace(adapter=name)),
+            seq=SimpleNamespace(adapter=-1),
+        )
+        self.slots.enter(request)
+        return request
+
+    @rule(name=st.sampled_from(NAMES))
+    def keep(self, name):
+        self.slots.keep(FakeAdapter(name))
+        self.known.add(name)
+
+    @rule(name=st.sampled_from(NAMES))
+    def drop(self, name):
+        self.slots.drop(name)
+        self.known.discard(name)
+
+    @rule(data=st.data(), count=st.integers(1, 4))
+    def add(self, data, count):
+        for _ in range(count):
+            name = data.draw(st.sampled_from(["", *sorted(self.known)]))
+            self.slots.check(name)
+            self.waiting.append(self.arrive(name))
+
+    @rule(room=st.integers(0, 5), most_installs=st.sampled_from([None, 1]))
+    def step(self, room=5, most_installs=None):
+        """As Scheduler.admit, in the order of arrival."""
+        self.slots.begin_step(most_installs=most_installs)
+        while room:
+            request = next((one for one in self.waiting if not self.slots.is_stuck(one)), None)
+            if request is None:
+                break
+            if not self.slots.may_run(request):
+                assert self.slots.is_stuck(request)
+                continue
+            room -= 1
+            self.slots.take(request)
+            self.waiting.remove(request)
+            self.running.append(request)
+        installs = self.slots.take_installs()
+        assert most_installs is None or len(installs) <= most_installs
+        self.device.update((slot, adapter.id) for slot, adapter in installs)
+        for request in self.running:
+            adapter = request.source.prompt.adapter
+            assert (request.seq.adapter >= 0) == bool(adapter)
+            assert not adapter or self.device[request.seq.adapter] == adapter
+
+    @rule(data=st.data())
+    def fork(self, data):
+        if self.running:
+            parent = data.draw(st.sampled_from(self.running))
+            other = self.arrive(parent.source.prompt.adapter, parent.arrival)
+            self.slots.fork(parent, other)
+            self.running.append(other)
+
+    @rule(data=st.data())
+    def end(self, data):
+        if alive := self.waiting + self.running:
+            request = data.draw(st.sampled_from(alive))
+            self.slots.leave(request)
+            (self.waiting if request in self.waiting else self.running).remove(request)
+
+    @rule(data=st.data())
+    def preempt(self, data):
+        if self.running:
+            request = data.draw(st.sampled_from(self.running))
+            self.slots.give(request)
+            self.running.remove(request)
+            self.waiting = sorted([*self.waiting, request], key=lambda one: one.arrival)
+
+    @rule()
+    def nobody_waits_for_those_behind_it(self):
+        """While younger requests for what is resident keep coming, the first that waits starts once those that ran have ended."""
+        self.step()
+        if not self.waiting:
+            return
+        first, before = self.waiting[0], list(self.running)
+        for request in before:
+            self.slots.leave(request)
+            self.running.remove(request)
+            for name in self.slots.stats().resident:
+                if name in self.known:
+                    self.waiting.append(self.arrive(name))
+            self.step()
+            if first in self.running:
+                return
+        assert first in self.running, (first, self.slots.stats())
+
+    @invariant()
+    def the_account_is_right(self):
+        if not hasattr(self, "slots"):
+            return
+        assert self.slots.violations([*self.waiting, *self.running], self.running) == []
+        stats = self.slots.stats()
+        assert len(stats.resident) <= self.num_slots
+        assert sum(count for _, count in stats.running) == sum(bool(r.source.prompt.adapter) for r in self.running)
+        named = {request.source.prompt.adapter for request in self.waiting + self.running}
+        assert set(stats.resident) <= self.known | named, "what was dropped and is not used is gone"
+
+    def teardown(self):
+        if not hasattr(self, "slots"):
+            return
+        for _ in range(len(self.waiting) + len(self.running) + 1):
+            self.step()
+            for request in self.running:
+                self.slots.leave(request)
+            self.running.clear()
+        assert not self.waiting, "with nothing running the first that waits may run"
+        for name in NAMES:
+            self.slots.drop(name)
+        assert self.slots.stats().resident == ()
+
+
+def test_slots_and_waiting_requests_over_random_lives():
+    run_state_machine_as_test(Machine, settings=settings(max_examples=80, stateful_step_count=40, deadline=None))
+
+
+def test_a_free_slot_waits_for_the_older_adapter_that_has_claimed_it():
+    """Whatever order the policy asks in."""
+    machine = Machine()
+    machine.begin(num_slots=1)
+    running, older, younger = (machine.arrive(name) for name in "abc")
+    machine.slots.begin_step(most_installs=None)
+    machine.slots.take(running)
+    assert not machine.slots.may_run(older)
+    machine.slots.leave(running)
+    assert not machine.slots.may_run(younger)
+    assert machine.slots.may_run(older)
+    machine.slots.leave(older)
+    assert not machine.slots.is_stuck(younger)
+    assert machine.slots.may_run(younger), "the claim has gone with it"
