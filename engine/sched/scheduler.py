@@ -159,6 +159,7 @@ class Scheduler:
             return None  # `add` says so
         try:
             header = header_of_request(self._identity, wanted.prompt)
+            self.adapters.check(wanted.prompt.adapter)
         except DiptychError:
             return None  # the same
         self.kv.set_time(now)

@@ -7,6 +7,7 @@ import dataclasses
 import gc
 import json
 import os
+import threading
 from pathlib import Path
 
 import pytest
@@ -247,6 +248,22 @@ def test_every_rank_reads_its_part_of_an_adapter_and_forgets_it(start, tmp_path)
     again = executor.read_adapter(tmp_path, facts)
     executor.install_adapter(0, again)
     assert not executor._forgotten
+
+
+def test_steps_go_on_while_ranks_read_an_adapter(start, tmp_path):
+    facts = AdapterFacts("cd" * 16, 4, 100, "", ())
+    (tmp_path / "readable").touch()
+    os.mkfifo(tmp_path / "gate")
+    executor, _ = start({"max_loras": 1}, {"max_loras": 1})
+    engine, read = engine_of(executor), []
+    thread = threading.Thread(target=lambda: read.append(executor.read_adapter(tmp_path, facts)))
+    thread.start()
+    results = engine.generate(requests()[:1])
+    assert (len(results[0].token_ids), read) == (12, [])
+    gate = os.open(tmp_path / "gate", os.O_WRONLY)
+    thread.join(GENEROUS_S)
+    os.close(gate)
+    assert [one.id for one in read] == [facts.id]
 
 
 def test_a_grammar_is_refused_by_name(start):

@@ -14,14 +14,16 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_stat
 from diptych.common.errors import ConfigError, RequestCancelledError
 from diptych.common.kv_format import windowed_format
 from diptych.common.kv_groups import PoolDemand
+from diptych.common.request import Prompt
 from diptych.common.secret import tenant_folder
 from diptych.common.text.prompt_digest import prompt_digest
 from diptych.engine.disk_messages import BlocksRead, BlocksWritten, DiskBlock, DiskReply, pieces_of
-from diptych.engine.fake_runner import FakeRunner
+from diptych.engine.fake_runner import FakeAdapter, FakeRunner
 from diptych.engine.messages import (
     Admitted,
     Cancel,
     Failed,
+    KeepAdapter,
     KvMode,
     PromptComputed,
     RunLocally,
@@ -134,7 +136,9 @@ def engine_on(
 ) -> OfflineEngine:
     config = kit.make_config(num_blocks=num_blocks, num_disk_blocks=num_disk_blocks, **fields)
     demand = PoolDemand(config.max_num_seqs, config.max_num_batched_tokens)
-    runner = FakeRunner(num_blocks, kit.BLOCK, num_host_blocks=config.num_host_blocks, windows=windows, demand=demand)
+    runner = FakeRunner(
+        num_blocks, kit.BLOCK, num_host_blocks=config.num_host_blocks, windows=windows, demand=demand, max_loras=1
+    )
     engine = OfflineEngine(kit.local(runner), config, kit.IDENTITY, clock=kit.FakeClock(), disk=files)
     engine.core.open_disk()
     return engine
@@ -218,6 +222,29 @@ def test_a_tenants_blocks_are_no_others(kit):
     once(kit, engine, files, kit.make_request("b", PROMPT, 2, cache_salt=b"bob", tenant="bob"))
     assert tier(engine).hit_tokens == 0
     assert computed(engine) == len(PROMPT)
+
+
+def test_blocks_in_files_are_those_of_their_adapter(kit):
+    adapters = [kit.adapter_id(name) for name in "ab"]
+
+    def run(files, adapter, *known):
+        engine = engine_on(kit, files)
+        for one in known:
+            engine.send(KeepAdapter(FakeAdapter(one)))
+        events = once(kit, engine, files, kit.make_request("r", Prompt(PROMPT, adapter=adapter), 8))
+        return engine, kit.tokens_of(events, "r"), [e for e in events if isinstance(e, Failed)]
+
+    files = MemoryFiles()
+    _, expected, _ = run(files, adapters[0], *adapters)
+    engine, tokens, _ = run(MemoryFiles(files.kept), adapters[0], *adapters)
+    assert (tokens, computed(engine), tier(engine).hit_tokens) == (expected, 1, 40)
+    for other in ("", adapters[1]):
+        engine, tokens, _ = run(MemoryFiles(dict(files.kept)), other, *adapters)
+        assert (computed(engine), tier(engine).hit_tokens) == (len(PROMPT), 0)
+        assert tokens != expected
+    unread = MemoryFiles(files.kept)
+    _, tokens, [failed] = run(unread, adapters[0])
+    assert (tokens, failed.error.param) == ([], "adapter")
 
 
 @pytest.mark.parametrize("at", [0, 4, 9])

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from diptych.common.errors import RequestCancelledError
 from diptych.common.request import Prompt
 from diptych.common.text.prompt_digest import prompt_digest
-from diptych.engine.fake_runner import FakeRunner
+from diptych.engine.fake_runner import FakeAdapter, FakeRunner
 from diptych.engine.messages import (
     Admitted,
     BlocksStored,
@@ -20,6 +20,7 @@ from diptych.engine.messages import (
     Failed,
     Finished,
     GrantSlabs,
+    KeepAdapter,
     KvMode,
     PrefillComplete,
     PromptComputed,
@@ -74,11 +75,16 @@ def events_of(engine, *commands) -> list:
 
 
 def pull(
-    source: Source, reader, tokens, salt: bytes = b"", keep: Callable[[UnpackRange], bool] = lambda part: True
+    source: Source,
+    reader,
+    tokens,
+    salt: bytes = b"",
+    keep: Callable[[UnpackRange], bool] = lambda part: True,
+    adapter: str = "",
 ) -> Pulled:
     """Pull the whole blocks of `tokens`. `keep`: which ranges arrive."""
     whole = tuple(tokens)[: len(tokens) // 4 * 4]
-    [event] = events_of(reader, PullBlocks("pull", Prompt(whole, salt), vouch=True))
+    [event] = events_of(reader, PullBlocks("pull", Prompt(whole, salt, adapter), vouch=True))
     if isinstance(event, Pulled):
         return event
     assert isinstance(event, PullStarted)
@@ -127,6 +133,26 @@ def computed_by_prefill(kit, engine, prompt, **fields) -> tuple[PromptComputed, 
     engine.send(kit.make_request("turn-2", prompt, mode=KvMode.PREFILL, want_kv=False, **fields))
     [reported] = [e for e in kit.run_until_idle(engine) if isinstance(e, PromptComputed)]
     return reported, engine.stats().computed_tokens_total - before
+
+
+def test_blocks_of_an_adapter_are_pulled_for_the_same_adapter_only(kit):
+    """Nothing is computed for a pull: it takes no slot, and the reader need not know the adapter yet."""
+    adapter = kit.adapter_id("a")
+    holder = kit.make_lora_engine("ab", 1)
+    holder.generate([kit.make_request("first", Prompt(TURN_1, adapter=adapter), 2)])
+    source = Source(kit, holder)
+    for other in ("", kit.adapter_id("b")):
+        reader = kit.make_lora_engine("ab", 1)
+        assert pull(source, reader, TURN_1, adapter=other).num_new == 0
+    reader = kit.make_lora_engine("", 1)
+    assert pull(source, reader, TURN_1, adapter=adapter).num_new == 28
+    assert reader.stats().adapters.resident == ()
+    reader.send(KeepAdapter(FakeAdapter(adapter)))
+    request = kit.make_request("again", Prompt(TURN_1, adapter=adapter), 8, seed=3)
+    [again] = reader.generate([request])
+    [alone] = kit.make_lora_engine("a", 1).generate([request])
+    assert (again.token_ids, again.num_cached_tokens) == (alone.token_ids, 28)
+    nothing_held(reader)
 
 
 @pytest.mark.parametrize("windows", WINDOWS)
