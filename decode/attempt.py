@@ -50,6 +50,7 @@ from diptych.rpc.convert import claim_to_proto, logprobs_from_proto, logprobs_to
 from diptych.rpc.errors import to_failure
 from diptych.rpc.v1 import decode_pb2, prefill_pb2, types_pb2
 from diptych.worker import wire
+from diptych.worker.adapters import Adapters
 from diptych.worker.ports import Engine
 from diptych.worker.reads.block_pulls import BlockPulls, KvSource, source_to_proto
 from diptych.worker.refs import WorkerRef
@@ -67,6 +68,7 @@ class Attempt:
         path: the transport's path for the explanation, for example "ucx:tcp".
         forget: called once, after the engine's last event of the attempt.
         compile_grammar: slow; an error of it ends the attempt before it was accepted.
+        adapters: of this worker; loading one is slow, too.
     """
 
     def __init__(
@@ -79,19 +81,22 @@ class Attempt:
         path: str,
         forget: Callable[[str], None],
         compile_grammar: CompileGrammar,
+        adapters: Adapters,
     ) -> None:
         self._sub = submission
         self._outbox = outbox
         self._engine = engine
         self._context = context
         self._path = path
-        self._forget = forget
+        self._on_forgotten = forget
+        self._adapters = adapters
+        self._holds_adapter = False
         self._lifecycle = AttemptLifecycle(submission.attempt)
         self._began = context.clock.now()
         self._outputs: dict[int, list[int]] = {submission.choice: list(submission.output_token_ids)}
         """Tokens already sent, or held by the client, by choice."""
         self._compile_grammar = compile_grammar
-        self._compile_task: asyncio.Task[None] | None = None
+        self._prepare_task: asyncio.Task[None] | None = None
         self._pull_task: asyncio.Task[None] | None = None
         self._first_mask = b""
         self._entered = False
@@ -121,21 +126,27 @@ class Attempt:
         return self._lifecycle.state
 
     def start(self) -> None:
-        """Compile the grammar, if any; then send Accepted and hand the request to the engine."""
-        grammar = self._sub.sampling.grammar
-        if grammar is None:
+        """Load the adapter and compile the grammar, if any; then send Accepted and hand the request to the engine."""
+        adapter, grammar = self._sub.prompt.adapter, self._sub.sampling.grammar
+        self._holds_adapter = bool(adapter) and self._adapters.hold(adapter)
+        if grammar is None and self._holds_adapter == bool(adapter):
             self._enter(None)
         else:
-            self._compile_task = asyncio.create_task(self._compile(grammar), name=f"grammar of {self._sub.attempt}")
+            self._prepare_task = asyncio.create_task(self._prepare(grammar), name=f"prepare {self._sub.attempt}")
 
-    async def _compile(self, grammar: Grammar) -> None:
+    async def _prepare(self, grammar: Grammar | None) -> None:
+        sub, program = self._sub, None
         try:
-            program, self._first_mask = await self._compile_grammar(grammar)
+            if sub.prompt.adapter and not self._holds_adapter:
+                await self._adapters.load_and_hold(sub.prompt.adapter, sub.adapter_folder)
+                self._holds_adapter = True
+            if grammar is not None:
+                program, self._first_mask = await self._compile_grammar(grammar)
         except DiptychError as error:
             self.end_with(error)
         except Exception as error:  # a bug must not leave the request hanging
-            self._log.exception("unexpected error in compiling a grammar")
-            self.end_with(InternalError(f"unexpected error in compiling a grammar: {error!r}"))
+            self._log.exception("unexpected error in preparing a request")
+            self.end_with(InternalError(f"unexpected error in preparing a request: {error!r}"))
         else:
             if not self._lifecycle.ended:
                 self._enter(program)
@@ -284,13 +295,13 @@ class Attempt:
             self._outbox.end(self._sub.attempt, end_of(event, self._facts, self._path))
             self._span.finished(self._facts, event.num_output_tokens)
             self._close()
-        self._forget(self._sub.attempt)
+        self._forget()
 
     def on_failed(self, event: Failed) -> None:
         if not self._lifecycle.ended:
             self._send_failure(event.error)
             self._close()
-        self._forget(self._sub.attempt)
+        self._forget()
 
     # ---- ends from outside ----
 
@@ -304,7 +315,14 @@ class Attempt:
         if self._entered:
             self._engine.send(Cancel(self._sub.attempt))
         else:
-            self._forget(self._sub.attempt)
+            self._forget()
+
+    def _forget(self) -> None:
+        """After the engine's last event."""
+        if self._holds_adapter:
+            self._holds_adapter = False
+            self._adapters.release(self._sub.prompt.adapter)
+        self._on_forgotten(self._sub.attempt)
 
     def _on_deadline(self) -> None:
         self.end_with(RequestDeadlineError("the request's deadline passed"))
@@ -318,7 +336,7 @@ class Attempt:
     def _close(self) -> None:
         self._lifecycle.move(State.ENDED)
         self._timer.cancel()
-        for task in (self._prefill_task, self._compile_task, self._pull_task):
+        for task in (self._prefill_task, self._prepare_task, self._pull_task):
             if task is not None:
                 task.cancel()
 

@@ -48,6 +48,7 @@ from diptych.engine.messages import (
 from diptych.rpc.convert import grammar_from_proto
 from diptych.rpc.errors import to_failure
 from diptych.rpc.v1 import decode_pb2
+from diptych.worker.adapters import Adapters, NoAdapters
 from diptych.worker.incoming import Limits
 from diptych.worker.ports import Engine
 
@@ -112,6 +113,7 @@ class AttemptManager:
     Args:
         max_attempts: attempts held at once, running and waiting; a further Submit is rejected with OverloadedError.
         compile_grammar: None: requests with a grammar are rejected.
+        adapters: default: requests with an adapter are rejected.
         detach_s: how long an attempt of Submit.keep outlives its stream, and its events outlive its end; 0: not at all.
         max_kept_bytes: of the events of all of them.
     """
@@ -126,6 +128,7 @@ class AttemptManager:
         max_attempts: int,
         max_buffer_bytes: int = 32 * 1024 * 1024,
         compile_grammar: CompileGrammar | None = None,
+        adapters: Adapters | None = None,
         detach_s: float = 0.0,
         max_kept_bytes: int = MAX_TOTAL_BYTES,
     ) -> None:
@@ -134,6 +137,7 @@ class AttemptManager:
         self._limits = limits
         self._path = path
         self._compile_grammar = compile_grammar or no_grammars
+        self._adapters = adapters or NoAdapters()
         self._max_attempts = max_attempts
         self._max_buffer_bytes = max_buffer_bytes
         self._attempts: dict[str, tuple[Attempt, Session]] = {}
@@ -211,6 +215,7 @@ class AttemptManager:
             path=self._path,
             forget=self._forget,
             compile_grammar=self._compile_grammar,
+            adapters=self._adapters,
         )
         self._attempts[submission.attempt] = (attempt, session)
         session.attempts.add(submission.attempt)

@@ -46,6 +46,7 @@ class DecodeService:
             path=runtime.transfer.path,
             max_attempts=config.max_queue,
             compile_grammar=self._compile_grammar,
+            adapters=runtime.adapters,
             detach_s=config.detach_s,
         )
         self._endpoint: DirectEndpoint | None = None

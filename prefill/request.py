@@ -40,6 +40,11 @@ class PrefillSessionRequest:
         return PREFILL if isinstance(self.engine_request, EngineRequest) else SOURCE
 
     @property
+    def adapter(self) -> str:
+        """Id of the prompt's adapter; empty: none is needed."""
+        return self.engine_request.prompt.adapter if isinstance(self.engine_request, EngineRequest) else ""
+
+    @property
     def samples(self) -> bool:
         """A token is sampled: it is a prompt, and the next token is not forced."""
         return isinstance(self.engine_request, EngineRequest) and not self.engine_request.output_token_ids

@@ -32,6 +32,7 @@ class Publishing:
             max_sessions=runtime.config.max_queue,
             alive_every_s=runtime.config.leg_silence_s / 3,
             why_stuck=runtime.why_stuck,
+            adapters=runtime.adapters,
         )
 
     def begin(self) -> None:

@@ -12,7 +12,8 @@
        |
     CLOSED      normal end of the call
 
-    before QUEUED   with a source, leading blocks are pulled from another worker's cache (worker.reads); then they are a hit
+    before QUEUED   an adapter that is not here is loaded
+                    with a source, leading blocks are pulled from another worker's cache (worker.reads); then they are a hit
 
     from any state: the call is cancelled (decode's cancel), its deadline passes, the engine fails, the worker stops,
                     or decode sends nothing for a whole slab lease
@@ -39,6 +40,7 @@ import structlog
 
 from diptych.common.errors import (
     DiptychError,
+    InternalError,
     InvalidRequestError,
     NoWorkerError,
     OverloadedError,
@@ -66,9 +68,10 @@ from diptych.prefill.request import PrefillSessionRequest, parse_fetch, parse_re
 from diptych.rpc.convert import logprobs_to_proto
 from diptych.rpc.v1 import prefill_pb2, types_pb2
 from diptych.worker import wire
+from diptych.worker.adapters import Adapters, NoAdapters
 from diptych.worker.incoming import Limits
 from diptych.worker.ports import Engine
-from diptych.worker.reads.block_pulls import BlockPulls, PullFacts, pull_to_proto
+from diptych.worker.reads.block_pulls import BlockPulls, KvSource, PullFacts, pull_to_proto
 
 log = structlog.get_logger(__name__)
 
@@ -112,6 +115,7 @@ class PrefillSession:
         self._computed: prefill_pb2.FirstTokens | None = None
         """What every message of first tokens says about the prompt; None: it is not computed."""
         self.pulled: PullFacts | None = None
+        self.holds_adapter = False
 
     async def next_event(self, within_s: float) -> prefill_pb2.PrefillEvent | None:
         """The next event; None: everything is settled. Raises: the error that ended the session; TimeoutError: no event
@@ -205,6 +209,7 @@ class PrefillSessions:
         max_sessions: sessions held at once, queued and computing; a further call is rejected with OverloadedError.
         alive_every_s: interval of PrefillAlive without other messages.
         why_stuck: why the engine makes no progress; empty: it does.
+        adapters: default: requests with an adapter are rejected.
     """
 
     def __init__(
@@ -216,6 +221,7 @@ class PrefillSessions:
         max_sessions: int,
         alive_every_s: float = 1.0,
         why_stuck: Callable[[], str] = lambda: "",
+        adapters: Adapters | None = None,
     ) -> None:
         self._engine = engine
         self._publisher = publisher
@@ -223,6 +229,7 @@ class PrefillSessions:
         self._max_sessions = max_sessions
         self._alive_every_s = alive_every_s
         self._why_stuck = why_stuck
+        self._adapters = adapters or NoAdapters()
         self._sessions: dict[str, PrefillSession] = {}
         self._accepting = True
         self._idle = asyncio.Event()
@@ -274,10 +281,12 @@ class PrefillSessions:
             request.remaining_s, session.fail, RequestDeadlineError("the session's deadline passed")
         )
         entering: asyncio.Task[None] | None = None
-        if request.source is None or self.pulls is None:
+        adapter = request.adapter
+        session.holds_adapter = bool(adapter) and self._adapters.hold(adapter)
+        if session.holds_adapter == bool(adapter) and (request.source is None or self.pulls is None):
             self._engine.send(request.engine_request)
         else:
-            entering = asyncio.create_task(self._pull_first(self.pulls, session), name=f"pull of {attempt}")
+            entering = asyncio.create_task(self._enter(session), name=f"prepare {attempt}")
         try:
             while True:
                 try:
@@ -295,14 +304,30 @@ class PrefillSessions:
                 entering.cancel()
             self._close(attempt, session)
 
-    async def _pull_first(self, pulls: BlockPulls, session: PrefillSession) -> None:
+    async def _enter(self, session: PrefillSession) -> None:
+        request = session.request
+        try:
+            if request.adapter and not session.holds_adapter:
+                await self._adapters.load_and_hold(request.adapter, request.adapter_folder)
+                session.holds_adapter = True
+        except DiptychError as error:
+            session.fail(error)
+            return
+        except Exception as error:  # a bug must not leave the request hanging
+            log.exception("unexpected error in loading an adapter", attempt=request.engine_request.attempt)
+            session.fail(InternalError(f"unexpected error in loading an adapter: {error!r}"))
+            return
+        if request.source is not None and self.pulls is not None:
+            await self._pull_first(self.pulls, request.source, session)
+        self._engine.send(request.engine_request)
+
+    async def _pull_first(self, pulls: BlockPulls, source: KvSource, session: PrefillSession) -> None:
         request = session.request
         assert isinstance(request.engine_request, EngineRequest)
-        assert request.source is not None
         try:
             prompt, outputs = request.engine_request.prompt, request.engine_request.output_token_ids
             session.pulled = await pulls.pull(
-                request.source,
+                source,
                 msgspec.structs.replace(prompt, token_ids=(*prompt.token_ids, *outputs)),
                 attempt=request.engine_request.attempt,
                 request_id=request.request_id,
@@ -311,12 +336,14 @@ class PrefillSessions:
             )
         except Exception:  # a bug must not leave the request hanging
             log.exception("unexpected error in a pull", attempt=request.engine_request.attempt)
-        self._engine.send(request.engine_request)
 
     def _close(self, attempt: str, session: PrefillSession) -> None:
         self._sessions.pop(attempt, None)
         if session.state is not SessionState.SETTLING:
             self._engine.send(Cancel(attempt))
+        if session.holds_adapter:  # after the Cancel: what the engine is told about the adapter comes later
+            session.holds_adapter = False
+            self._adapters.release(session.request.adapter)
         session.state = SessionState.CLOSED
         self._publisher.release(attempt)
         if not self._sessions:

@@ -40,8 +40,23 @@ MOST: Mapping[str, int] = {
     "kv_memory_bytes": 1 << 50,
     "disk_kv_bytes": 1 << 60,
     "max_queue": 1 << 20,
+    "max_loras": 256,
+    "max_lora_rank": 64,
+    "max_cpu_loras": 1024,
 }
 """Larger numbers are typing errors: tables and tensors have 32-bit indexes."""
+
+
+def check_lora(enable_lora: bool, max_loras: int, max_cpu_loras: int, lora_dir: tuple[str, ...]) -> None:
+    """Raises: ConfigError for settings of adapters that do not fit together."""
+    if "" in lora_dir:
+        raise ConfigError("lora_dir", lora_dir, "must name folders")
+    if enable_lora and not lora_dir:
+        raise ConfigError("lora_dir", "", "must be set with enable_lora: adapters are loaded from these folders only")
+    if lora_dir and not enable_lora:
+        raise ConfigError("lora_dir", ", ".join(lora_dir), "needs enable_lora")
+    if max_cpu_loras < max_loras:
+        raise ConfigError("max_cpu_loras", max_cpu_loras, f"must be at least max_loras={max_loras}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +134,12 @@ class WorkerConfig:
         tier_eviction: which blocks leave host memory and files first: lru (used longest ago), or value (those whose reuse is
             least probable, by what was seen).
         preemption_mode: auto (by measured cost), recompute or swap.
+        enable_lora: serve LoRA adapters beside the model.
+        max_loras: adapters on the device: those of one step.
+        max_lora_rank: the largest rank of an adapter, up to 64; each place on the device has room for it.
+        max_cpu_loras: adapters in host memory; the one used longest ago leaves first.
+        lora_dir: folders that adapters are loaded from, and all folders in them; comma-separated, or the flag several times.
+        lora_load_timeout_s: for one load of an adapter, and for the requests that wait for it.
         grammar_backend: of structured output: auto (xgrammar, and llguidance for what xgrammar would only approximate),
             xgrammar, llguidance, or none, which rejects requests with a grammar.
         grammar_time_cap_s: CPU seconds for compiling one grammar; on a busy machine it may take six times as long.
@@ -214,6 +235,12 @@ class WorkerConfig:
     kv_store: str = ""
     tier_eviction: str = _ENGINE.tier_eviction
     preemption_mode: str = _ENGINE.preemption_mode
+    enable_lora: bool = False
+    max_loras: int = 8
+    max_lora_rank: int = 16
+    max_cpu_loras: int = 64
+    lora_dir: tuple[str, ...] = ()
+    lora_load_timeout_s: float = 30.0
     grammar_backend: str = "auto"
     grammar_time_cap_s: float = 5.0
     grammar_warm_up: bool = True
@@ -255,7 +282,7 @@ class WorkerConfig:
         if bool(self.client_tls_cert) != bool(self.client_tls_key):
             name = "client_tls_key" if self.client_tls_cert else "client_tls_cert"
             raise ConfigError(name, "", "must be set too: TLS needs a certificate and its key")
-        for name in ("block_size", "threads", "max_queue"):
+        for name in ("block_size", "threads", "max_queue", "max_loras", "max_lora_rank", "max_cpu_loras"):
             if not getattr(self, name) >= 1:
                 raise ConfigError(name, getattr(self, name), "must be at least 1")
         for name, most in MOST.items():
@@ -281,6 +308,7 @@ class WorkerConfig:
                 raise ConfigError("kv_store", self.kv_store, "replaces disk_kv_dir: set one of the two")
         if self.preemption_mode == "swap" and not self.num_host_blocks:
             raise ConfigError("preemption_mode", "swap", "needs a host tier: set num_host_blocks")
+        check_lora(self.enable_lora, self.max_loras, self.max_cpu_loras, self.lora_dir)
         if not 0.0 < self.gpu_memory_utilization <= 1.0:
             raise ConfigError("gpu_memory_utilization", self.gpu_memory_utilization, "must be above 0 and at most 1")
         if not 0.0 < self.tenant_cache_share <= 1.0:
@@ -310,7 +338,7 @@ class WorkerConfig:
                 raise ConfigError(name, getattr(self, name), "must be 0 or more")
         for name in (
             "slab_lease_s", "read_base_s", "lease_s", "heartbeat_s", "stall_bound_s", "handshake_timeout_s",
-            "leg_silence_s", "grammar_time_cap_s",
+            "leg_silence_s", "grammar_time_cap_s", "lora_load_timeout_s",
         ):  # fmt: skip
             if not 0 < getattr(self, name) < math.inf:
                 raise ConfigError(name, getattr(self, name), "must be a positive number of seconds")

@@ -23,16 +23,18 @@ from diptych.common.addresses import host_port
 from diptych.common.clock import Clock
 from diptych.common.errors import ConfigError, DiptychError
 from diptych.common.observe.metrics import PREFIX, TOKEN_BUCKETS, Metrics
-from diptych.common.observe.series import Counter
+from diptych.common.observe.series import Counter, Histogram
 from diptych.engine.messages import EngineStats
 from diptych.engine.stats import AGE_BUCKETS_S, Ages, ClaimStats, TierStats
 from diptych.kvtransfer.api import PeerRef, ReceivedSlab, SlabReader, TakeOffer, Transfer, TransferAudit
 from diptych.kvtransfer.slabs.handle import SlabHandle
+from diptych.worker.adapters import AdapterLibrary
 from diptych.worker.gpu import GpuMonitor, gpu_families
 from diptych.worker.reads.block_pulls import SOURCE_ATTEMPT, PullFacts
 
 log = structlog.get_logger(__name__)
 
+LOAD_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 TRANSFER_BUCKETS_S = (
     *(0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0),
 )
@@ -58,9 +60,11 @@ class WorkerMetrics(Metrics):
         self.block_bytes = self.block_size = 0
         """Of the pool's first KV group."""
         self.gpu: GpuMonitor | None = None
+        self.library: AdapterLibrary | None = None
         self.registry.register(_Snapshot(self))  # first: it counts the last steps before their histogram is read
         if role == "decode":
             self.register_reads()
+        self._adapter_seconds: Histogram | None = None
         self._pulls: tuple[Counter, Counter, Counter] | None = None
         self.iteration_tokens = self.histogram(
             "iteration_tokens_total", "Tokens computed or sampled by an engine step", TOKEN_BUCKETS
@@ -84,6 +88,14 @@ class WorkerMetrics(Metrics):
             TRANSFER_BUCKETS_S,
         )
         self.read_failures = self.counter("kv_transfer_failures", "Reads of slabs that failed, by reason", ["reason"])
+
+    def adapter_loaded(self, seconds: float) -> None:
+        """An adapter is in memory. The series is there from the first one on."""
+        if self._adapter_seconds is None:
+            self._adapter_seconds = self.histogram(
+                "lora_load_seconds", "Time of loading an adapter into host memory", LOAD_BUCKETS_S
+            )
+        self._adapter_seconds.observe(seconds)
 
     def pulled(self, facts: PullFacts) -> None:
         """A pull has ended. Its series are there from the first one on."""
@@ -192,6 +204,8 @@ class WorkerMetrics(Metrics):
             for reason, count in now.not_ahead:
                 waited.add_metric([reason], count - before.get(reason, 0))
             yield waited
+        if self.library is not None:
+            yield from _adapter_families(self.library)
 
     def transfer_families(self) -> Iterator[Metric]:
         """Nothing when the transfer thread does not answer: a missing series is noticed, a stale one is not."""
@@ -225,6 +239,20 @@ class WorkerMetrics(Metrics):
             asked.cancel()
             log.warning("no numbers from the transfer thread", error=repr(error))
             return None
+
+
+def _adapter_families(library: AdapterLibrary) -> Iterator[Metric]:
+    """From any thread: nothing is changed while another one reads it."""
+    resident, counts = library.resident(), library.counts
+    yield _gauge("lora_resident", "Adapters in host memory", len(resident))
+    yield _gauge("lora_resident_bytes", "Bytes of these", sum(one.num_bytes for one in resident))
+    held = sum(one.num_requests for one in resident)
+    yield _gauge("lora_requests", "Requests with an adapter, waiting or running", held)
+    loads = CounterMetricFamily(PREFIX + "lora_loads", "Loads of adapters, by outcome", labels=["outcome"])
+    for outcome, count in counts.by_outcome.items():
+        loads.add_metric([outcome], count)
+    yield loads
+    yield _counter("lora_evictions", "Adapters that left host memory for others", counts.evicted)
 
 
 class _Snapshot(Collector):

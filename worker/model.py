@@ -159,7 +159,7 @@ def _load(
         kv,
         demand,
         max_model_len=max_model_len,
-        available_bytes=_available_bytes(),
+        available_bytes=available_bytes(),
     )
     log.info("loading the model", folder=str(folder), dtype=config.dtype, num_blocks=num_blocks)
     # Python code for a second, while the weights are read and a GPU computes.
@@ -323,7 +323,7 @@ def _ring_on_gpu(config: WorkerConfig) -> int:
     return max(slabs, default=0) * config.slab_bytes
 
 
-def _available_bytes() -> int:
+def available_bytes() -> int:
     """Available memory without swapping."""
     try:
         for line in Path("/proc/meminfo").read_text().splitlines():

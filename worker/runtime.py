@@ -58,6 +58,7 @@ from diptych.rpc.health import Health
 from diptych.rpc.stubs import add_worker
 from diptych.rpc.v1 import worker_pb2
 from diptych.worker import wire
+from diptych.worker.adapters import AdapterLibrary, Adapters, NoAdapters
 from diptych.worker.cache_events import CacheEventFeed
 from diptych.worker.config import WorkerConfig
 from diptych.worker.defaults import DeviceFacts, settled
@@ -67,12 +68,12 @@ from diptych.worker.host_facts import read_host_facts
 from diptych.worker.incoming import Limits
 from diptych.worker.liveness import why_not_live
 from diptych.worker.metrics import MetricsServer, WorkerMetrics
-from diptych.worker.model import LoadedModel
+from diptych.worker.model import LoadedModel, available_bytes
 from diptych.worker.refs import WorkerRef
 from diptych.worker.role import Role, ServiceFactories
 from diptych.worker.role_spec import FULL_NAMES, PACKAGE, ROLES
 from diptych.worker.service import WorkerServicer
-from diptych.worker.stats import engine_numbers, gpu_to_proto, host_to_proto, settings_of
+from diptych.worker.stats import adapter_to_proto, engine_numbers, gpu_to_proto, host_to_proto, settings_of
 
 log = structlog.get_logger(__name__)
 
@@ -157,8 +158,9 @@ class WorkerRuntime:
             mixed_step_time_s=config.mixed_step_time_s or None,
             slab_quota_per_peer=max(4, config.num_slabs // 2),
         )
+        executor = model.executor or LocalExecutor(runner)
         self.engine = EngineClient(
-            model.executor or LocalExecutor(runner),
+            executor,
             self._engine_config,
             model.identity,
             model.detokenizer_factory,
@@ -179,6 +181,20 @@ class WorkerRuntime:
         compat = model.compat
         self.metrics.describe_model(method=compat.method, dtype=compat.compute_dtype, kernels=compat.backend)
         self.metrics.block_bytes, self.metrics.block_size = model.compat.kv.block_bytes, config.block_size
+        self.library: AdapterLibrary | None = None
+        """None: this worker serves no adapters."""
+        if config.enable_lora:
+            self.library = self.metrics.library = AdapterLibrary(
+                self.worker_id,
+                config.lora_dir,
+                max_adapters=config.max_cpu_loras,
+                max_rank=config.max_lora_rank,
+                timeout_s=config.lora_load_timeout_s,
+                read=executor.read_adapter,
+                send=self.engine.send,
+                on_loaded=self.metrics.adapter_loaded,
+                free_bytes=available_bytes,
+            )
         self.gpu: GpuMonitor | None = None
         self._metrics_server: MetricsServer | None = None
         self._transfer: Transfer | None = None
@@ -199,6 +215,11 @@ class WorkerRuntime:
     @property
     def ref(self) -> WorkerRef:
         return WorkerRef(self.worker_id, self.incarnation, self.address)
+
+    @property
+    def adapters(self) -> Adapters:
+        """For services."""
+        return self.library or NoAdapters()
 
     def call_token(self, address: str) -> str:
         """The token of calls to the worker of this cluster at `address`."""
@@ -334,6 +355,8 @@ class WorkerRuntime:
             version=_version(),
             services=self.role.full_names,
             request_fields=wire.REQUEST_FIELDS,
+            max_loras=self._lora_sizes[0],
+            max_lora_rank=self._lora_sizes[1],
         )
 
     def worker_stats(self) -> worker_pb2.GetStatsResponse:
@@ -350,6 +373,7 @@ class WorkerRuntime:
             uptime_s=self.clock.now() - self._began,
             preemption=wire.preemption_to_proto(self.preemption_rates(), self.tiers()),
             gpu=gpu_to_proto(self.gpu.numbers()) if self.gpu is not None else None,
+            adapters=map(adapter_to_proto, self.library.resident() if self.library is not None else ()),
         )
 
     def preemption_rates(self) -> Rates:
@@ -397,6 +421,8 @@ class WorkerRuntime:
             kv_bytes_per_token=charge.bytes_per_token,
             kv_windows=charge.windows,
             request_fields=wire.REQUEST_FIELDS,
+            max_loras=self._lora_sizes[0],
+            max_lora_rank=self._lora_sizes[1],
             num_blocks=self.model.runner.capabilities.num_blocks,
             block_size=self.config.block_size,
             max_model_len=self.model.runner.capabilities.max_model_len,
@@ -416,8 +442,17 @@ class WorkerRuntime:
                 link_bytes_per_s=self.role.link_rates(),
                 pull_overhead_s=self.role.pull_overheads(),
                 gpu=self.gpu.load() if self.gpu is not None else None,
+                adapters={one.id: one.num_requests for one in self.library.resident()}
+                if self.library is not None
+                else {},
             ),
         )
+
+    @property
+    def _lora_sizes(self) -> tuple[int, int]:
+        """Adapters of one step, and their largest rank; zeros: it serves none."""
+        able = self.model.runner.capabilities
+        return (able.max_loras, able.max_lora_rank) if self.library is not None else (0, 0)
 
     @property
     def _state(self) -> str:
@@ -599,6 +634,8 @@ class WorkerRuntime:
             await self._quietly("registration", self._registration.close())
         if self._store is not None:
             await self._quietly("store", self._store.close())
+        if self.library is not None:
+            await self._quietly("adapters", self.library.close())
         await self._quietly("server", self._server.stop(1.0))
         await self._close_metrics()
         await self._quietly("role", self.role.close())

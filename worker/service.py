@@ -7,13 +7,14 @@ from typing import Protocol
 
 import grpc
 
-from diptych.common.errors import StaleReferenceError
+from diptych.common.errors import InvalidRequestError, StaleReferenceError
 from diptych.common.tiers import TIER_NAMES
 from diptych.engine.api import EngineClient
-from diptych.rpc.convert import check_session
+from diptych.rpc.convert import check_folder, check_session
 from diptych.rpc.errors import errors_to_status
 from diptych.rpc.v1 import worker_pb2, worker_pb2_grpc
 from diptych.worker import wire
+from diptych.worker.adapters import AdapterLibrary
 
 KEYS_PER_MESSAGE = 65_536
 """Of each tier: at most 2 MiB a message."""
@@ -23,6 +24,9 @@ class WorkerFacts(Protocol):
     """The service's interface to the runtime."""
 
     engine: EngineClient
+
+    @property
+    def library(self) -> AdapterLibrary | None: ...
 
     def info(self) -> worker_pb2.GetInfoResponse: ...
 
@@ -74,6 +78,32 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
             session = check_session(request.session, "session")
             return worker_pb2.ReleaseSessionResponse(freed_tokens=await self._runtime.engine.close_session(session))
         raise AssertionError("errors_to_status ended the call")
+
+    async def LoadAdapter(
+        self, request: worker_pb2.LoadAdapterRequest, context: grpc.aio.ServicerContext
+    ) -> worker_pb2.LoadAdapterResponse:
+        async with errors_to_status(context):
+            folder = check_folder(request.folder, "folder")
+            adapter = await self._library().load(folder, request.expected_id)
+            return worker_pb2.LoadAdapterResponse(
+                id=adapter.id, rank=adapter.rank, num_bytes=adapter.num_bytes, base_model=adapter.base_model
+            )
+        raise AssertionError("errors_to_status ended the call")
+
+    async def UnloadAdapter(
+        self, request: worker_pb2.UnloadAdapterRequest, context: grpc.aio.ServicerContext
+    ) -> worker_pb2.UnloadAdapterResponse:
+        async with errors_to_status(context):
+            found, num_requests = self._library().unload(request.id)
+            return worker_pb2.UnloadAdapterResponse(found=found, num_requests=num_requests)
+        raise AssertionError("errors_to_status ended the call")
+
+    def _library(self) -> AdapterLibrary:
+        """Raises: InvalidRequestError."""
+        library = self._runtime.library
+        if library is None:
+            raise InvalidRequestError("this worker serves no adapters: start it with --enable-lora", param="adapter")
+        return library
 
     async def DumpBlocks(
         self, request: worker_pb2.DumpBlocksRequest, context: grpc.aio.ServicerContext

@@ -8,6 +8,7 @@ from diptych.common.compiled import NativeError, find_compiler
 from diptych.engine.messages import EngineStats
 from diptych.rpc.fields import same_fields
 from diptych.rpc.v1 import worker_pb2
+from diptych.worker.adapters import ResidentAdapter
 from diptych.worker.config import WorkerConfig
 from diptych.worker.gpu import GpuNumbers, GpuReading
 from diptych.worker.host_facts import HostFacts
@@ -25,6 +26,7 @@ SETTINGS = (
     ),
     *("mixed_step_time_s", "max_mixed_prefill_tokens", "num_host_blocks", "disk_kv_dir", "kv_store", "preemption_mode"),
     *("transport", "slab_bytes", "num_slabs", "enable_prefix_caching"),
+    *("enable_lora", "max_loras", "max_lora_rank", "max_cpu_loras"),
 )
 
 
@@ -52,6 +54,10 @@ def settings_of(config: WorkerConfig, kernels: str = "", refused: str = "", meth
 
 def host_to_proto(host: HostFacts) -> worker_pb2.HostFacts:
     return worker_pb2.HostFacts(**dataclasses.asdict(host))
+
+
+def adapter_to_proto(adapter: ResidentAdapter) -> worker_pb2.ResidentAdapter:
+    return worker_pb2.ResidentAdapter(**same_fields(ResidentAdapter, adapter, but=("base_model",)))
 
 
 def gpu_to_proto(numbers: GpuNumbers | None) -> worker_pb2.GpuFacts | None:

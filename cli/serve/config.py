@@ -58,6 +58,12 @@ class ServeConfig:
         enable_prefix_caching: keep the KV of computed blocks, for later prompts that begin alike.
         threads: torch threads.
         scheduling_policy: sojourn (no request later than under equal shares), fcfs, priority, sjf or fair.
+        enable_lora: serve LoRA adapters beside the model.
+        max_loras: adapters on the device: those of one step.
+        max_lora_rank: the largest rank of an adapter, up to 64.
+        max_cpu_loras: adapters in host memory; the one used longest ago leaves first.
+        lora_dir: folders that adapters are loaded from, and all folders in them; comma-separated, or the flag several times.
+        lora_load_timeout_s: for one load of an adapter, and for the requests that wait for it.
         tool_call_parser: hermes, llama3-json, mistral or a plug-in's name; "auto" chooses by the chat template, "none"
             rejects tools.
         reasoning_parser: "think" splits <think>...</think> from answers; "auto" chooses by the chat template, "none"
@@ -99,6 +105,12 @@ class ServeConfig:
     enable_prefix_caching: bool = _WORKER.enable_prefix_caching
     threads: int = 1
     scheduling_policy: str = _WORKER.scheduling_policy
+    enable_lora: bool = _WORKER.enable_lora
+    max_loras: int = _WORKER.max_loras
+    max_lora_rank: int = _WORKER.max_lora_rank
+    max_cpu_loras: int = _WORKER.max_cpu_loras
+    lora_dir: tuple[str, ...] = ()
+    lora_load_timeout_s: float = _WORKER.lora_load_timeout_s
     tool_call_parser: str = "auto"
     reasoning_parser: str = "auto"
     generation_config: str = "auto"

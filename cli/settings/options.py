@@ -69,6 +69,7 @@ def add_settings_command(
         config_path = values.pop("config", None) or os.environ.get("DIPTYCH_CONFIG")
         verbose = values.pop("verbose", False)
         more = {key: values.pop(key) for key in extra}
+        values = {name: _listed(value) if isinstance(value, (list, tuple)) else value for name, value in values.items()}
         elsewhere = frozenset(field.name for other in known() for field in dataclasses.fields(other))
         try:
             file = settings.read_file(Path(config_path)) if config_path else {}
@@ -91,6 +92,11 @@ def add_settings_command(
     app.command(name, help=help)(command)
 
 
+def _listed(values: Sequence[str]) -> list[str] | None:
+    """The values of a flag that may be given several times, each with commas. None: it was not given."""
+    return [part for value in values for part in value.split(",")] or None
+
+
 def _settings_text(name: str, config: Any) -> str:
     from diptych.common.observe.logging import writes_json
 
@@ -106,6 +112,9 @@ def _parameter(field: dataclasses.Field[Any], hint: Any, text: str) -> inspect.P
     if hint is bool:
         option = typer.Option(f"{flag}/--no-{flag[2:]}", help=text)
         return _keyword(field.name, Annotated[bool | None, option], None)
+    if typing.get_origin(hint) is tuple:
+        option = typer.Option(flag, help=text, metavar="TEXT")
+        return _keyword(field.name, Annotated[list[str] | None, option], None)
     arms = [arm for arm in typing.get_args(hint) if arm is not type(None)] or [hint]
     metavar = {int: "N", float: "X", Path: "PATH"}.get(arms[0], "TEXT")
     option = typer.Option(flag, help=text, metavar=metavar)

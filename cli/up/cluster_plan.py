@@ -173,7 +173,8 @@ class ClusterPlan:
                 flags["gpu-memory-utilization"] = assignment.share
             invariant = ["--batch-invariant"] if config.batch_invariant else []
             more = shlex.split(config.worker_args)
-            return [*diptych_command(), role, *self._common_flags(), *_flags(flags), *invariant, *more]
+            own = [*_flags(flags), *invariant, *_lora_flags(config)]
+            return [*diptych_command(), role, *self._common_flags(), *own, *more]
 
         return ChildSpec(name, role, command, self._log(name), _SERVING_GROUP, env)
 
@@ -208,6 +209,16 @@ def _files(config: UpConfig, *names: str) -> dict[str, Path]:
     """Flags of given files; absolute, since the children run in the run folder."""
     given: dict[str, Path | None] = {name: getattr(config, name) for name in names}
     return {name.replace("_", "-"): file.expanduser().absolute() for name, file in given.items() if file is not None}
+
+
+def _lora_flags(config: UpConfig) -> list[str]:
+    """The worker's. Folders are absolute, since the children run in the run folder."""
+    if not config.enable_lora:
+        return []
+    names = ("max-loras", "max-lora-rank", "max-cpu-loras")
+    flags = _flags({name: getattr(config, name.replace("-", "_")) for name in names})
+    folders = [str(Path(folder).expanduser().absolute()) for folder in config.lora_dir]
+    return ["--enable-lora", *flags, *(f"--lora-dir={folder}" for folder in folders)]
 
 
 def _flags(values: Mapping[str, object]) -> list[str]:

@@ -13,7 +13,7 @@ from diptych.common.kv_format import COMPUTE_DTYPES, KV_CACHE_DTYPES
 from diptych.kvtransfer.disk.store_address import StoreAddress
 from diptych.kvtransfer.wrappers import ciphers
 from diptych.router.config import MOST_PROCESSES
-from diptych.worker.config import AUTO, MOST, WorkerConfig
+from diptych.worker.config import AUTO, MOST, WorkerConfig, check_lora
 
 _WORKER = WorkerConfig()
 """Source of the defaults of a worker's settings."""
@@ -46,6 +46,11 @@ class UpConfig:
         kv_cache_dtype: of the KV cache: auto (dtype), or with a scale for each token and head: fp8_e4m3, fp8_e5m2 or int8.
         batch_invariant: a request's tokens are the same to the bit alone and beside others, from any cache, in chunks of
             any size, on any worker; slower on GPUs.
+        enable_lora: serve LoRA adapters beside the model.
+        max_loras: adapters on a worker's device: those of one step.
+        max_lora_rank: the largest rank of an adapter, up to 64.
+        max_cpu_loras: adapters in a worker's memory; the one used longest ago leaves first.
+        lora_dir: folders that adapters are loaded from, and all folders in them; comma-separated, or the flag several times.
         device: cpu or cuda; on cuda each worker gets one GPU; with fewer GPUs than workers they share memory.
         prefill_gpus: GPUs of the prefill workers, as indices among those that CUDA shows: 0 or 0,1; empty: automatic.
         decode_gpus: GPUs of the decode workers, likewise; empty: automatic.
@@ -111,6 +116,11 @@ class UpConfig:
     dtype: str = _WORKER.dtype
     kv_cache_dtype: str = _WORKER.kv_cache_dtype
     batch_invariant: bool = _WORKER.batch_invariant
+    enable_lora: bool = _WORKER.enable_lora
+    max_loras: int = _WORKER.max_loras
+    max_lora_rank: int = _WORKER.max_lora_rank
+    max_cpu_loras: int = _WORKER.max_cpu_loras
+    lora_dir: tuple[str, ...] = ()
     device: str = "cpu"
     prefill_gpus: str = ""
     decode_gpus: str = ""
@@ -178,6 +188,10 @@ class UpConfig:
         ):
             if getattr(self, name) not in known:
                 raise ConfigError(name, getattr(self, name), f"must be one of {', '.join(filter(None, known))}")
+        for name in ("max_loras", "max_lora_rank", "max_cpu_loras"):
+            if not 1 <= getattr(self, name) <= MOST[name]:
+                raise ConfigError(name, getattr(self, name), f"must be 1 to {MOST[name]}")
+        check_lora(self.enable_lora, self.max_loras, self.max_cpu_loras, self.lora_dir)
         if self.transport:
             # Imported here: it takes numpy, which other commands do without.
             from diptych.kvtransfer.fabric import registry
