@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Protocol, TypeVar
 
 import structlog
-from diptych.common.adapters.peft import TENSORS_FILE, AdapterFacts, read_adapter
 
+from diptych.common.adapters.peft import TENSORS_FILE, AdapterFacts, read_adapter
 from diptych.common.errors import (
     AdapterError,
     ConfigError,
@@ -140,7 +140,7 @@ class AdapterLibrary:
         free_bytes: Callable[[], int],
     ) -> None:
         self._worker_id = worker_id
-        self._folders = tuple(_folder_of_setting(folder) for folder in folders)
+        self._folders = lora_folders(folders)
         self._max_adapters, self._max_rank, self._timeout_s = max_adapters, max_rank, timeout_s
         self._read, self._send, self._on_loaded, self._free_bytes = read, send, on_loaded, free_bytes
         self._entries: OrderedDict[str, _Entry] = OrderedDict()
@@ -399,9 +399,10 @@ def _resident(adapter_id: str, entry: _Entry) -> ResidentAdapter:
     return ResidentAdapter(adapter_id, loaded.rank, loaded.num_bytes, entry.base_model, entry.num_holds)
 
 
-def _folder_of_setting(folder: str) -> Path:
-    """Raises: ConfigError."""
-    path = Path(folder).expanduser().absolute()
-    if not path.is_dir():
-        raise ConfigError("lora_dir", folder, "is no folder")
-    return path
+def lora_folders(folders: Sequence[str]) -> tuple[Path, ...]:
+    """Those of the setting. Raises: ConfigError for one that is none."""
+    paths = tuple(Path(folder).expanduser().absolute() for folder in folders)
+    for path in paths:
+        if not path.is_dir():
+            raise ConfigError("lora_dir", str(path), "is no folder")
+    return paths

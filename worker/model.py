@@ -35,6 +35,7 @@ from diptych.engine.grammar.vocabulary import vocabulary_of
 from diptych.engine.runner import ModelRunner
 from diptych.engine.sched.requests.output import DetokenizerFactory
 from diptych.kvtransfer.wrappers import ciphers
+from diptych.worker.adapters import lora_folders
 from diptych.worker.config import AUTO, WorkerConfig
 from diptych.worker.defaults import DeviceFacts, ModelFacts, settled, slab_quotas
 from diptych.worker.role_spec import DECODE, ROLES
@@ -111,6 +112,7 @@ def load_model(config: WorkerConfig, on_grammars: OnGrammars = lambda _: None) -
     folder = Path(config.model)
     if not config.model or not folder.is_dir():
         raise ConfigError("model", config.model, "must be a local Hugging Face folder")
+    lora_folders(config.lora_dir)
     with (
         CheckpointHash(folder, verify=config.verify_weights) as hashing,
         futures.ThreadPoolExecutor(1, "load-text") as beside,
@@ -178,6 +180,8 @@ def _load(
         demand=demand,
         batch_invariant=config.batch_invariant,
         kv_cache_dtype=config.kv_cache_dtype,
+        max_loras=config.max_loras if config.enable_lora else 0,
+        max_lora_rank=config.max_lora_rank,
     )
     waited = time.monotonic()
     fingerprint = hashing.manifest().fingerprint

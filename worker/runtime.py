@@ -158,9 +158,8 @@ class WorkerRuntime:
             mixed_step_time_s=config.mixed_step_time_s or None,
             slab_quota_per_peer=max(4, config.num_slabs // 2),
         )
-        executor = model.executor or LocalExecutor(runner)
         self.engine = EngineClient(
-            executor,
+            model.executor or LocalExecutor(runner),
             self._engine_config,
             model.identity,
             model.detokenizer_factory,
@@ -190,7 +189,7 @@ class WorkerRuntime:
                 max_adapters=config.max_cpu_loras,
                 max_rank=config.max_lora_rank,
                 timeout_s=config.lora_load_timeout_s,
-                read=executor.read_adapter,
+                read=self.engine.read_adapter,
                 send=self.engine.send,
                 on_loaded=self.metrics.adapter_loaded,
                 free_bytes=available_bytes,
