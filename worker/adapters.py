@@ -41,6 +41,7 @@ from diptych.engine.messages import Command, DropAdapter, KeepAdapter, LoadedAda
 log = structlog.get_logger(__name__)
 T = TypeVar("T")
 
+OUTCOMES = ("loaded", "refused", "full", "timeout", "failed")
 _MAX_THREADS = 2
 """That read at once. One that hangs, on a file system that does not answer, keeps its place."""
 _TRIES = 3
@@ -98,9 +99,6 @@ class LoadCounts:
 
     by_outcome: dict[str, int] = field(default_factory=lambda: dict.fromkeys(OUTCOMES, 0))
     evicted: int = 0
-
-
-OUTCOMES = ("loaded", "refused", "full", "timeout", "failed")
 
 
 @dataclass(slots=True)

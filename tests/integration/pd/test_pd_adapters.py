@@ -138,7 +138,8 @@ async def test_decode_refuses_what_it_cannot_load_before_it_accepts(
     pd: ModuleType, folders: Folders, fault: str
 ) -> None:
     """So that the router gives the request to another worker."""
-    folder, options = folders.root / "french", {}
+    folder = folders.root / "french"
+    options: dict[str, Any] = {}
     match fault:
         case "gone":
             shutil.rmtree(folder)
@@ -275,7 +276,8 @@ async def test_a_load_delays_no_other_request_and_a_cancelled_one_leaves_nothing
 ) -> None:
     want = await alone(pd, folders)
     held = HeldReads(pd)
-    async with cluster_of(pd, folders, **{pool: held.model}) as (cluster, router):
+    models: dict[str, Any] = {pool: held.model}
+    async with cluster_of(pd, folders, **models) as (cluster, router):
         answer = router.submit(folders.ask(cluster.submit_message(attempt="a", prompt=PROMPT), "french"))
         given_up = router.submit(folders.ask(cluster.submit_message(attempt="b", prompt=PROMPT), "french"))
         await held.wait()

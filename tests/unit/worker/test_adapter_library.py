@@ -34,7 +34,7 @@ RUNNER = FakeRunner(4, 16, max_loras=2)
 
 def adapter_in(folder: Path, seed: int = 0, **fields: object) -> str:
     """Write an adapter. Returns: its id."""
-    write_adapter(folder, SHAPES, seed=seed, **fields)  # type: ignore[arg-type]
+    write_adapter(folder, SHAPES, seed=seed, **fields)
     return read_adapter(folder).id
 
 
