@@ -165,3 +165,32 @@ def test_files_of_redis_beside_an_address_without_tls_are_refused(name: str) -> 
         with pytest.raises(ConfigError, match="needs a redis_url of rediss://") as caught:
             UpConfig(redis_url=url, **{name: Path("x.pem")})
         assert caught.value.field == name
+
+
+def test_adapters_are_the_workers_and_their_folders_are_found_by_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    plan = make_plan(tmp_path, enable_lora=True, max_lora_rank=32, lora_dir=("mine", str(tmp_path / "other")))
+    for spec in plan.worker_specs():
+        command = spec.command()
+        assert "--enable-lora" in command
+        assert command[command.index("--max-lora-rank") + 1] == "32"
+        folders = [flag for flag in command if flag.startswith("--lora-dir")]
+        assert folders == [f"--lora-dir={tmp_path / name}" for name in ("mine", "other")]
+    assert not any("lora" in flag for spec in make_plan(tmp_path).worker_specs() for flag in spec.command())
+    with pytest.raises(ConfigError, match=r"lora_dir.*enable_lora"):
+        make_plan(tmp_path, enable_lora=True)
+    with pytest.raises(ConfigError, match=r"max_cpu_loras=4.*max_loras=8"):
+        make_plan(tmp_path, enable_lora=True, lora_dir=("mine",), max_cpu_loras=4)
+    with pytest.raises(ConfigError, match="max_lora_rank"):
+        make_plan(tmp_path, max_lora_rank=65)
+
+
+def test_serve_gives_its_worker_the_settings_of_adapters(tmp_path: Path) -> None:
+    config = ServeConfig(enable_lora=True, max_loras=3, lora_dir=(str(tmp_path),), lora_load_timeout_s=2.0)
+    _, worker = config.parts(model="", name="", secret_file="")
+    assert (worker.enable_lora, worker.max_loras, worker.lora_dir) == (True, 3, (str(tmp_path),))
+    assert worker.lora_load_timeout_s == 2.0
+    with pytest.raises(ConfigError, match="lora_dir"):
+        ServeConfig(enable_lora=True)

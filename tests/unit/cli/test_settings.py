@@ -4,8 +4,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import typer
+from typer.testing import CliRunner
 
 from diptych.cli.settings import merge as settings
+from diptych.cli.settings.options import add_settings_command
 from diptych.cli.up.config import UpConfig
 from diptych.common.errors import ConfigError
 
@@ -105,3 +108,30 @@ def test_children_get_settings_of_ours_as_flags_and_their_own_by_environment(mon
     assert "DIPTYCH_HTTP_PORT" not in env
     assert env["DIPTYCH_LOG_LEVEL"] == "debug"
     assert env["DIPTYCH_SCHEDULING_POLICY"] == "sjf"
+
+
+@dataclass(frozen=True)
+class Listed:
+    folders: tuple[str, ...] = ()
+    sizes: tuple[int, ...] = (1, 2)
+
+
+def test_a_list_is_given_by_one_flag_with_commas_or_by_several(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Listed] = []
+    app = typer.Typer()
+    app.callback()(lambda: None)
+    add_settings_command(
+        app, "run", Listed, lambda config: int(not seen.append(config)) - 1, known=lambda: [Listed], help="A test."
+    )
+
+    def given(*flags: str) -> Listed:
+        result = CliRunner().invoke(app, ["run", *flags])
+        assert result.exit_code == 0, result.output
+        return seen.pop()
+
+    assert given() == Listed()
+    assert given("--folders", "a,b", "--folders", "c", "--sizes=3") == Listed(("a", "b", "c"), (3,))
+    monkeypatch.setenv("DIPTYCH_FOLDERS", "d,e")
+    assert given() == Listed(("d", "e"))
+    assert given("--folders", "a") == Listed(("a",))
+    assert CliRunner().invoke(app, ["run", "--sizes", "x"]).exit_code == 2
