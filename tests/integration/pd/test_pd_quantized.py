@@ -25,12 +25,14 @@ CHECKPOINTS: dict[str, tuple[dict[str, Any], Callable[..., Any]]] = {
     "int8": (quantized.COMPRESSED_INT8, quantized.int8_rows),
     "fp8": (quantized.COMPRESSED_FP8, quantized.fp8_rows),
     "int4": (quantized.AWQ, partial(quantized.awq, size=32)),
+    "gguf": ({}, quantized.gguf_rows),
 }
 
 
 def write(folder: Path, method: str) -> Path:
     config, quantize = CHECKPOINTS[method]
-    quantized.quantize_folder(quantized.write_llama(folder), config, quantize)
+    quantized.write_llama(folder)
+    quantized.quantize_folder(folder, config or quantized.gguf_config(folder), quantize)
     return folder
 
 

@@ -7,7 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import gguf
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -188,6 +190,20 @@ def quantize_folder(
     raw["quantization_config"] = dict(config)
     (folder / "config.json").write_text(json.dumps(raw))
     return plain
+
+
+def gguf_rows(weight: Tensor, kind: str = "Q8_0") -> tuple[Tensors, Tensor]:
+    """As `int8_rows`, in the blocks of GGUF's `kind`, by its own package."""
+    which = gguf.GGMLQuantizationType[kind]
+    rows = gguf.quants.quantize(weight.numpy(), which)
+    return {"weight": torch.from_numpy(rows)}, torch.from_numpy(gguf.quants.dequantize(rows, which))
+
+
+def gguf_config(folder: Path, kind: str = "Q8_0") -> dict[str, Any]:
+    """What `quantize_folder` writes beside `gguf_rows`: every linear layer of a model that is plain by now."""
+    with safe_open(folder / "model.safetensors", "pt") as file:
+        names = [name.removesuffix(".weight") for name in file.keys() if "_proj." in name]  # noqa: SIM118, no mapping
+    return {"quant_method": "gguf", "lm_head": False, "kinds": dict.fromkeys(names, kind)}
 
 
 def plain_folder(folder: Path, config_of: Path, tensors: Tensors) -> Path:
