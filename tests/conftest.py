@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import re
 import shutil
@@ -125,6 +126,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     longest."""
     order = {"cluster": 0, "gated": 1}
     items.sort(key=lambda item: order.get(_group_of(item), 2))  # stable
+
+
+def pytest_collection_finish() -> None:
+    """What all test modules import stays: a full collection would walk it for a second, and harness and tests make hundreds."""
+    gc.collect()
+    gc.freeze()
 
 
 _running: list[tuple[pytest.FixtureDef[object], pytest.FixtureRequest]] = []

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).parent
-CI_SEEDS = 2000
+CI_SEEDS = 800
 MUTATION_SEEDS = 1000
-"""Within which each missing guard must be noticed; part of CI's seeds."""
+"""Within which each missing guard must be noticed."""
 PARTS = 2
 VANISHED_BEHIND_A_QUOTA = (3289, 35152, 39740, 43241)
 """A decode worker vanished that may hold one slab at a time: its legs took turns, a whole lease for each range."""

@@ -56,6 +56,16 @@ SEEN_BY: dict[str, int] = {
     "an_offer_that_nobody_expects_is_kept": 246,
     "a_damaged_file_is_read": 1246,
     "an_answer_is_taken_for_another_read": 2906,
+    "a_buffer_is_used_again_before_it_is_unpacked": 322,
+    "a_late_answer_keeps_its_buffer": 267,
+    "a_file_of_another_block_is_read": 205,
+    "a_block_is_evicted_while_it_is_copied_to_a_file": 124,
+    "a_file_of_another_model_is_read": 106,
+    "a_part_of_a_block_counts_as_the_block": 37,
+    "a_restore_that_was_cancelled_goes_on": 33,
+    "a_block_that_may_be_wrong_stays_once_it_is_written": 31,
+    "a_second_completion_of_a_read_counts": 66,
+    "a_window_group_is_sent_whole": 29,
 }
 """A seed that detects the missing guard, if finding one takes more than a few. It only saves time: see mutate.py."""
 

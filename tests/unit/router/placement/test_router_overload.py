@@ -13,7 +13,7 @@ NAMES = {load.name: load for load in LOADS}
 def test_no_refused_request_would_have_been_in_time(name):
     load = NAMES[name]
     rate = capacity(load)
-    trace = requests(load, [(3.0, 0.5 * rate), (5.0, 5.0 * rate)], 11)
+    trace = requests(load, [(1.0, 0.5 * rate), (4.0, 5.0 * rate)], 11)
     assert wrong_refusals(load, trace, 4, 11) == []
     assert any(outcome.refused for outcome in run(load, trace))
 

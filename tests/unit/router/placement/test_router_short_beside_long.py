@@ -52,7 +52,7 @@ def bound_s(short, others):
 @example(num_prefill=1, longs=[(0.0, 1000, "me"), (0.0, 1000, "me")], tokens=250, at=0.0)
 @example(num_prefill=1, longs=[(0.0, 8000, "me"), (0.0, 8000, "me")], tokens=260, at=0.0)
 @example(num_prefill=2, longs=[(0.0, 8000, "me")] * 4, tokens=900, at=1.0)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_a_short_request_beside_any_mix_of_long_ones(num_prefill, longs, tokens, at):
     others = [request(number, when, size, tenant) for number, (when, size, tenant) in enumerate(longs)]
     short = request(100, at, tokens, "me")

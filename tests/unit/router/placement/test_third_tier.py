@@ -28,6 +28,8 @@ sys.modules["diptych.common.tiers"] = module
 exec(compile(source.replace(line, line[:-1] + ', TierSpec("peer"))'), spec.origin, "exec"), module.__dict__)
 assert module.TIER_NAMES == ("device", "host", "disk", "peer")
 '''
+LOOKUPS = "not test_router_native or (beyond_64_workers or lately_used or late_explanation)"
+"""Of the tests in C those that look tiers up, once each; all of them run by themselves as well."""
 
 
 def test_a_further_tier_is_one_line(tmp_path: Path) -> None:
@@ -44,7 +46,7 @@ def test_a_further_tier_is_one_line(tmp_path: Path) -> None:
     ended = subprocess.run(
         [
             sys.executable, "-P", "-m", "pytest", "-q", "-p", "third_tier_plugin", "-p", "no:cacheprovider",
-            "--rootdir", str(ROOT), "-c", str(ROOT / "pyproject.toml"), *files,
+            "--rootdir", str(ROOT), "-c", str(ROOT / "pyproject.toml"), "-k", LOOKUPS, *files,
         ],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)}, capture_output=True, text=True, timeout=600, check=False,
     )  # fmt: skip
