@@ -436,17 +436,20 @@ class EngineCore:
 
     def _install_adapters(self) -> bool | None:
         """Copy adapters into the slots that the scheduler gave them. Returns: whether there were any; None when one failed: the
-        requests with its slot have ended, and the step is not computed."""
+        requests that name it have ended, and the step is not computed."""
         installs, failed = self.scheduler.take_installs(), False
-        for slot, adapter in installs:
+        for one in installs:
+            start = self._clock.now()
             try:
-                self._executor.install_adapter(slot, adapter)
+                self._executor.install_adapter(one.slot, one.adapter, one.parts)
             except ExecutorLost:
                 raise
             except Exception as error:
-                _log.exception("installing the adapter %s failed", adapter.id)
-                self.scheduler.install_failed(slot, _internal("installing an adapter failed", error))
+                _log.exception("installing the adapter %s failed", one.adapter.id)
+                self.scheduler.install_failed(one.slot, _internal("installing an adapter failed", error))
                 failed = True
+            else:
+                self.scheduler.throughput.observe_install(self._clock.now() - start, one.num_bytes)
         return None if failed else bool(installs)
 
     def _between_layers(self, out: SchedulerOutput) -> Callable[[int], None]:

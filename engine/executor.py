@@ -65,7 +65,7 @@ class Executor(Protocol):
 
     def read_adapter(self, folder: Path, facts: AdapterFacts) -> LoadedAdapter: ...
 
-    def install_adapter(self, slot: int, adapter: LoadedAdapter) -> None: ...
+    def install_adapter(self, slot: int, adapter: LoadedAdapter, parts: range | None = None) -> None: ...
 
     def note_pulled(
         self, block_table: Sequence[int], token_ids: Sequence[int], first_new: int, first_block: int = 0
@@ -132,8 +132,8 @@ class LocalExecutor:
     def read_adapter(self, folder: Path, facts: AdapterFacts) -> LoadedAdapter:
         return self.runner.read_adapter(folder, facts)
 
-    def install_adapter(self, slot: int, adapter: LoadedAdapter) -> None:
-        self.runner.install_adapter(slot, adapter)
+    def install_adapter(self, slot: int, adapter: LoadedAdapter, parts: range | None = None) -> None:
+        self.runner.install_adapter(slot, adapter, parts)
 
     def note_pulled(
         self, block_table: Sequence[int], token_ids: Sequence[int], first_new: int, first_block: int = 0

@@ -44,9 +44,9 @@ class FakeDeviceRunner(FakeRunner):
         self.catch_up()
         super().copy_blocks(copies)
 
-    def install_adapter(self, slot: int, adapter: LoadedAdapter) -> None:
+    def install_adapter(self, slot: int, adapter: LoadedAdapter, parts: range | None = None) -> None:
         self.catch_up()
-        super().install_adapter(slot, adapter)
+        super().install_adapter(slot, adapter, parts)
 
     def pack(
         self, block_ids: Sequence[int], num_tokens: int, out: memoryview, layers: range | None = None, group: int = 0

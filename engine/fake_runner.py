@@ -32,6 +32,7 @@ class FakeAdapter:
     id: str
     rank: int = 8
     num_bytes: int = 1000
+    num_parts: int = 1
 
 
 class FakeRunner:
@@ -91,6 +92,8 @@ class FakeRunner:
         self.max_loras, self.max_lora_rank = max_loras, max_lora_rank
         self.before_install = before_install
         self.slots: list[LoadedAdapter | None] = [None] * max_loras
+        self._installed = [0] * max_loras
+        """Parts of the adapter that is copied into each slot."""
         self.installs = 0
         self.bad_attempts: set[str] = set()
         self.pools = [
@@ -195,11 +198,14 @@ class FakeRunner:
             raise AdapterError(f"rank {facts.rank} is above the maximum of {self.max_lora_rank}", param="r")
         return FakeAdapter(facts.id, facts.rank, facts.num_bytes)
 
-    def install_adapter(self, slot: int, adapter: LoadedAdapter) -> None:
+    def install_adapter(self, slot: int, adapter: LoadedAdapter, parts: range | None = None) -> None:
         """See ModelRunner.install_adapter."""
         self.before_install(slot, adapter)
-        self.slots[slot] = adapter
-        self.installs += 1
+        parts = range(adapter.num_parts) if parts is None else parts
+        self._installed[slot] = (self._installed[slot] if parts.start else 0) + len(parts)
+        whole = self._installed[slot] == parts.stop == adapter.num_parts
+        self.slots[slot] = adapter if whole else None
+        self.installs += whole
 
     def note_pulled(
         self, block_table: Sequence[int], token_ids: Sequence[int], first_new: int, first_block: int = 0

@@ -39,6 +39,7 @@ from diptych.engine.step_messages import BlockCopy as BlockCopy
 from diptych.engine.step_messages import Candidate as Candidate
 from diptych.engine.step_messages import ComputedFrom as ComputedFrom
 from diptych.engine.step_messages import CopyKind as CopyKind
+from diptych.engine.step_messages import Install as Install
 from diptych.engine.step_messages import LoadedAdapter as LoadedAdapter
 from diptych.engine.step_messages import ScheduledSeq as ScheduledSeq
 from diptych.engine.step_messages import StepResult as StepResult

@@ -2,7 +2,7 @@
 
 engine --READ_ADAPTER {number, folder, facts}--> every rank     begins to read
 engine --ADAPTER_READ number--> every rank                      answers at once: not yet, what it read, or why not
-engine --INSTALL_ADAPTER slot, number--> every rank             before the step that needs it
+engine --INSTALL_ADAPTER slot, number, parts--> every rank      before the step that needs it
 engine --FORGET_ADAPTERS numbers--> every rank                  nothing holds them any more
 """
 
@@ -24,8 +24,8 @@ from diptych.engine.step_messages import LoadedAdapter
 class RankAdapter:
     """Implements LoadedAdapter: what all ranks have read under a number. num_bytes: of all of them."""
 
-    def __init__(self, number: int, adapter_id: str, rank: int, num_bytes: int) -> None:
-        self.number, self.id, self.rank, self.num_bytes = number, adapter_id, rank, num_bytes
+    def __init__(self, number: int, adapter_id: str, rank: int, num_bytes: int, num_parts: int) -> None:
+        self.number, self.id, self.rank, self.num_bytes, self.num_parts = number, adapter_id, rank, num_bytes, num_parts
 
 
 def encode_read(number: int, folder: Path, facts: AdapterFacts) -> bytes:
@@ -39,13 +39,13 @@ def decode_read(body: bytes) -> tuple[int, Path, AdapterFacts]:
 
 
 def read_answer(answer: bytes) -> tuple[int, int] | None:
-    """(rank, bytes) of what a rank read; None: it is not done. Raises: what it raised."""
+    """(bytes, parts) of what a rank read; None: it is not done. Raises: what it raised."""
     if not answer:
         return None
     found: Mapping[str, Any] = json.loads(answer)
     if "message" in found:
         raise from_reason(found["reason"], found["message"], param=found["param"])
-    return found["rank"], found["num_bytes"]
+    return found["num_bytes"], found["num_parts"]
 
 
 class AdaptersOfRank:
@@ -79,13 +79,13 @@ class AdaptersOfRank:
             return b""
         if isinstance(outcome, DiptychError):
             return json.dumps({"reason": outcome.reason, "message": outcome.message, "param": outcome.param}).encode()
-        return json.dumps({"rank": outcome.rank, "num_bytes": outcome.num_bytes}).encode()
+        return json.dumps({"num_bytes": outcome.num_bytes, "num_parts": outcome.num_parts}).encode()
 
-    def install(self, slot: int, number: int) -> None:
+    def install(self, slot: int, number: int, parts: tuple[int, int] | None) -> None:
         adapter = self._read[number]
         if adapter is None or isinstance(adapter, DiptychError):
             raise ValueError(f"adapter number {number} was not read")
-        self._runner.install_adapter(slot, adapter)
+        self._runner.install_adapter(slot, adapter, None if parts is None else range(*parts))
 
     def forget(self, numbers: list[int]) -> None:
         for number in numbers:

@@ -219,15 +219,20 @@ class RanksExecutor:
         except BaseException:
             self._forgotten.append(number)
             raise
-        adapter = RankAdapter(number, facts.id, facts.rank, sum(num_bytes for _, num_bytes in read))
+        num_bytes, num_parts = (sum(one[0] for one in read), min(one[1] for one in read))
+        adapter = RankAdapter(number, facts.id, facts.rank, num_bytes, num_parts)
         weakref.finalize(adapter, self._forgotten.append, number).atexit = False
         return adapter
 
-    def install_adapter(self, slot: int, adapter: LoadedAdapter) -> None:
+    def install_adapter(self, slot: int, adapter: LoadedAdapter, parts: range | None = None) -> None:
         if not isinstance(adapter, RankAdapter):
             raise InternalError(f"{adapter.id} was not read by this executor")
         self._forget()
-        self._call(INSTALL_ADAPTER, json.dumps([slot, adapter.number]).encode(), self._deadline_s)
+        self._call(
+            INSTALL_ADAPTER,
+            json.dumps([slot, adapter.number, parts and (parts.start, parts.stop)]).encode(),
+            self._deadline_s,
+        )
 
     def _forget(self) -> None:
         if self._forgotten:

@@ -175,9 +175,15 @@ class ModelRunner(Protocol):
         """
         ...
 
-    def install_adapter(self, slot: int, adapter: LoadedAdapter) -> None:
-        """Rows with this slot have this adapter from the next step on. A step that is on the device still has the slot's former
-        one. Args: slot: below max_loras. adapter: of `read_adapter`."""
+    def install_adapter(self, slot: int, adapter: LoadedAdapter, parts: range | None = None) -> None:
+        """Copy an adapter into a slot. Once all its parts are there, rows with this slot have it from the next step on. A step
+        that is on the device still has the slot's former one; until all parts are there no other step has rows with this slot.
+
+        Args:
+            slot: below max_loras.
+            adapter: of `read_adapter`.
+            parts: of its num_parts, from 0 on, in their order; None: all.
+        """
         ...
 
     def note_pulled(

@@ -32,6 +32,24 @@ class LoadedAdapter(Protocol):
         """Of host memory."""
         ...
 
+    @property
+    def num_parts(self) -> int:
+        """Into which its installation may be divided, of about the same size each."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Install:
+    """Copy some parts of an adapter into a slot."""
+
+    slot: int
+    adapter: LoadedAdapter
+    parts: range
+
+    @property
+    def num_bytes(self) -> int:
+        return self.adapter.num_bytes * len(self.parts) // self.adapter.num_parts
+
 
 @dataclass(frozen=True, slots=True)
 class Candidate:

@@ -151,6 +151,10 @@ class HostAdapter:
     num_bytes: int
     layers: tuple[LayerAdapter | None, ...]
 
+    @property
+    def num_parts(self) -> int:
+        return len(self.layers)
+
 
 class LoraModel:
     """The linear layers of a model's blocks, with their slots.
@@ -176,9 +180,10 @@ class LoraModel:
     def num_bytes(self) -> int:
         return sum(slots.num_bytes for _, slots in self._layers)
 
-    def install(self, slot: int, adapter: HostAdapter) -> None:
-        for (_, slots), layer in zip(self._layers, adapter.layers, strict=True):
-            slots.install(slot, layer)
+    def install(self, slot: int, adapter: HostAdapter, parts: range | None = None) -> None:
+        """A part is one linear layer. See ModelRunner.install_adapter."""
+        for i in range(adapter.num_parts) if parts is None else parts:
+            self._layers[i][1].install(slot, adapter.layers[i])
 
     def read(self, folder: Path, facts: AdapterFacts) -> HostAdapter:
         """See ModelRunner.read_adapter. A rank keeps its part."""

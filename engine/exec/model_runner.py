@@ -374,11 +374,11 @@ class TorchModelRunner:
         return self._lora.read(folder, facts)
 
     @torch.inference_mode()
-    def install_adapter(self, slot: int, adapter: LoadedAdapter) -> None:
+    def install_adapter(self, slot: int, adapter: LoadedAdapter, parts: range | None = None) -> None:
         """See ModelRunner.install_adapter."""
         if self._lora is None or not isinstance(adapter, HostAdapter):
             raise InternalError(f"{adapter.id} was not read by this runner")
-        self._lora.install(slot, adapter)
+        self._lora.install(slot, adapter, parts)
 
     @torch.inference_mode()
     def execute(self, seqs: Sequence[ScheduledSeq], should_abort: Callable[[], bool] | None = None) -> StepResult:

@@ -1,6 +1,7 @@
 """Which LoRA adapters are in the runner's slots, and which request may run with its adapter.
 
-    KeepAdapter -> known --a request is admitted--> resident, pinned --the last one with it leaves--> resident --evicted--> known
+    KeepAdapter -> known --a request needs it, a slot is free--> being installed, in parts, before steps --> resident
+    resident --a request is admitted--> pinned --the last one with it leaves--> resident --another one takes its slot--> known
     DropAdapter -> refused to new requests --the last request that names it ends--> forgotten
 
 A request pins its adapter's slot from its admission until it ends, is preempted or computes no more: so what runs always has its
@@ -8,6 +9,9 @@ slot. A request whose adapter gets no slot stays where it waits, and those behin
 the slot that has the fewest requests, and no request of a later rank (a younger one; under the priority policy also one of less
 importance) is admitted to that slot. So the slot becomes free, and no adapter waits forever. A free slot is one without pins; of
 those the ones go first whose adapter no live request names, then the one that was used the longest ago.
+
+Sequences that decode wait for what is installed before their step: only so many bytes are. The request waits until its adapter is
+there as a whole. Where nothing decodes, it is installed at once.
 """
 
 from __future__ import annotations
@@ -19,7 +23,7 @@ from dataclasses import dataclass
 from diptych.common.errors import InvalidRequestError
 from diptych.engine.sched.requests.request import Request
 from diptych.engine.stats import AdapterStats
-from diptych.engine.step_messages import LoadedAdapter
+from diptych.engine.step_messages import Install, LoadedAdapter
 
 Rank = tuple[float, ...]
 """Of a request, see Policy.rank."""
@@ -65,13 +69,11 @@ class AdapterSlots:
         """By attempt, its slot."""
         self._claims: dict[int, _Claim] = {}
         """By slot."""
-        self._installs: dict[int, str] = {}
-        """By slot, what is to be copied there before the next step."""
+        self._installs: dict[int, int] = {}
+        """By slot, the first part of its adapter that is still to be copied there, in the order of their begin."""
         self._stuck: set[str] = set()
         """Adapters that `may_run` has refused, until something changes."""
-        self._late: set[str] = set()
-        """Those of them that only wait for the next step's installs."""
-        self._most_installs: int | None = None
+        self._budget: int | None = None
         self._events = self._num_installs = self._num_evictions = 0
 
     # ---- adapters ----
@@ -99,9 +101,12 @@ class AdapterSlots:
         del self._known[adapter_id]
         slot = self._slot_of.pop(adapter_id, None)
         if slot is not None:
-            self._slots[slot].adapter = ""
-            self._installs.pop(slot, None)
-            self._stuck.clear()
+            self._empty(slot)
+
+    def _empty(self, slot: int) -> None:
+        self._slots[slot].adapter = ""
+        self._installs.pop(slot, None)
+        self._stuck.clear()
 
     # ---- requests ----
 
@@ -127,48 +132,44 @@ class AdapterSlots:
             del self._users[adapter]
         self._forget_if_unused(adapter)
 
-    def begin_step(self, *, most_installs: int | None) -> None:
-        """Args: most_installs: into slots before the next step, which waits for them; None: any number."""
-        self._most_installs = most_installs
-        self._stuck -= self._late
-        self._late.clear()
+    def begin_step(self, budget: int | None) -> None:
+        """Args: budget: bytes that may be installed before the step; None: any number."""
+        if (budget is None) != (self._budget is None):
+            self._stuck.clear()
+        self._budget = budget
 
     def may_run(self, request: Request) -> bool:
-        """Whether `take` would find a slot. If not, its adapter is stuck, and claims one."""
+        """Whether the slot of its adapter is ready, or will be before the step. If not, its adapter is stuck; it has claimed a
+        slot, or is being installed."""
         adapter = self._adapter_of.get(request.attempt)
         if adapter is None or request.attempt in self._pinned:
             return True
         slot = self._slot_of.get(adapter)
-        if slot is not None:
+        if slot is None:
+            slot = self._free_slot(adapter, self._rank(request))
+            if slot is not None:
+                self._put(request, adapter, slot)
+        if slot is None:
+            self._claim(request, adapter)
+        elif self._budget is None or slot not in self._installs:
             claim = self._claims.get(slot)
             if claim is None or claim.adapter == adapter or self._rank(request) <= claim.rank:
                 return True
-            self._stuck.add(adapter)
-            return False
-        if self._free_slot(adapter, self._rank(request)) is None:
-            self._claim(request, adapter)
-            self._stuck.add(adapter)
-            return False
-        if self._most_installs is not None and len(self._installs) >= self._most_installs:
-            self._stuck.add(adapter)
-            self._late.add(adapter)
-            return False
-        return True
+        self._stuck.add(adapter)
+        return False
 
     def is_stuck(self, request: Request) -> bool:
         """`may_run` said no for its adapter, and nothing has changed since."""
         return bool(self._stuck) and self._adapter_of.get(request.attempt) in self._stuck
 
     def take(self, request: Request) -> None:
-        """Pin the slot of its adapter, and install it where it is not resident. `may_run` has said yes."""
+        """Pin the slot of its adapter. `may_run` has said yes."""
         adapter = self._adapter_of.get(request.attempt)
         if adapter is None or request.attempt in self._pinned:
             return
-        number = self._slot_of.get(adapter)
-        if number is None:
-            number = self._free_slot(adapter, self._rank(request))
-            assert number is not None, f"{request.attempt} runs without a slot for its adapter"
-            self._put(adapter, number)
+        number = self._slot_of[adapter]
+        if number in self._claims and self._claims[number].adapter == adapter:
+            del self._claims[number]
         self._pin(request, number)
 
     def fork(self, parent: Request, other: Request) -> None:
@@ -207,15 +208,18 @@ class AdapterSlots:
         self._events += 1
         slot.used_at = self._events
 
-    def _put(self, adapter: str, number: int) -> None:
+    def _put(self, request: Request, adapter: str, number: int) -> None:
+        """Begin to install an adapter. Until the request has pinned the slot, it is claimed for it."""
         slot = self._slots[number]
         if slot.adapter:
             del self._slot_of[slot.adapter]
             self._num_evictions += 1
         slot.adapter = adapter
         self._slot_of[adapter] = number
-        self._installs[number] = adapter
-        self._claims = {at: claim for at, claim in self._claims.items() if claim.adapter != adapter and at != number}
+        self._installs.pop(number, None)
+        self._installs[number] = 0
+        self._claims = {at: claim for at, claim in self._claims.items() if claim.adapter != adapter}
+        self._claims[number] = _Claim(adapter, request.attempt, self._rank(request))
         self._stuck.clear()
 
     def _free_slot(self, adapter: str, rank: Rank) -> int | None:
@@ -250,28 +254,42 @@ class AdapterSlots:
 
     # ---- the runner ----
 
-    def take_installs(self) -> list[tuple[int, LoadedAdapter]]:
-        """(slot, adapter) to be installed before the next step."""
-        if not self._installs:
-            return []
-        installs = [(slot, self._known[adapter]) for slot, adapter in self._installs.items()]
-        self._num_installs += len(installs)
-        self._installs.clear()
+    def take_installs(self) -> list[Install]:
+        """What is to be installed before the next step: within the budget, but a part at least."""
+        installs: list[Install] = []
+        budget = self._budget
+        for number, first in list(self._installs.items()):
+            adapter = self._known[self._slots[number].adapter]
+            end = adapter.num_parts
+            if budget is not None:
+                size = max(1, adapter.num_bytes // end)
+                end = min(end, first + max(budget // size, 0 if installs else 1))
+                budget -= (end - first) * size
+            if end <= first:
+                break
+            installs.append(Install(number, adapter, range(first, end)))
+            self._installs[number] = end
+            if end == adapter.num_parts:
+                del self._installs[number]
+                self._num_installs += 1
+                self._stuck.clear()
         return installs
 
-    def not_installed(self, slot: int) -> None:
-        """What the slot holds is unknown: its requests have ended."""
-        held = self._slots[slot]
-        if held.adapter:
-            del self._slot_of[held.adapter]
-            held.adapter = ""
-        self._stuck.clear()
+    def not_installed(self, slot: int) -> list[str]:
+        """What the slot holds is unknown. Returns: the attempts that name its adapter: they must end."""
+        adapter = self._slots[slot].adapter
+        if adapter:
+            del self._slot_of[adapter]
+            self._empty(slot)
+        return [attempt for attempt, name in self._adapter_of.items() if name == adapter]
 
     # ---- what is read from outside ----
 
     def stats(self) -> AdapterStats:
         running = tuple((slot.adapter, slot.pins) for slot in self._slots if slot.pins)
-        resident = tuple(slot.adapter for slot in self._slots if slot.adapter)
+        resident = tuple(
+            slot.adapter for number, slot in enumerate(self._slots) if slot.adapter and number not in self._installs
+        )
         return AdapterStats(resident, running, self._num_installs, self._num_evictions)
 
     def violations(self, live: Iterable[Request], running: Iterable[Request]) -> list[str]:
@@ -281,6 +299,8 @@ class AdapterSlots:
         for number, slot in enumerate(self._slots):
             if slot.pins != pins[number]:
                 out.append(f"slot {number} has {slot.pins} pins, {pins[number]} requests pin it")
+            if slot.pins and number in self._installs:
+                out.append(f"slot {number} is used before it is installed")
             if slot.adapter and self._slot_of.get(slot.adapter) != number:
                 out.append(
                     f"slot {number} holds {slot.adapter}, which is said to be in {self._slot_of.get(slot.adapter)}"

@@ -33,8 +33,8 @@ from diptych.engine.messages import (
     EngineStats,
     FirstCandidates,
     FirstToken,
+    Install,
     KvMode,
-    LoadedAdapter,
     PublishCached,
     PullBlocks,
     StepResult,
@@ -57,8 +57,6 @@ from diptych.engine.sched.requests.request import Request, State
 
 _FILL_S = 0.05
 """Time that a step that ends a prompt may spend on other prompts, under a policy that passes. On a GPU it is ample."""
-MOST_INSTALLS = 1
-"""Adapters that are copied into slots before a step in which sequences decode: they wait for it."""
 PROMPT_LOGPROBS_CHUNK = 256
 """Tokens of a chunk whose every row needs logits: they take 4 bytes a vocabulary entry each."""
 
@@ -350,7 +348,7 @@ class Scheduler:
 
     def begin_adapters(self) -> None:
         """Of a step. Sequences that decode wait for what is installed before it."""
-        self.adapters.begin_step(most_installs=MOST_INSTALLS if self.running.decoding else None)
+        self.adapters.begin_step(self.throughput.install_budget() if self.running.decoding else None)
 
     def add_prompts(self, out: SchedulerOutput) -> None:
         """What is left of the step's budgets goes to prompts."""
@@ -610,16 +608,15 @@ class Scheduler:
         """Block copies to carry out, in this order, before anything is computed, unpacked or packed."""
         return self.kv.take_copies()
 
-    def take_installs(self) -> list[tuple[int, LoadedAdapter]]:
-        """(slot, adapter) to be installed before the step is computed."""
+    def take_installs(self) -> list[Install]:
+        """To be carried out before the step is computed."""
         return self.adapters.take_installs()
 
     def install_failed(self, slot: int, error: DiptychError) -> None:
-        """Every request that has the slot ends."""
-        for request in list(self.requests.values()):
-            if self.adapters.slot_of(request) == slot:
+        """Every request that names its adapter ends."""
+        for attempt in self.adapters.not_installed(slot):
+            if (request := self.requests.get(attempt)) is not None:
                 self.live.fail(request, error)
-        self.adapters.not_installed(slot)
 
     def stats(self, *, steps: int, steps_ahead: int, busy_since: float | None) -> EngineStats:
         return report.stats(self.live, steps=steps, steps_ahead=steps_ahead, busy_since=busy_since)

@@ -9,6 +9,9 @@ _PATIENCE_S = 2.0
 tokens would otherwise come ever later, and steps would be too small for their fixed cost."""
 _POLLS_S = 1.0
 """The mean interval between polls is that of about so much time."""
+_INSTALL_SHARE = 0.1
+"""Of the time of a decode step: what is copied into slots of adapters before it."""
+_LEAST_INSTALL_S = 0.001
 MIN_MEASURED_TOKENS = 16
 """The time of a smaller chunk is overhead: its rate says nothing about a larger one."""
 
@@ -45,6 +48,8 @@ class ThroughputEstimator:
         self.copy_bytes_per_s = copy_first_guess
         self.disk_bytes_per_s = 0.0
         """From files into blocks; 0.0: not measured."""
+        self.install_bytes_per_s = 1e9
+        """Into slots of adapters, measured or guessed."""
         self.prefill_tokens_per_s = 0.0
         """0.0: nothing measured yet."""
         self.decode_step_s = 0.0
@@ -110,6 +115,15 @@ class ThroughputEstimator:
         """Blocks were copied to or from the host tier."""
         if duration_s > 0.0 and size_bytes:
             self.copy_bytes_per_s = self._mix(self.copy_bytes_per_s, size_bytes / duration_s)
+
+    def install_budget(self) -> int:
+        """Bytes of adapters that may be copied before a step for which sequences wait."""
+        return int(max(_LEAST_INSTALL_S, _INSTALL_SHARE * self.decode_step_s) * self.install_bytes_per_s)
+
+    def observe_install(self, duration_s: float, size_bytes: int) -> None:
+        """Parts of adapters were copied into slots."""
+        if duration_s > 0.0 and size_bytes:
+            self.install_bytes_per_s = self._mix(self.install_bytes_per_s, size_bytes / duration_s)
 
     def observe_disk(self, duration_s: float, size_bytes: int) -> None:
         """Blocks came from files: read, checked and copied into the pool."""

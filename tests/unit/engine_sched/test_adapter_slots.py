@@ -41,7 +41,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule(name=st.sampled_from(NAMES))
     def keep(self, name):
-        self.slots.keep(FakeAdapter(name))
+        self.slots.keep(FakeAdapter(name, num_bytes=3, num_parts=3))
         self.known.add(name)
 
     @rule(name=st.sampled_from(NAMES))
@@ -56,10 +56,10 @@ class Machine(RuleBasedStateMachine):
             self.slots.check(name)
             self.waiting.append(self.arrive(name))
 
-    @rule(room=st.integers(0, 5), most_installs=st.sampled_from([None, 1]))
-    def step(self, room=5, most_installs=None):
+    @rule(room=st.integers(0, 5), budget=st.sampled_from([None, 0, 1, 4]))
+    def step(self, room=5, budget=None):
         """As Scheduler.admit, in the order of arrival."""
-        self.slots.begin_step(most_installs=most_installs)
+        self.slots.begin_step(budget)
         while room:
             request = next((one for one in self.waiting if not self.slots.is_stuck(one)), None)
             if request is None:
@@ -72,12 +72,15 @@ class Machine(RuleBasedStateMachine):
             self.waiting.remove(request)
             self.running.append(request)
         installs = self.slots.take_installs()
-        assert most_installs is None or len(installs) <= most_installs
-        self.device.update((slot, adapter.id) for slot, adapter in installs)
+        assert budget is None or sum(one.num_bytes for one in installs) <= max(budget, 1)
+        for one in installs:
+            held = self.device.get(one.slot, "") if one.parts.start else ""
+            assert held == one.adapter.id * one.parts.start, "part after part"
+            self.device[one.slot] = one.adapter.id * one.parts.stop
         for request in self.running:
             adapter = request.source.prompt.adapter
             assert (request.seq.adapter >= 0) == bool(adapter)
-            assert not adapter or self.device[request.seq.adapter] == adapter
+            assert not adapter or self.device[request.seq.adapter] == adapter * 3
 
     @rule(data=st.data())
     def fork(self, data):
@@ -102,8 +105,8 @@ class Machine(RuleBasedStateMachine):
             self.running.remove(request)
             self.waiting = sorted([*self.waiting, request], key=lambda one: one.arrival)
 
-    @rule()
-    def nobody_waits_for_those_behind_it(self):
+    @rule(data=st.data())
+    def nobody_waits_for_those_behind_it(self, data):
         """While younger requests for what is resident keep coming, the first that waits starts once those that ran have ended."""
         self.step()
         if not self.waiting:
@@ -115,9 +118,11 @@ class Machine(RuleBasedStateMachine):
             for name in self.slots.stats().resident:
                 if name in self.known:
                     self.waiting.append(self.arrive(name))
-            self.step()
+            self.step(budget=data.draw(st.sampled_from([None, 1])))
             if first in self.running:
                 return
+        for _ in range(3 * self.num_slots):
+            self.step(budget=1)  # until it is installed
         assert first in self.running, (first, self.slots.stats())
 
     @invariant()
@@ -154,7 +159,8 @@ def test_a_free_slot_waits_for_the_older_adapter_that_has_claimed_it():
     machine = Machine()
     machine.begin(num_slots=1)
     running, older, younger = (machine.arrive(name) for name in "abc")
-    machine.slots.begin_step(most_installs=None)
+    machine.slots.begin_step(None)
+    assert machine.slots.may_run(running)
     machine.slots.take(running)
     assert not machine.slots.may_run(older)
     machine.slots.leave(running)

@@ -108,17 +108,25 @@ def test_the_slot_of_an_adapter_that_others_wait_for_is_taken_last(kit):
     assert engine.stats().adapters.installs == 3
 
 
-def test_a_step_that_others_decode_in_waits_for_one_install_only(kit):
-    installed = []
-    runner = FakeRunner(64, kit.BLOCK, max_loras=4)
-    runner.before_install = lambda slot, adapter: installed.append(runner.executed_steps)
-    engine = kit.make_lora_engine("abcd", 4, runner)
+def test_sequences_that_decode_wait_for_a_part_of_an_adapter_at_a_time(kit):
+    """Drill: an adapter of 20 MB was copied as a whole before one step."""
+    seen, installed = [], []
+    runner = FakeRunner(
+        64, kit.BLOCK, max_loras=4, before_execute=lambda seqs: seen.append({seq.attempt for seq in seqs}),
+        before_install=lambda slot, adapter: installed.append((runner.executed_steps, slot)),
+    )  # fmt: skip
+    engine = kit.make_lora_engine((), 4, runner)
+    budget = engine.core.scheduler.throughput.install_budget()
+    for name in "ab":
+        engine.send(KeepAdapter(FakeAdapter(kit.adapter_id(name), num_bytes=5 * budget, num_parts=10)))
     engine.send(request_of(kit, "", "base", 20))
     engine.step()
-    for name in "abcd":
+    for name in "ab":
         engine.send(request_of(kit, name, max_tokens=2))
     kit.run_until_idle(engine)
-    assert len(installed) == len(set(installed)) == 4
+    assert installed == [(step, 0 if step <= 5 else 1) for step in range(1, 11)], "two parts before each step"
+    assert all("base" in step for step in seen[:20]), "which goes on meanwhile"
+    assert [next(i for i, step in enumerate(seen) if name in step) for name in "ab"] == [6, 11]
     idle = kit.make_lora_engine("abcd", 4)
     for name in "abcd":
         idle.send(request_of(kit, name, max_tokens=2))
@@ -218,7 +226,7 @@ def test_under_the_priority_policy_a_slot_is_taken_from_those_of_less_importance
         assert engine.stats().preemptions_total == (slots == 1 and important < 5)
         return next(i for i, step in enumerate(seen) if "b0" in step)
 
-    assert [first_steps(1, 1), first_steps(2, 1), first_steps(1, 5), first_steps(1, 9)] == [1, 1, 8, 8]
+    assert [first_steps(1, 1), first_steps(2, 1), first_steps(1, 5), first_steps(1, 9)] == [1, 2, 8, 8]
 
 
 def test_blocks_that_come_back_or_come_from_elsewhere_are_those_of_the_same_adapter(kit):
