@@ -3,6 +3,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from diptych_tests import quick_interpreter
+
+quick_interpreter.install()
+
 
 @pytest.fixture
 def cuda() -> str:

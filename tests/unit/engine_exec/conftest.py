@@ -18,6 +18,9 @@ from diptych.common.sampling import SamplingParams
 from diptych.engine.exec.model_runner import TorchModelRunner
 from diptych.engine.messages import ScheduledSeq
 from diptych.engine.step_messages import UNKNOWN_TOKEN
+from diptych_tests import quick_interpreter
+
+quick_interpreter.install()
 
 GREEDY = SamplingParams(max_tokens=64, temperature=0.0)
 # Shapes that the compiled kernels take at every width of vectors.
