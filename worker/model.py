@@ -18,7 +18,7 @@ from diptych.common.block_identity import IdentityHeader
 from diptych.common.checkpoint.hashing import CheckpointHash
 from diptych.common.compat import Compat, identified
 from diptych.common.errors import ConfigError, InternalError
-from diptych.common.kv_format import COMPUTE_DTYPES, KvFormat, kv_elements
+from diptych.common.kv_format import COMPUTE_DTYPES, KvFormat, dtype_bytes, kv_elements
 from diptych.common.kv_groups import PoolDemand
 from diptych.common.sampling import SamplingParams
 from diptych.common.secret import derive_key, load_secret
@@ -79,16 +79,24 @@ class LoadedModel:
 
 
 def choose_num_blocks(
-    config: WorkerConfig, kv: KvFormat, demand: PoolDemand, *, max_model_len: int, available_bytes: int
+    config: WorkerConfig,
+    kv: KvFormat,
+    demand: PoolDemand,
+    *,
+    max_model_len: int,
+    available_bytes: int,
+    lora_bytes: int = 0,
 ) -> int:
     """KV blocks of the first group's pool: the configured number, else as many as fit into memory together with the window
     groups' (`demand`), at least one whole context.
 
+    Args: lora_bytes: of the slots for adapters, which are in the same memory.
     Raises: ConfigError when kv_memory_bytes is less than one block, or the configured memory is not available.
     """
     if config.device == "cpu":
         for name, wanted in (
             ("num_blocks", demand.pool_bytes(kv, config.num_blocks) if config.num_blocks else 0),
+            ("max_loras", lora_bytes),
             ("num_host_blocks", config.num_host_blocks * kv.block_bytes),
             ("kv_memory_bytes", config.kv_memory_bytes),
             ("num_slabs", config.num_slabs * config.slab_bytes if ROLES[config.role].publishes else 0),
@@ -102,7 +110,7 @@ def choose_num_blocks(
         if config.kv_memory_bytes < kv.block_bytes:
             raise ConfigError("kv_memory_bytes", config.kv_memory_bytes, f"one block takes {kv.block_bytes} bytes")
         return demand.most_blocks(kv, config.kv_memory_bytes)
-    share = demand.most_blocks(kv, min(int(available_bytes * _KV_SHARE), _KV_MOST_BYTES))
+    share = demand.most_blocks(kv, min(int((available_bytes - lora_bytes) * _KV_SHARE), _KV_MOST_BYTES))
     return max(share, -(-max_model_len // config.block_size) + 1)
 
 
@@ -131,6 +139,7 @@ def _load(
     from diptych.engine.exec.attention import attention_version
     from diptych.engine.exec.cuda.sizing import PoolBudget
     from diptych.engine.exec.kv_pool import kv_format_of
+    from diptych.engine.exec.lora import LoraSizes, slot_bytes
     from diptych.engine.exec.model_runner import TorchModelRunner
     from diptych.engine.exec.models.registry import describe
     from diptych.engine.exec.sampler import SAMPLER_VERSION
@@ -156,12 +165,14 @@ def _load(
     budget = None
     if config.device == "cuda" and not config.num_blocks and not config.kv_memory_bytes:
         budget = PoolBudget(config.gpu_memory_utilization, config.max_num_batched_tokens, _ring_on_gpu(config))
+    max_loras = config.max_loras if config.enable_lora else 0
     num_blocks = choose_num_blocks(
         config,
         kv,
         demand,
         max_model_len=max_model_len,
         available_bytes=available_bytes(),
+        lora_bytes=slot_bytes(parsed, LoraSizes(max_loras, config.max_lora_rank), dtype_bytes(config.dtype)),
     )
     log.info("loading the model", folder=str(folder), dtype=config.dtype, num_blocks=num_blocks)
     # Python code for a second, while the weights are read and a GPU computes.
@@ -180,7 +191,7 @@ def _load(
         demand=demand,
         batch_invariant=config.batch_invariant,
         kv_cache_dtype=config.kv_cache_dtype,
-        max_loras=config.max_loras if config.enable_lora else 0,
+        max_loras=max_loras,
         max_lora_rank=config.max_lora_rank,
     )
     waited = time.monotonic()

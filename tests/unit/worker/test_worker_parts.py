@@ -60,6 +60,16 @@ def test_pool_size() -> None:
     with pytest.raises(ConfigError):
         blocks(kv_memory_bytes=999)
     gib = 1 << 30
+    config = WorkerConfig(enable_lora=True, lora_dir=("/adapters",), max_loras=3)
+
+    def beside(lora_bytes: int) -> int:
+        return choose_num_blocks(
+            config, FULL, PoolDemand(), max_model_len=160, available_bytes=gib, lora_bytes=lora_bytes
+        )
+
+    assert beside(gib // 2) == blocks(available=gib // 2) < beside(0), "adapters' slots are in the same memory"
+    with pytest.raises(ConfigError, match=r"max_loras=3: takes 1.5 GiB, and 1.0 GiB are free"):
+        beside(3 * gib // 2)
     for name, value in (("num_blocks", 2**31 - 1), ("num_host_blocks", 2**31 - 1), ("kv_memory_bytes", 9 * gib)):
         with pytest.raises(ConfigError, match=rf"{name}={value}: takes [0-9,.]+ GiB, and 8.0 GiB are free"):
             blocks(available=8 * gib, **{name: value})
