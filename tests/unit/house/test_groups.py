@@ -52,7 +52,7 @@ def run(folder: Path, *flags: str) -> list[str]:
     hooks = (
         CONFTEST.read_text(encoding="utf-8").partition("_CLUSTER = ")[2].partition("@pytest.fixture(autouse=True)")[0]
     )
-    head = "from __future__ import annotations\nimport re, pathlib, pytest\nfrom functools import cache\n"
+    head = "from __future__ import annotations\nimport gc, re, pathlib, pytest\nfrom functools import cache\n"
     (folder / "conftest.py").write_text(f"{head}ROOT = pathlib.Path(__file__).parent\n{SHARED}\n_CLUSTER = {hooks}")
     (folder / "pytest.ini").write_text("[pytest]\n")
     (folder / "t").mkdir()
