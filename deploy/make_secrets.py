@@ -21,8 +21,18 @@ CLUSTER = "diptych"
 _CONNECT = "+ping +client|setinfo +client|setname"
 _WORKER = f"{_CONNECT} +eval +time +type +del +get +set +hget +hset +sadd +srem +pexpire +expire +xadd"
 _WORKER_KEYS = ("~{}:worker:*", "~{}:start:*", "~{}:workers", "~{}:kv:*")
-_ROUTER = f"{_CONNECT} +eval +time +type +del +hget +hgetall +hset +sadd +srem +smembers +pexpire +xread"
-_ROUTER_KEYS = ("%R~{}:worker:*", "~{}:workers", "%R~{}:kv:*", "~{}:pending:*", "~{}:routers", "~{}:budget:*")
+_ROUTER = (
+    f"{_CONNECT} +eval +time +type +del +get +set +hget +hgetall +hset +hdel +sadd +srem +smembers +pexpire +xread"
+)
+_ROUTER_KEYS = (
+    "%R~{}:worker:*",
+    "~{}:workers",
+    "%R~{}:kv:*",
+    "~{}:pending:*",
+    "~{}:routers",
+    "~{}:budget:*",
+    "~{}:adapters*",
+)
 
 
 def acl(worker: str, router: str) -> str:

@@ -9,6 +9,14 @@ from collections.abc import Mapping
 import msgspec
 
 from diptych.common.block_identity import KEY_BYTES
+from diptych.common.store.adapters import (
+    MAX_FOLDER_CHARS,
+    MAX_VERSIONS,
+    AdapterEntry,
+    AdapterVersion,
+    is_adapter_id,
+    is_adapter_name,
+)
 from diptych.common.store.interface import KvEvent, Pending
 from diptych.common.store.worker_record import WorkerRecord
 from diptych.common.tiers import DEVICE, TIER_NAMES
@@ -29,6 +37,7 @@ _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
 _ADDRESS = re.compile(r"[A-Za-z0-9.:_\[\]-]{1,255}:[0-9]{1,5}|unix:[^\x00-\x1f]{1,255}")
 _ADAPTER = re.compile(r"[0-9a-f]{32}")
 _decoder = msgspec.json.Decoder(WorkerRecord)
+_adapter_decoder = msgspec.json.Decoder(AdapterEntry)
 
 
 class BadRowError(ValueError):
@@ -157,6 +166,43 @@ def decode_pending(fields: Mapping[bytes, bytes]) -> dict[str, tuple[int, int]]:
             raise BadRowError("pending: worker id is not UTF-8") from None
         found[worker_id] = (_count(tokens, "tokens"), _count(requests, "requests"))
     return found
+
+
+def encode_adapter(entry: AdapterEntry) -> bytes:
+    return msgspec.json.encode(entry)
+
+
+def decode_adapter(name: str, raw: bytes) -> AdapterEntry:
+    """Raises: BadRowError unless `raw` is this name's entry, with values in range and pointers to versions that it has."""
+    if len(raw) > MAX_RECORD_BYTES:
+        raise BadRowError(f"adapter: {len(raw)} bytes, more than {MAX_RECORD_BYTES}")
+    try:
+        entry = _adapter_decoder.decode(raw)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as err:
+        raise BadRowError(f"adapter: {err}") from None
+    if entry.name != name or not is_adapter_name(name):
+        raise BadRowError("adapter: names another one")
+    if not 0 < len(entry.versions) <= MAX_VERSIONS:
+        raise BadRowError("adapter.versions: out of range")
+    for version in entry.versions:
+        _check_version(version)
+    if len({version.number for version in entry.versions}) != len(entry.versions):
+        raise BadRowError("adapter.versions: two have one number")
+    if not entry.has(entry.stable) or (entry.canary and not entry.has(entry.canary)):
+        raise BadRowError("adapter.stable: there is no such version")
+    if not 0.0 <= entry.canary_share <= 1.0:
+        raise BadRowError("adapter.canary_share: out of range")
+    return entry
+
+
+def _check_version(version: AdapterVersion) -> None:
+    if not is_adapter_id(version.adapter_id):
+        raise BadRowError("adapter.adapter_id: must be 32 hexadecimal digits")
+    if not 0 < len(version.folder) <= MAX_FOLDER_CHARS:
+        raise BadRowError("adapter.folder: empty or too long")
+    for name, least in (("number", 1), ("rank", 1), ("num_bytes", 0), ("created", 0)):
+        if not least <= getattr(version, name) <= MAX_COUNT:
+            raise BadRowError(f"adapter.{name}: out of range")
 
 
 def _count(raw: bytes, what: str) -> int:

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from diptych.common.store.adapters import AdapterEntry, AdapterTable
 from diptych.common.store.worker_record import WorkerRecord
 from diptych.common.tiers import DEVICE
 
@@ -58,7 +59,26 @@ class BudgetStore(Protocol):
         ...
 
 
-class Store(PendingStore, BudgetStore, Protocol):
+class AdapterStore(Protocol):
+    """The registry of adapters, see adapters.py. It is the one thing here that no worker can write again: routers do, from
+    what they last read. Bounded in time; StoreError when the store cannot be reached."""
+
+    async def read_adapters(self, known: int) -> AdapterTable | None:
+        """The registry; None: its revision is `known`. After a loss of all data the revision is 0."""
+        ...
+
+    async def write_adapter(self, name: str, entry: AdapterEntry | None, *, revision: int) -> int | None:
+        """Set one name's entry (None: remove it), if the registry still has this revision. Returns: its revision after
+        that; None: it has another one, and nothing is changed."""
+        ...
+
+    async def restore_adapters(self, table: AdapterTable) -> bool:
+        """Write the whole registry, if there is none: its revision becomes one more than the table's. Returns: whether it
+        was written."""
+        ...
+
+
+class Store(PendingStore, BudgetStore, AdapterStore, Protocol):
     """Every method is bounded in time and raises StoreError when the store cannot be reached."""
 
     async def put_worker(self, record: WorkerRecord, *, ttl_s: float) -> bool:

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Mapping, Sequence
 
 from diptych.common.clock import Clock
+from diptych.common.store.adapters import AdapterEntry, AdapterTable
 from diptych.common.store.interface import KvEvent, Pending, StoreError
 from diptych.common.store.worker_record import WorkerRecord
 
@@ -22,6 +23,7 @@ class MemoryStore:
         self._events: dict[str, list[tuple[int, KvEvent]]] = {}
         self._pending: dict[str, tuple[Pending, float]] = {}
         self._buckets: dict[str, tuple[float, float]] = {}
+        self._adapters = AdapterTable()
         self._counter = 0
         self._changed = asyncio.Event()
         self.available = True
@@ -32,6 +34,7 @@ class MemoryStore:
         self._events.clear()
         self._pending.clear()
         self._buckets.clear()
+        self._adapters = AdapterTable()
         self._youngest.clear()
 
     def _check(self) -> None:
@@ -115,6 +118,28 @@ class MemoryStore:
         granted = max(want, -full) if want < 0 else max(0.0, min(want, level))
         self._buckets[name] = (min(full, level - granted), now)
         return granted, self._buckets[name][0]
+
+    async def read_adapters(self, known: int) -> AdapterTable | None:
+        self._check()
+        return None if self._adapters.revision == known else self._adapters
+
+    async def write_adapter(self, name: str, entry: AdapterEntry | None, *, revision: int) -> int | None:
+        self._check()
+        table = self._adapters
+        if table.revision != revision:
+            return None
+        entries = {other: kept for other, kept in table.entries.items() if other != name}
+        if entry is not None:
+            entries[name] = entry
+        self._adapters = AdapterTable(revision + 1, entries)
+        return revision + 1
+
+    async def restore_adapters(self, table: AdapterTable) -> bool:
+        self._check()
+        if self._adapters.revision:
+            return False
+        self._adapters = AdapterTable(table.revision + 1, dict(table.entries))
+        return True
 
     async def close(self) -> None:
         pass

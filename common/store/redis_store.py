@@ -6,6 +6,8 @@
     {cluster}:kv:ID         stream of cache events, MAXLEN ~
     {cluster}:routers       set of router ids that ever had something pending (swept by readers)
     {cluster}:pending:ID    hash under a TTL: worker id -> "tokens requests" that the router placed there
+    {cluster}:adapters      hash: name of an adapter -> its entry (JSON)
+    {cluster}:adapters:rev  revision of that hash, one more with every change
 
 Incarnations are ordered by a start number that Redis draws at the first registration: its own clock in microseconds, or
 one more than the last, whichever is larger, so that the order survives a FLUSHALL. A key of a wrong type is replaced.
@@ -30,12 +32,15 @@ from redis.exceptions import (
 
 from diptych.common.errors import ConfigError
 from diptych.common.lookup import NameLookup, is_name
+from diptych.common.store.adapters import MAX_ADAPTERS, AdapterEntry, AdapterTable
 from diptych.common.store.codec import (
     BadRowError,
     check_id,
+    decode_adapter,
     decode_event,
     decode_pending,
     decode_record,
+    encode_adapter,
     encode_event,
     encode_pending,
     encode_record,
@@ -154,6 +159,42 @@ level = math.min(full, level - granted)
 redis.call('HSET', KEYS[1], 'level', string.format('%.6f', level), 'at', string.format('%.6f', now))
 redis.call('PEXPIRE', KEYS[1], 120000)
 return {string.format('%.6f', granted), string.format('%.6f', level)}
+"""
+
+
+# KEYS: adapters, revision. ARGV: the known revision. Returns nil where it is that one, else the revision and the hash.
+_READ_ADAPTERS = """
+if redis.call('TYPE', KEYS[2]).ok ~= 'string' then
+  if ARGV[1] == '0' then return nil end
+  return {'0', {}}
+end
+local revision = redis.call('GET', KEYS[2])
+if revision == ARGV[1] then return nil end
+if redis.call('TYPE', KEYS[1]).ok ~= 'hash' then return {revision, {}} end
+return {revision, redis.call('HGETALL', KEYS[1])}
+"""
+
+# KEYS: adapters, revision. ARGV: the expected revision, name, entry ("": remove it). Returns the new revision, or "".
+_WRITE_ADAPTER = """
+local kind = redis.call('TYPE', KEYS[2]).ok
+local revision = kind == 'string' and redis.call('GET', KEYS[2]) or '0'
+if revision ~= ARGV[1] then return '' end
+if kind ~= 'string' then redis.call('DEL', KEYS[1], KEYS[2]) end
+local is = redis.call('TYPE', KEYS[1]).ok
+if is ~= 'hash' and is ~= 'none' then redis.call('DEL', KEYS[1]) end
+if ARGV[3] == '' then redis.call('HDEL', KEYS[1], ARGV[2]) else redis.call('HSET', KEYS[1], ARGV[2], ARGV[3]) end
+local text = string.format('%.0f', tonumber(revision) + 1)
+redis.call('SET', KEYS[2], text)
+return text
+"""
+
+# KEYS: adapters, revision. ARGV: the revision to set, then names and entries. Returns whether there was none.
+_RESTORE_ADAPTERS = """
+if redis.call('TYPE', KEYS[2]).ok == 'string' then return 0 end
+redis.call('DEL', KEYS[1], KEYS[2])
+for i = 2, #ARGV, 2 do redis.call('HSET', KEYS[1], ARGV[i], ARGV[i + 1]) end
+redis.call('SET', KEYS[2], ARGV[1])
+return 1
 """
 
 
@@ -426,6 +467,37 @@ class RedisStore:
         key = self._key("budget", check_id(name, "budget"))
         granted, level = await self._eval(_LEASE, [key], [per_minute, f"{want:.6f}"])
         return float(granted), float(level)
+
+    @property
+    def _adapter_keys(self) -> list[str]:
+        return [self._key("adapters"), self._key("adapters", "rev")]
+
+    async def read_adapters(self, known: int) -> AdapterTable | None:
+        answer = await self._eval(_READ_ADAPTERS, self._adapter_keys, [str(known)])
+        if answer is None:
+            return None
+        revision, flat = answer
+        if not revision.isdigit() or len(revision) > 16:
+            raise StoreError("redis: the revision of the adapters is not a number")
+        entries = {}
+        for raw_name, raw in zip(flat[::2], flat[1::2], strict=True):
+            try:
+                name = raw_name.decode()
+                entries[name] = decode_adapter(name, raw)
+            except (BadRowError, UnicodeDecodeError):
+                self.bad_rows += 1
+        return AdapterTable(int(revision), dict(sorted(entries.items())[:MAX_ADAPTERS]))
+
+    async def write_adapter(self, name: str, entry: AdapterEntry | None, *, revision: int) -> int | None:
+        row = b"" if entry is None else encode_adapter(entry)
+        answer = await self._eval(_WRITE_ADAPTER, self._adapter_keys, [str(revision), name, row])
+        return int(answer) if answer else None
+
+    async def restore_adapters(self, table: AdapterTable) -> bool:
+        args: list[Any] = [str(table.revision + 1)]
+        for name, entry in table.entries.items():
+            args += [name, encode_adapter(entry)]
+        return bool(await self._eval(_RESTORE_ADAPTERS, self._adapter_keys, args))
 
     async def close(self) -> None:
         await asyncio.gather(*self._closing, return_exceptions=True)

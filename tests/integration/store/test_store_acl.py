@@ -14,9 +14,10 @@ import redis.asyncio as aioredis
 from redis.exceptions import NoPermissionError
 
 from diptych.cli.up.embedded_redis import server_binary
+from diptych.common.store.adapters import AdapterTable
 from diptych.common.store.interface import KvEvent
 from diptych.common.store.redis_store import RedisStore
-from diptych_tests.records import worker_record
+from diptych_tests.records import adapter_entry, worker_record
 from diptych_tests.scripts import load_script
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -73,12 +74,16 @@ async def test_each_role_may_do_its_work(stores: tuple[RedisStore, RedisStore]) 
     await router.put_pending("r1", {"p0": PENDING}, ttl_s=30)
     assert (await router.list_pending())["r1"]["p0"] == PENDING
     assert (await router.lease_tokens("acme", per_minute=600, want=5.0))[0] == 5.0
+    assert await router.restore_adapters(AdapterTable(0, {}))
+    assert await router.write_adapter("poems", adapter_entry("poems"), revision=1) == 2
+    assert await router.write_adapter("poems", None, revision=2) == 3
+    assert await router.read_adapters(2) == AdapterTable(3, {})
     await worker.remove_worker("p0", "a1")
     assert await router.list_workers() == []
 
 
 WORKERS_OWN = ["{diptych}:worker:p0", "{diptych}:workers", "{diptych}:start:p0", "{diptych}:kv:p0"]
-ROUTERS_OWN = ["{diptych}:pending:r0", "{diptych}:routers", "{diptych}:budget:acme"]
+ROUTERS_OWN = ["{diptych}:pending:r0", "{diptych}:routers", "{diptych}:budget:acme", "{diptych}:adapters"]
 
 
 async def test_no_role_may_do_anothers_or_anything_else(server: str) -> None:
@@ -105,4 +110,4 @@ async def test_no_role_may_do_anothers_or_anything_else(server: str) -> None:
                 refused.append((role, command))
         finally:
             await client.aclose()
-    assert len(refused) == 6 + 3 + 8
+    assert len(refused) == 8 + 3 + 8

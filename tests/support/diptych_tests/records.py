@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from diptych.common.store.adapters import AdapterEntry, AdapterVersion
 from diptych.common.store.worker_record import WorkerLoad, WorkerRecord
 from diptych.router.placement.types import WorkerView
 
@@ -28,3 +29,21 @@ def worker_view(
     rates = {"prefill_tokens_per_s": 100.0, "decode_step_s": 0.03}
     record = worker_record(worker_id, incarnation=f"i-{worker_id}", load=WorkerLoad(**(rates | load)))
     return WorkerView(record, hit, (), pending, requests, reported_at)
+
+
+def adapter_version(number: int = 1, content: str = "", **changes: Any) -> AdapterVersion:
+    """`content`: what its id is made of; default: its number."""
+    made = f"{int((content or str(number)).encode().hex(), 16):032x}"[-32:]
+    plain: dict[str, Any] = {
+        "adapter_id": made,
+        "folder": f"/adapters/{content or number}",
+        "rank": 8,
+        "num_bytes": 4096,
+    }
+    return AdapterVersion(**({"number": number, "created": 1} | plain | changes))
+
+
+def adapter_entry(name: str = "poems", *contents: str, model: str = "tiny", **changes: Any) -> AdapterEntry:
+    """A name with a version for each content; the last is stable."""
+    versions = tuple(adapter_version(i, content) for i, content in enumerate(contents or (name,), 1))
+    return AdapterEntry(**({"name": name, "model": model, "versions": versions, "stable": len(versions)} | changes))

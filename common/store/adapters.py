@@ -1,0 +1,223 @@
+"""The registry of adapters: names, their versions, and the one that answers a request. Pure.
+
+    name --> versions 1, 2, 3, ...       each has an id (a hash of its content) and the folder of its files
+         --> stable                      answers
+             canary, canary_share        answers that share of the requests instead
+             previous                    was stable before: a rollback returns to it
+
+A name is a label. Behind the router only ids exist, so that other weights under the same name are another identity. The
+choice depends only on the name and the request's id: every router, and every retry, makes the same one.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from hashlib import blake2b
+
+import msgspec
+
+from diptych.common.errors import InvalidRequestError
+
+MAX_ADAPTERS = 1024
+"""Most names of a cluster."""
+MAX_VERSIONS = 8
+"""Of one name; older ones are forgotten."""
+MAX_FOLDER_CHARS = 4096
+MAX_NAME_CHARS = 128
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}")
+_ID = re.compile(r"[0-9a-f]{32}")
+_SCALE = 2**32
+
+
+class AdapterVersion(msgspec.Struct, frozen=True):
+    """One version of an adapter.
+
+    Args:
+        number: from 1, rising; never used twice for a name.
+        adapter_id: 32 hexadecimal digits, the hash of configuration and tensors.
+        folder: of its files, as workers open it.
+        rank: the largest of its modules.
+        num_bytes: of its tensors.
+        created: Unix seconds.
+    """
+
+    number: int
+    adapter_id: str
+    folder: str
+    rank: int
+    num_bytes: int
+    created: int
+
+
+class AdapterEntry(msgspec.Struct, frozen=True):
+    """What the registry knows of a name. `model`: the base model's name. See the module for the other fields; 0: none."""
+
+    name: str
+    model: str
+    versions: tuple[AdapterVersion, ...]
+    stable: int
+    canary: int = 0
+    canary_share: float = 0.0
+    previous: int = 0
+
+    def version(self, number: int) -> AdapterVersion:
+        """Raises: InvalidRequestError for a number that is not kept."""
+        for version in self.versions:
+            if version.number == number:
+                return version
+        kept = ", ".join(str(version.number) for version in self.versions)
+        raise InvalidRequestError(f"version: {self.name} has no version {number}; it has {kept}", param="version")
+
+    def has(self, number: int) -> bool:
+        return any(version.number == number for version in self.versions)
+
+    @property
+    def adapter_ids(self) -> frozenset[str]:
+        """Of all versions that are kept."""
+        return frozenset(version.adapter_id for version in self.versions)
+
+
+class AdapterTable(msgspec.Struct, frozen=True):
+    """The whole registry. `revision`: rises with every change; 0: the store has none."""
+
+    revision: int = 0
+    entries: Mapping[str, AdapterEntry] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class ChosenAdapter:
+    """The one version that answers a request, under the name by which it was asked for."""
+
+    name: str
+    version: AdapterVersion
+
+    @property
+    def adapter_id(self) -> str:
+        return self.version.adapter_id
+
+
+def is_adapter_name(name: str) -> bool:
+    """Whether this could be an adapter's name: 1 to 128 letters, digits or ._:/-, the first a letter or digit."""
+    return _NAME.fullmatch(name) is not None
+
+
+def check_name(name: object) -> str:
+    """Raises: InvalidRequestError naming `lora_name`."""
+    if not isinstance(name, str) or not is_adapter_name(name):
+        raise InvalidRequestError("lora_name must be 1 to 128 letters, digits or ._:/-", param="lora_name")
+    return name
+
+
+def is_adapter_id(text: str) -> bool:
+    return _ID.fullmatch(text) is not None
+
+
+def check_share(share: object) -> float:
+    """Raises: InvalidRequestError naming `canary_share`."""
+    if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0.0 <= share <= 1.0:
+        raise InvalidRequestError("canary_share must be a number from 0 to 1", param="canary_share")
+    return float(share)
+
+
+def resolve(entry: AdapterEntry, request_id: str) -> AdapterVersion:
+    """The version that answers the request of this id."""
+    is_canary = entry.canary and _draw(entry.name, request_id) < entry.canary_share
+    return entry.version(entry.canary if is_canary else entry.stable)
+
+
+def _draw(name: str, request_id: str) -> float:
+    """A number in [0, 1), the same for the same name and id."""
+    digest = blake2b(f"{name}\0{request_id}".encode(), digest_size=4, person=b"adapter").digest()
+    return int.from_bytes(digest, "big") / _SCALE
+
+
+def with_version(
+    entry: AdapterEntry | None, fresh: AdapterEntry, *, in_place: bool = False, canary_share: float = 0.0
+) -> AdapterEntry:
+    """The entry after a load.
+
+    Args:
+        entry: of that name so far; None: there is none.
+        fresh: the loaded version, as the only one of a new entry.
+        in_place: replace the stable version of a name that exists.
+        canary_share: above 0: the version becomes the canary instead.
+    Raises: InvalidRequestError where the name exists and neither is given, or belongs to another model, or a canary has
+        no stable version beside it.
+    """
+    if entry is None:
+        if canary_share:
+            rule = f"canary_share: {fresh.name} has no version yet that the canary could be compared with"
+            raise InvalidRequestError(rule, param="canary_share")
+        return fresh
+    if entry.model != fresh.model:
+        rule = f"lora_name: {entry.name} is an adapter of the model {entry.model!r}, not of {fresh.model!r}"
+        raise InvalidRequestError(rule, param="lora_name")
+    if not in_place and not canary_share:
+        raise InvalidRequestError(
+            f"The lora adapter '{entry.name}' has already been loaded. If you want to load the adapter in place, set "
+            "'load_inplace' to True.",
+            param="lora_name",
+        )
+    (loaded,) = fresh.versions
+    current = entry.version(entry.canary if canary_share and entry.canary else entry.stable)
+    same = (current.adapter_id, current.folder) == (loaded.adapter_id, loaded.folder)
+    if not same:
+        last = max(version.number for version in entry.versions)
+        current = msgspec.structs.replace(loaded, number=last + 1)
+        entry = msgspec.structs.replace(entry, versions=(*entry.versions, current))
+    if canary_share:
+        return with_canary(entry, current.number, canary_share)
+    return _pruned(_pointed(entry, current.number))
+
+
+def _pointed(entry: AdapterEntry, number: int) -> AdapterEntry:
+    """With another stable version, and no canary."""
+    previous = entry.previous if number == entry.stable else entry.stable
+    return msgspec.structs.replace(entry, stable=number, previous=previous, canary=0, canary_share=0.0)
+
+
+def with_canary(entry: AdapterEntry, number: int, share: float) -> AdapterEntry:
+    """With a canary for a share of the requests; 0.0: without one. Raises: InvalidRequestError for a version that is not
+    kept, or the stable one."""
+    if not share:
+        return _pruned(msgspec.structs.replace(entry, canary=0, canary_share=0.0))
+    entry.version(number)
+    if number == entry.stable:
+        raise InvalidRequestError(f"version: {number} is the stable version of {entry.name}", param="version")
+    return _pruned(msgspec.structs.replace(entry, canary=number, canary_share=share))
+
+
+def promoted(entry: AdapterEntry) -> AdapterEntry:
+    """The canary becomes the stable version. Raises: InvalidRequestError without one."""
+    if not entry.canary:
+        raise InvalidRequestError(f"lora_name: {entry.name} has no canary to promote", param="lora_name")
+    return _pruned(_pointed(entry, entry.canary))
+
+
+def rolled_back(entry: AdapterEntry, to: int = 0) -> AdapterEntry:
+    """Without the canary; or, if there is none, with the version before as the stable one. `to`: this version becomes
+    stable in any case. Raises: InvalidRequestError where there is none to go back to."""
+    if to:
+        entry.version(to)
+        return _pruned(_pointed(entry, to))
+    if entry.canary:
+        return with_canary(entry, 0, 0.0)
+    if not entry.previous or not entry.has(entry.previous):
+        raise InvalidRequestError(f"lora_name: {entry.name} has no earlier version to go back to", param="lora_name")
+    return _pruned(msgspec.structs.replace(entry, stable=entry.previous, previous=0))
+
+
+def _pruned(entry: AdapterEntry) -> AdapterEntry:
+    """With the versions that the entry points to, and the latest others."""
+    pointed = {entry.stable, entry.canary, entry.previous}
+    others = [version.number for version in entry.versions if version.number not in pointed]
+    kept = pointed | set(others[max(0, len(others) - (MAX_VERSIONS - len(pointed - {0}))) :])
+    return msgspec.structs.replace(entry, versions=tuple(v for v in entry.versions if v.number in kept))
+
+
+def unused_ids(before: AdapterEntry, after: AdapterEntry | None, table: AdapterTable) -> frozenset[str]:
+    """Ids of `before` that neither `after` nor another name of the table has: workers need not keep them."""
+    used = {one for entry in table.entries.values() if entry.name != before.name for one in entry.adapter_ids}
+    return before.adapter_ids - used - (after.adapter_ids if after is not None else frozenset())
