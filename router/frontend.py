@@ -33,6 +33,9 @@ from diptych.common.store.memory import MemoryStore
 from diptych.common.store.redis_store import RedisStore
 from diptych.common.text.token_bytes import Tokens
 from diptych.common.tls import load_redis_tls
+from diptych.router.adapters.operations import AdapterOperations
+from diptych.router.adapters.registry import AdapterRegistry
+from diptych.router.adapters.resolution import AdapterChoice, anybody, checked_choice, named_adapter
 from diptych.router.api.packed_ids import PackedIds
 from diptych.router.cluster.cluster import RETRY_AFTER_S, Cluster, new_router_id
 from diptych.router.config import RouterConfig
@@ -89,6 +92,14 @@ class Frontend:
         self._clock = clock or MonotonicClock()
         self._rng = rng or random.Random()
         self._created = int(time.time())
+        self._registry: AdapterRegistry | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+        self._may_use = anybody
+        self.adapters = AdapterOperations(
+            self._started_registry,
+            lambda: {name: model.cluster for name, model in self._models.items()},
+            others_read_s=lambda: 0.0 if isinstance(self._store, MemoryStore) else 2 * config.worker_poll_s,
+        )
         self._models: dict[str, ServedModel] = {}
         self._running: dict[str, Relay] = {}
         """By request id."""
@@ -148,13 +159,28 @@ class Frontend:
                 router_id=named,
                 is_mine=partial(belongs_to, checks, number),
             )
+        self._registry = AdapterRegistry(
+            self._store, poll_s=config.worker_poll_s, on_change=self.metrics.adapters.on_change
+        )
+        await self._registry.refresh()
+        self._tasks.append(asyncio.create_task(self._registry.run(), name="adapter registry"))
         for model in self._models.values():
             await model.start()
+
+    def _started_registry(self) -> AdapterRegistry:
+        """Raises: NoWorkerError before the start."""
+        if self._registry is None:
+            raise NoWorkerError("the router is not running")
+        return self._registry
 
     async def close(self) -> None:
         """Stop watching and release everything; running streams end with WorkerLostError. Idempotent."""
         if self._shadows is not None:
             await self._shadows.close()
+        tasks, self._tasks = self._tasks, []
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         models, self._models = self._models, {}
         for model in models.values():
             await model.close()
@@ -180,8 +206,44 @@ class Frontend:
             raise ModelNotFoundError(f"the model {shown!r} does not exist; there are {there}", param="model")
         return models[name]
 
-    def models(self) -> list[ModelInfo]:
-        return [ModelInfo(model.name, model.max_model_len(), self._created) for model in self._models.values()]
+    def _base(self, name: object) -> object:
+        """The base model's name, of an adapter's."""
+        entry = self._registry.find(name) if self._registry is not None and isinstance(name, str) else None
+        return name if entry is None or name in self._models else entry.model
+
+    def models(self, tenant: str = "") -> list[ModelInfo]:
+        """The models, then the adapters that the tenant may use."""
+        lengths = {model.name: model.max_model_len() for model in self._models.values()}
+        entries = [] if self._registry is None else self.adapters.entries()
+        return [ModelInfo(name, length, self._created) for name, length in lengths.items()] + [
+            ModelInfo(
+                entry.name,
+                lengths[entry.model],
+                entry.version(entry.stable).created,
+                parent=entry.model,
+                root=entry.version(entry.stable).folder,
+            )
+            for entry in entries
+            if self._may_use(tenant, entry.name)
+        ]
+
+    async def _choice(self, spec: UncheckedRequest) -> AdapterChoice | None:
+        """The adapter that the request names; None: the base model answers, or the check of its name fails. Raises:
+        ModelNotFoundError, InvalidRequestError."""
+        name, param = named_adapter(spec.model, spec.adapter, self._models)
+        if not name or self._registry is None:
+            return None
+        entry = await self._registry.look_up(name) if self._may_use(spec.tenant, name) else None
+        version = spec.adapter_version
+        return checked_choice(entry, name, param, model=spec.model, version=version, models=self._models)
+
+    def _choice_again(self, before: ValidatedRequest) -> AdapterChoice | None:
+        """As `_choice`, for another request of the same names."""
+        if before.adapter is None or self._registry is None:
+            return None
+        name, version = before.adapter.name, before.adapter.version.number if before.adapter.pinned else None
+        entry = self._registry.find(name) if self._may_use(before.tenant, name) else None
+        return checked_choice(entry, name, "adapter", model=before.model, version=version, models=self._models)
 
     def ready(self) -> tuple[bool, list[str]]:
         """Whether requests could be served now, and the reasons why not (or for being degraded): at the start for all
@@ -197,20 +259,24 @@ class Frontend:
 
     def features(self, model: object = "") -> ModelFeatures:
         """Features of the model; of the first for an unknown name (which `prepare` rejects)."""
+        model = self._base(model)
         found = self._models.get(model) if isinstance(model, str) else None
         found = found or next(iter(self._models.values()), None)
         return ModelFeatures() if found is None else found.folder.features
 
     def tokens(self, model: object = "") -> Tokens:
         """The model's tokens as bytes. Raises: ModelNotFoundError."""
-        return self._of(model).folder.token_bytes
+        return self._of(self._base(model)).folder.token_bytes
 
     async def tokenize(self, spec: UncheckedRequest) -> list[int]:
         """Token ids of the spec's prompt or messages. Raises: as `prepare` for these."""
+        if (choice := await self._choice(spec)) is not None:
+            spec = replace(spec, model=choice.entry.model)
         return await self._of(spec.model).intake.tokenize(spec)
 
     async def detokenize(self, model: object, token_ids: object) -> str:
         """Text of token ids, special tokens included. Raises: InvalidRequestError, ModelNotFoundError."""
+        model = self._base(model)
         return await self._of(model).intake.detokenize(model, token_ids)
 
     async def prepare(self, spec: UncheckedRequest) -> ValidatedRequest:
@@ -218,7 +284,11 @@ class Frontend:
         the parameter, ModelNotFoundError, OverloadedError."""
         began = self._clock.now()
         try:
-            prepared = traced(self._counted(await self._of(spec.model).intake.prepare(spec), began), spec)
+            choice = await self._choice(spec)
+            if choice is not None:
+                spec = replace(spec, model=choice.entry.model)
+            prepared = await self._of(spec.model).intake.prepare(spec, choice)
+            prepared = traced(self._counted(prepared, began), spec)
         except DiptychError as err:
             self._refused(err, spec.tenant)
             raise
@@ -232,8 +302,9 @@ class Frontend:
         """See RequestPreprocessor.prepare_again. Raises: as prepare."""
         began = self._clock.now()
         try:
-            intake = self._of(before.model).intake
-            return self._counted(intake.prepare_again(before, prompt, timeout_s, draws_seed=draws_seed), began)
+            intake, choice = self._of(before.model).intake, self._choice_again(before)
+            again = intake.prepare_again(before, prompt, timeout_s, draws_seed=draws_seed, adapter=choice)
+            return self._counted(again, began)
         except DiptychError as err:
             self._refused(err, before.tenant)
             raise
@@ -447,6 +518,10 @@ class Frontend:
         for model in self._models.values():
             model.cluster.wait_queue.use_shares(share)
             model.intake.retention.rank = lambda tenant: share(tenant).rank
+
+    def use_adapter_limits(self, may_use: Callable[[str, str], bool]) -> None:
+        """Set which adapters a tenant may use, by (tenant, name); by default all."""
+        self._may_use = may_use
 
     def use_cache_limits(self, most_ttl_s: Callable[[str], float]) -> None:
         """Set the longest time of the tenants' claims on cached KV; 0.0: that of the settings."""

@@ -159,6 +159,7 @@ async def serve(
         if keys is not None:
             frontend.use_shares(keys.share)
             frontend.use_cache_limits(keys.cache_ttl)
+            frontend.use_adapter_limits(keys.may_use_adapter)
         if servers is None:
             await _until_ready(frontend, stop, config.worker_settle_s)
             servers = bound()

@@ -88,10 +88,11 @@ class AdapterTable(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class ChosenAdapter:
-    """The one version that answers a request, under the name by which it was asked for."""
+    """The one version that answers a request, under the name by which it was asked for. `pinned`: the request named it."""
 
     name: str
     version: AdapterVersion
+    pinned: bool = False
 
     @property
     def adapter_id(self) -> str:

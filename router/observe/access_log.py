@@ -76,7 +76,7 @@ class Access:
 
     def prepared(self, request: ValidatedRequest) -> None:
         self.request_id = self.request_id or request.request_id
-        self.label, self.tenant, self.model = request.label, request.tenant, request.model
+        self.label, self.tenant, self.model = request.label, request.tenant, request.shown_model
         self.prompt_tokens += len(request.prompt.token_ids)
 
     def fail(self, reason: str, message: str = "") -> None:

@@ -14,6 +14,8 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
+import msgspec
+
 from diptych.common.clock import Clock
 from diptych.common.errors import InvalidRequestError, ModelNotFoundError, PromptTooLongError, RequestDeadlineError
 from diptych.common.ids import new_request_id
@@ -21,7 +23,9 @@ from diptych.common.request import Prompt
 from diptych.common.sampling import SamplingParams, with_seed
 from diptych.common.sampling_table import MAX_BAD_WORDS
 from diptych.common.secret import further_salt
+from diptych.common.store.adapters import ChosenAdapter
 from diptych.common.text.tokenizer import GenerationDefaults, TextLimit
+from diptych.router.adapters.resolution import AdapterChoice
 from diptych.router.api.packed_ids import PackedIds, Unpack, unpack
 from diptych.router.preprocess.beam_options import beam_fields, sampling_of
 from diptych.router.preprocess.bounded_executor import BoundedExecutor
@@ -148,9 +152,9 @@ class RequestPreprocessor:
     def close(self) -> None:
         self._lanes.close()
 
-    async def prepare(self, spec: UncheckedRequest) -> ValidatedRequest:
-        """Raises: InvalidRequestError and PromptTooLongError naming the parameter, ModelNotFoundError, OverloadedError,
-        RequestDeadlineError."""
+    async def prepare(self, spec: UncheckedRequest, adapter: AdapterChoice | None = None) -> ValidatedRequest:
+        """`adapter`: that answers instead of the base model, which `spec.model` names. Raises: InvalidRequestError and
+        PromptTooLongError naming the parameter, ModelNotFoundError, OverloadedError, RequestDeadlineError."""
         arrived = self._clock.now()
         limits = self._limits
         self._check_model(spec.model)
@@ -191,10 +195,16 @@ class RequestPreprocessor:
             sampling = replace(sampling, grammar=replace(sampling.grammar, free_until=CLOSE))
         echo = await self._echo(spec, token_ids) if spec.echo else Echo("")
         prompt = Prompt(tuple(token_ids), further_salt(owner, salt) if salt else owner)
-        if point is not None and (point.digest, len(point.seen.choices)) != (digest_of(prompt, sampling), sampling.n):
-            raise InvalidRequestError("resume_id: the request is not the one of this id", param="resume_id")
+        request_id = new_request_id() if point is None else point.request_id
+        chosen: ChosenAdapter | None = None
+        if adapter is not None:
+            chosen = adapter.of_request(request_id)
+            prompt = msgspec.structs.replace(prompt, adapter=chosen.adapter_id)
+        if point is not None:
+            chosen, prompt = _of_point(point, prompt, sampling, adapter)
         return ValidatedRequest(
-            request_id=new_request_id() if point is None else point.request_id,
+            request_id=request_id,
+            adapter=chosen,
             label=own_label,
             model=limits.model,
             prompt=prompt,
@@ -220,10 +230,16 @@ class RequestPreprocessor:
         )
 
     def prepare_again(
-        self, before: ValidatedRequest, prompt: PackedIds, timeout_s: float | None, *, draws_seed: bool
+        self,
+        before: ValidatedRequest,
+        prompt: PackedIds,
+        timeout_s: float | None,
+        *,
+        draws_seed: bool,
+        adapter: AdapterChoice | None = None,
     ) -> ValidatedRequest:
         """As `prepare`, for a request that differs from an earlier one only in its token ids. `draws_seed`: it has no
-        seed. Raises: as prepare."""
+        seed. `adapter`: its version is chosen anew. Raises: as prepare."""
         arrived = self._clock.now()
         limits = self._limits
         within_s = min(timeout(timeout_s, limits.request_timeout_s), limits.request_timeout_s)
@@ -235,11 +251,14 @@ class RequestPreprocessor:
             check_ids(tuple(token_ids), self._tokenizer.vocab_size, limits.max_model_len())
         check_room(before.sampling.max_tokens, room)
         repeated = before.repeated or before.sampling
+        request_id = new_request_id()
+        chosen = None if adapter is None else adapter.of_request(request_id)
         return ValidatedRequest(  # twice as fast as `replace`
-            request_id=new_request_id(),
+            request_id=request_id,
+            adapter=chosen,
             label=before.label,
             model=before.model,
-            prompt=Prompt(token_ids, before.prompt.cache_salt, before.prompt.adapter),
+            prompt=Prompt(token_ids, before.prompt.cache_salt, "" if chosen is None else chosen.adapter_id),
             packed=prompt,
             sampling=with_seed(repeated, self._rng.getrandbits(63)) if draws_seed else repeated,
             owner=before.owner,
@@ -448,3 +467,15 @@ def _prompt_alone(spec: UncheckedRequest) -> UncheckedRequest:
 
 def _default_max_tokens(spec: UncheckedRequest, room: int) -> int:
     return room if spec.default_max_tokens is None else min(room, spec.default_max_tokens)
+
+
+def _of_point(
+    point: ResumePoint, prompt: Prompt, sampling: SamplingParams, adapter: AdapterChoice | None
+) -> tuple[ChosenAdapter | None, Prompt]:
+    """The version of the adapter with which the answer began, and the prompt with it: the registry may have changed since.
+    Raises: InvalidRequestError where this is not the request of the point."""
+    for chosen in (None,) if adapter is None else adapter.likely(point.request_id):
+        began = prompt if chosen is None else msgspec.structs.replace(prompt, adapter=chosen.adapter_id)
+        if (point.digest, len(point.seen.choices)) == (digest_of(began, sampling), sampling.n):
+            return chosen, began
+    raise InvalidRequestError("resume_id: the request is not the one of this id", param="resume_id")

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from diptych.common.request import CacheClaim, Prompt
 from diptych.common.sampling import FinishReason, SamplingParams, TokenLogprobs
+from diptych.common.store.adapters import ChosenAdapter
 from diptych.router.api.packed_ids import PackedIds
 from diptych.router.requests.resume import ResumePoint
 from diptych.rpc.v1 import router_pb2, types_pb2
@@ -22,10 +23,14 @@ FAILURE_POLICIES: Mapping[str, int] = {
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
+    """A model or an adapter. `created`: Unix seconds. `parent`: of an adapter, its base model's name. `root`: of an adapter,
+    the folder of its stable version."""
+
     id: str
     max_model_len: int
     created: int
-    """Unix seconds."""
+    parent: str = ""
+    root: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +51,9 @@ class UncheckedRequest:
     Exactly one of prompt (str), token_ids (list of int) and messages (list of {"role": str, "content": str}) is given.
 
     Args:
-        model: empty: the only model.
+        model: empty: the only model. It may name an adapter.
+        adapter: its name; "" or None: the one that `model` names, if it does.
+        adapter_version: of the adapter, instead of the one that its routing chooses; None: not given.
         sampling: given values of the table common.sampling.SAMPLING, except the grammar; bad_words are texts. No value
             is None.
         request_id: the caller's label, printable ASCII of at most 128 bytes.
@@ -78,6 +85,8 @@ class UncheckedRequest:
     """
 
     model: object = ""
+    adapter: object = None
+    adapter_version: object = None
     prompt: object = None
     token_ids: object = None
     messages: object = None
@@ -122,6 +131,8 @@ class ValidatedRequest:
     Args:
         request_id: minted by the router.
         label: the caller's own id, or empty.
+        model: the base model's name.
+        adapter: the version that answers, for all of the answer; None: the base model does. `prompt` has its id.
         failure_policy: number of router.proto FailurePolicy.
         arrived, deadline: on the router's monotonic clock.
         traceparent: the caller's W3C trace context; operation: as OpenTelemetry's GenAI conventions name it.
@@ -167,6 +178,12 @@ class ValidatedRequest:
     retention: Retention | None = None
     prefetch: bool = False
     owner: bytes = b""
+    adapter: ChosenAdapter | None = None
+
+    @property
+    def shown_model(self) -> str:
+        """The name for the caller: of the adapter, if there is one."""
+        return self.model if self.adapter is None else self.adapter.name
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,6 +210,7 @@ class StartedEvent:
     Args:
         resume_ref: of the ids by which the answer goes on elsewhere, see resume.py; "": it cannot.
         attached: a resumed answer is that of its first router, and nothing is computed again.
+        adapter: the version that answers; None: the base model does.
     """
 
     request_id: str
@@ -200,6 +218,7 @@ class StartedEvent:
     prompt_tokens: int
     resume_ref: str = ""
     attached: bool = False
+    adapter: ChosenAdapter | None = None
 
 
 @dataclass(slots=True)

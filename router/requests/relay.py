@@ -613,7 +613,7 @@ class Relay:
                 owner=request.owner,
             )
         num_prompt = len(request.prompt.token_ids)
-        return StartedEvent(request.request_id, request.model, num_prompt, ref, self.attached)
+        return StartedEvent(request.request_id, request.model, num_prompt, ref, self.attached, request.adapter)
 
     def num_new(self, event: TokenEvent) -> int:
         """Of its tokens, those that another router has not counted."""

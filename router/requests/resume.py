@@ -153,7 +153,7 @@ def digest_of(prompt: Prompt, sampling: SamplingParams) -> bytes:
     ids = array("I", prompt.token_ids).tobytes()
     params = sampling_to_proto(sampling).SerializeToString(deterministic=True)
     header = struct.pack(">II", len(ids), len(params)) + prompt.cache_salt
-    return blake3(header + ids + params).digest(8)
+    return blake3(header + ids + params + prompt.adapter.encode()).digest(8)
 
 
 class Refs:

@@ -202,7 +202,7 @@ class _Answer:
             "id": self.id,
             "object": kind or self.chunk_kind,
             "created": self.created,
-            "model": self.prepared.model,
+            "model": self.prepared.shown_model,
         }
 
     def chunk(self, choice: Choice, body: dict[str, Any], *, ended: bool = False) -> dict[str, Any]:

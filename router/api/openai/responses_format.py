@@ -161,7 +161,7 @@ class ResponsesForm:
             "status": status,
             "error": None,
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
-            "model": prepared.model,
+            "model": prepared.shown_model,
             "output": list(self._items),
             "previous_response_id": None,
             "store": False,

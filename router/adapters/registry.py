@@ -1,0 +1,127 @@
+"""This process's view of the registry of adapters, and changes to it.
+
+    every poll_s: read the registry, if its revision is another one
+    a change:     read, compute the new entry, write it if nobody wrote meanwhile; else again
+    all data of the store lost: the first router that sees it writes what it knows
+
+Requests are resolved from the view and wait for nothing. Only a name that is unknown here is looked for in the store once
+more, since another router may have loaded it a moment ago.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import structlog
+
+from diptych.common.errors import InvalidRequestError, NoWorkerError
+from diptych.common.store.adapters import MAX_ADAPTERS, AdapterEntry, AdapterTable
+from diptych.common.store.interface import AdapterStore, StoreError
+
+log = structlog.get_logger(__name__)
+
+POLL_S = 0.25
+RETRY_AFTER_S = 1.0
+_MAX_TRIES = 16
+"""Of a change that others forestall."""
+
+Change = Callable[[AdapterEntry | None, AdapterTable], AdapterEntry | None]
+"""From a name's entry (None: there is none) and the table to its new entry (None: remove it). Raises: InvalidRequestError."""
+
+
+class AdapterRegistry:
+    """Call `run` while the router serves. `on_change`: called with the table whenever it is another one."""
+
+    def __init__(
+        self,
+        store: AdapterStore,
+        *,
+        poll_s: float = POLL_S,
+        on_change: Callable[[AdapterTable], None] = lambda table: None,
+    ) -> None:
+        self._store = store
+        self._poll_s = poll_s
+        self._on_change = on_change
+        self._refreshing: asyncio.Future[None] | None = None
+        self.table = AdapterTable()
+        self.failing = ""
+        """Why the last read failed, or "": the view may be stale."""
+
+    async def run(self) -> None:
+        while True:
+            await self.refresh()
+            await asyncio.sleep(self._poll_s)
+
+    async def refresh(self) -> None:
+        """Read what has changed. Calls at the same time share one read. An unavailable store leaves the view as it is."""
+        if self._refreshing is None:
+            self._refreshing = asyncio.ensure_future(self._refresh())
+            self._refreshing.add_done_callback(self._refreshed)
+        await asyncio.shield(self._refreshing)
+
+    def _refreshed(self, _: asyncio.Future[None]) -> None:
+        self._refreshing = None
+
+    async def _refresh(self) -> None:
+        try:
+            await self._read()
+        except StoreError as err:
+            if not self.failing:
+                log.warning("the registry of adapters cannot be read", error=str(err))
+            self.failing = str(err)
+        else:
+            self.failing = ""
+
+    async def _read(self) -> None:
+        """Raises: StoreError."""
+        known = self.table
+        found = await self._store.read_adapters(known.revision)
+        if found is not None and not found.revision and known.revision:
+            if await self._store.restore_adapters(known):
+                log.warning("the store had lost the registry of adapters: written again", num_adapters=len(known.entries))
+            found = await self._store.read_adapters(known.revision)
+        if found is not None:
+            self._set(found)
+
+    def _set(self, table: AdapterTable) -> None:
+        self.table = table
+        self._on_change(table)
+
+    def find(self, name: str) -> AdapterEntry | None:
+        """In the view."""
+        return self.table.entries.get(name)
+
+    async def look_up(self, name: str) -> AdapterEntry | None:
+        """As `find`; a name that is unknown here is looked for in the store."""
+        if (found := self.find(name)) is None and name:
+            await self.refresh()
+            found = self.find(name)
+        return found
+
+    async def change(self, name: str, change: Change) -> tuple[AdapterEntry | None, AdapterEntry | None]:
+        """Change one name's entry, whoever else writes. Returns: (before, after).
+
+        Raises: what `change` raises; InvalidRequestError when there are too many names; NoWorkerError when the store cannot
+            be reached: nothing is changed then, or the change was written and its answer lost.
+        """
+        try:
+            for _ in range(_MAX_TRIES):
+                await self._read()
+                table = self.table
+                before = table.entries.get(name)
+                after = change(before, table)
+                if after == before:
+                    return before, after
+                if before is None and len(table.entries) >= MAX_ADAPTERS:
+                    rule = f"lora_name: there are {len(table.entries)} adapters, the most that are kept"
+                    raise InvalidRequestError(rule, param="lora_name")
+                revision = await self._store.write_adapter(name, after, revision=table.revision)
+                if revision is not None:
+                    entries = {other: entry for other, entry in table.entries.items() if other != name}
+                    self._set(AdapterTable(revision, entries if after is None else entries | {name: after}))
+                    return before, after
+        except StoreError as err:
+            text = f"the registry of adapters cannot be changed: {err}"
+            raise NoWorkerError(text, retry_after_s=RETRY_AFTER_S) from err
+        raise NoWorkerError("the registry of adapters is being changed by others", retry_after_s=RETRY_AFTER_S)
