@@ -40,6 +40,11 @@ def add(
     max_cache_ttl_s: Annotated[
         int, typer.Option(help="Longest time of the tenant's claims on cached KV; 0: the router's setting.")
     ] = 0,
+    adapter: Annotated[
+        list[str] | None,
+        typer.Option("--adapter", help="An adapter that the tenant may use, repeatable; none named: all."),
+    ] = None,
+    admin: Annotated[bool, typer.Option("--admin", help="The key may load and unload adapters.")] = False,
     file: _File = None,
 ) -> None:
     """Create a key and print it. It is shown only once and not stored."""
@@ -55,6 +60,8 @@ def add(
         weight=weight,
         rank=rank,
         max_cache_ttl_s=max_cache_ttl_s,
+        adapters=adapter or (),
+        admin=admin,
     )
     print(f"key {entry.id} for tenant {entry.tenant} in {keys_file(file)}", file=sys.stderr)
     print(key)
@@ -62,14 +69,18 @@ def add(
 
 @app.command("list")
 def show(file: _File = None) -> None:
-    """One line a key: id, tenant, day, quota, note."""
+    """One line a key: id, tenant, day, quota, rights, note."""
     from diptych.router.api.auth.keys import load_keys
 
     for entry in load_keys(keys_file(file)).entries.values():
         day = time.strftime("%Y-%m-%d", time.gmtime(entry.created))
         limits = ((entry.tokens_per_minute, "tokens/min"), (entry.requests_per_minute, "requests/min"))
         quota = ", ".join(f"{limit} {unit}" for limit, unit in limits if limit) or "no quota"
-        print(f"{entry.id}  {entry.tenant}  {day}  {quota}  {entry.note}".rstrip())
+        rights = [
+            *(["admin"] if entry.admin else []),
+            *([f"adapters {' '.join(entry.adapters)}"] if entry.adapters else []),
+        ]
+        print("  ".join(filter(None, (entry.id, entry.tenant, day, quota, ", ".join(rights), entry.note))))
 
 
 @app.command()

@@ -35,7 +35,7 @@ from diptych.common.text.token_bytes import Tokens
 from diptych.common.tls import load_redis_tls
 from diptych.router.adapters.operations import AdapterOperations
 from diptych.router.adapters.registry import AdapterRegistry
-from diptych.router.adapters.resolution import AdapterChoice, anybody, checked_choice, named_adapter
+from diptych.router.adapters.resolution import AdapterChoice, checked_choice, named_adapter
 from diptych.router.api.packed_ids import PackedIds
 from diptych.router.cluster.cluster import RETRY_AFTER_S, Cluster, new_router_id
 from diptych.router.config import RouterConfig
@@ -94,7 +94,6 @@ class Frontend:
         self._created = int(time.time())
         self._registry: AdapterRegistry | None = None
         self._tasks: list[asyncio.Task[None]] = []
-        self._may_use = anybody
         self.adapters = AdapterOperations(
             self._started_registry,
             lambda: {name: model.cluster for name, model in self._models.items()},
@@ -165,6 +164,7 @@ class Frontend:
         await self._registry.refresh()
         self._tasks.append(asyncio.create_task(self._registry.run(), name="adapter registry"))
         for model in self._models.values():
+            model.cluster.adapter_turns.on_refused = self.metrics.adapters.refused.inc
             await model.start()
 
     def _started_registry(self) -> AdapterRegistry:
@@ -214,7 +214,7 @@ class Frontend:
     def models(self, tenant: str = "") -> list[ModelInfo]:
         """The models, then the adapters that the tenant may use."""
         lengths = {model.name: model.max_model_len() for model in self._models.values()}
-        entries = [] if self._registry is None else self.adapters.entries()
+        entries = [] if self._registry is None else self.adapters.entries(tenant)
         return [ModelInfo(name, length, self._created) for name, length in lengths.items()] + [
             ModelInfo(
                 entry.name,
@@ -224,7 +224,6 @@ class Frontend:
                 root=entry.version(entry.stable).folder,
             )
             for entry in entries
-            if self._may_use(tenant, entry.name)
         ]
 
     async def _choice(self, spec: UncheckedRequest) -> AdapterChoice | None:
@@ -233,7 +232,7 @@ class Frontend:
         name, param = named_adapter(spec.model, spec.adapter, self._models)
         if not name or self._registry is None:
             return None
-        entry = await self._registry.look_up(name) if self._may_use(spec.tenant, name) else None
+        entry = await self._registry.look_up(name) if self.adapters.may_use(spec.tenant, name) else None
         version = spec.adapter_version
         return checked_choice(entry, name, param, model=spec.model, version=version, models=self._models)
 
@@ -242,7 +241,7 @@ class Frontend:
         if before.adapter is None or self._registry is None:
             return None
         name, version = before.adapter.name, before.adapter.version.number if before.adapter.pinned else None
-        entry = self._registry.find(name) if self._may_use(before.tenant, name) else None
+        entry = self._registry.find(name) if self.adapters.may_use(before.tenant, name) else None
         return checked_choice(entry, name, "adapter", model=before.model, version=version, models=self._models)
 
     def ready(self) -> tuple[bool, list[str]]:
@@ -521,7 +520,7 @@ class Frontend:
 
     def use_adapter_limits(self, may_use: Callable[[str, str], bool]) -> None:
         """Set which adapters a tenant may use, by (tenant, name); by default all."""
-        self._may_use = may_use
+        self.adapters.may_use = may_use
 
     def use_cache_limits(self, most_ttl_s: Callable[[str], float]) -> None:
         """Set the longest time of the tenants' claims on cached KV; 0.0: that of the settings."""
@@ -565,10 +564,10 @@ class Frontend:
         Raises: InvalidRequestError naming the pool, NoWorkerError."""
         cluster, query = self._of(request.model).cluster, placement_request(request)
         if pool:
-            trace = RequestTrace(request.request_id, cluster.what_if(query, pool))
+            trace = RequestTrace(request.request_id, cluster.what_if(query, pool), adapter=request.adapter)
         else:
             placement = cluster.place(query, PromptBlocks(request.prompt))
-            trace = RequestTrace(request.request_id, placement, cluster.index_mode(placement))
+            trace = RequestTrace(request.request_id, placement, cluster.index_mode(placement), adapter=request.adapter)
         return router_pb2.WhatIfResponse(explanation=trace.explanation(), prompt_tokens=len(request.prompt.token_ids))
 
 

@@ -273,7 +273,7 @@ class ApiServers:
         parsing = metrics.parsing if isinstance(metrics, RouterMetrics) else nullcontext
         self._grpc.add_generic_rpc_handlers((RouterService(router_api, self._bodies, parsing).handler(),))
         if self._operator_key and move_request is not None:
-            operations = OperationsService(self._operator_key, move_request)
+            operations = OperationsService(self._operator_key, move_request, router_api.adapters)
             self._grpc.add_generic_rpc_handlers((operations.handler(),))
         await self._health.install(self._grpc)
         if self._reflection:

@@ -73,6 +73,10 @@ class _Series(Collector, ABC, Generic[_Cell]):
             cell = self._cells[values] = self._new()
         return cell
 
+    def remove(self, *values: str) -> None:
+        """End the series of these values; without effect if there is none."""
+        self._cells.pop(values, None)
+
     def _all(self) -> list[tuple[tuple[str, ...], _Cell]]:
         return list(self._cells.items())
 

@@ -35,7 +35,6 @@ EVENT_KINDS = ("stored", "evicted", "cleared")
 
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
 _ADDRESS = re.compile(r"[A-Za-z0-9.:_\[\]-]{1,255}:[0-9]{1,5}|unix:[^\x00-\x1f]{1,255}")
-_ADAPTER = re.compile(r"[0-9a-f]{32}")
 _decoder = msgspec.json.Decoder(WorkerRecord)
 _adapter_decoder = msgspec.json.Decoder(AdapterEntry)
 
@@ -108,7 +107,7 @@ def decode_record(raw: bytes) -> WorkerRecord:
         if len(throttled) > MAX_THROTTLED or any(len(reason) > MAX_REASON_CHARS for reason in throttled):
             raise BadRowError("load.gpu.throttled: too long")
     if len(load.adapters) > MAX_ADAPTERS or not all(
-        _ADAPTER.fullmatch(name) and 0 <= count <= MAX_COUNT for name, count in load.adapters.items()
+        is_adapter_id(name) and 0 <= count <= MAX_COUNT for name, count in load.adapters.items()
     ):
         raise BadRowError(f"load.adapters: must be at most {MAX_ADAPTERS} ids with their requests")
     if not all(math.isfinite(rate) and rate >= 0.0 for rate in rates):

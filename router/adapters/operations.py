@@ -34,6 +34,7 @@ from diptych.common.store.adapters import (
     with_version,
 )
 from diptych.router.adapters.registry import AdapterRegistry, Change
+from diptych.router.adapters.resolution import Allowed, anybody
 
 log = structlog.get_logger(__name__)
 
@@ -51,7 +52,7 @@ class LoadedAdapter:
 class AdapterWorkers(Protocol):
     """The workers of one model, see Cluster."""
 
-    async def load_adapter(self, folder: str) -> Mapping[str, LoadedAdapter | DiptychError]:
+    async def load_adapter(self, folder: str) -> dict[str, LoadedAdapter | DiptychError]:
         """By id of every usable worker that takes adapters: what it found, or why it could not load it."""
         ...
 
@@ -101,11 +102,17 @@ class AdapterOperations:
         self._others_read_s = others_read_s
         self._wall = wall
         self._locks: dict[str, asyncio.Lock] = {}
+        self.may_use: Allowed = anybody
+        """By (tenant, name of an adapter)."""
 
-    def entries(self) -> list[AdapterEntry]:
-        """Of the models of this router, by name."""
+    def entries(self, tenant: str | None = None) -> list[AdapterEntry]:
+        """Of the models of this router, by name. `tenant`: those that it may use; None: all."""
         models = self._workers()
-        return [entry for _, entry in sorted(self._registry().table.entries.items()) if entry.model in models]
+        return [
+            entry
+            for _, entry in sorted(self._registry().table.entries.items())
+            if entry.model in models and (tenant is None or self.may_use(tenant, entry.name))
+        ]
 
     async def load(self, request: LoadRequest) -> AdapterEntry:
         """Raises: InvalidRequestError naming the field, also where a worker refuses the files or they differ between workers;

@@ -79,7 +79,9 @@ class AdapterRegistry:
         found = await self._store.read_adapters(known.revision)
         if found is not None and not found.revision and known.revision:
             if await self._store.restore_adapters(known):
-                log.warning("the store had lost the registry of adapters: written again", num_adapters=len(known.entries))
+                log.warning(
+                    "the store had lost the registry of adapters: written again", num_adapters=len(known.entries)
+                )
             found = await self._store.read_adapters(known.revision)
         if found is not None:
             self._set(found)

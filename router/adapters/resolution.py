@@ -83,4 +83,6 @@ def checked_choice(
         return None
     shown = name[:128].encode("ascii", "replace").decode()
     of = f" of the model {entry.model!r}, not" if entry is not None and entry.model in models else ""
-    raise ModelNotFoundError(f"the adapter {shown!r} does not exist" if not of else f"{shown!r} is an adapter{of} of this one", param=param)
+    raise ModelNotFoundError(
+        f"the adapter {shown!r} does not exist" if not of else f"{shown!r} is an adapter{of} of this one", param=param
+    )

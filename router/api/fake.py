@@ -11,6 +11,8 @@ from diptych.common.observe.metrics import Metrics
 from diptych.common.request import Prompt
 from diptych.common.sampling import FinishReason
 from diptych.common.text.token_bytes import ByteTokens, Tokens
+from diptych.router.adapters.operations import AdapterOperations
+from diptych.router.adapters.registry import AdapterRegistry
 from diptych.router.api.packed_ids import PackedIds, unpack
 from diptych.router.preprocess.beam_options import sampling_of
 from diptych.router.preprocess.retention import session_text
@@ -72,7 +74,12 @@ class FakeRouterApi:
         self.left = asyncio.Event()
         """Set when a client left a request before its end."""
 
-    def models(self) -> list[ModelInfo]:
+    @property
+    def adapters(self) -> AdapterOperations:
+        """No router with workers stands behind it."""
+        return AdapterOperations(_no_registry, dict)
+
+    def models(self, tenant: str = "") -> list[ModelInfo]:
         return [ModelInfo(MODEL, max_model_len=2048, created=1_700_000_000)]
 
     def ready(self) -> tuple[bool, list[str]]:
@@ -185,6 +192,10 @@ class FakeRouterApi:
             if not complete:
                 self.cancelled += 1
                 self.left.set()
+
+
+def _no_registry() -> AdapterRegistry:
+    raise NoWorkerError("the fake router has no registry of adapters")
 
 
 async def _play(step: Step) -> None:

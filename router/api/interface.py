@@ -7,6 +7,7 @@ from typing import Protocol, cast
 
 from diptych.common.errors import DiptychError, InternalError
 from diptych.common.text.token_bytes import Tokens
+from diptych.router.adapters.operations import AdapterOperations
 from diptych.router.api.packed_ids import PackedIds
 from diptych.router.requests.messages import (
     GenerateEvent,
@@ -22,7 +23,10 @@ from diptych.rpc.v1 import router_pb2
 class RouterApi(Protocol):
     """See Frontend."""
 
-    def models(self) -> list[ModelInfo]: ...
+    @property
+    def adapters(self) -> AdapterOperations: ...
+
+    def models(self, tenant: str = "") -> list[ModelInfo]: ...
 
     def ready(self) -> tuple[bool, list[str]]: ...
 

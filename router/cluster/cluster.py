@@ -14,13 +14,15 @@ from typing import Any
 import structlog
 
 from diptych.common.clock import Clock
-from diptych.common.errors import NoWorkerError, WorkerLostError
+from diptych.common.errors import DiptychError, NoWorkerError, WorkerLostError
 from diptych.common.grammar import Grammar
 from diptych.common.ids import new_incarnation
-from diptych.common.request import RESUME
+from diptych.common.request import RESUME, Prompt
 from diptych.common.store.interface import Store, StoreError
 from diptych.common.store.worker_record import WorkerRecord
 from diptych.common.tls import ClusterTls
+from diptych.router.adapters.operations import LoadedAdapter
+from diptych.router.adapters.turns import AdapterTurns
 from diptych.router.cluster.breaker import Breakers, is_fault
 from diptych.router.cluster.compatibility import RouterCheck, pair_differences
 from diptych.router.cluster.decode_stream import Attempt, DecodeStream
@@ -143,6 +145,9 @@ class Cluster:
             now=clock.now,
         )
         self.reservations.on_less = self.wait_queue.let_in
+        in_use = self.reservations.adapters
+        self.adapter_turns = AdapterTurns(self._decode_records, in_use.running, clock.now)
+        in_use.on_free = self.adapter_turns.let_in
         self._least_context: int | None = None
         self._groups = Groups(rollout)
         self._fleet_is_old = True
@@ -270,6 +275,7 @@ class Cluster:
             self._index.register(record.worker_id, record.incarnation, *position)
             self._follower.watch_tail(record, now)
         self._fleet_is_old = True
+        self.adapter_turns.let_in()
         if new or lost:
             self._changed.set()
 
@@ -431,7 +437,8 @@ class Cluster:
     def open(self, placement: Placement, submit: decode_pb2.Submit, tenant: str) -> Attempt:
         """Send the attempt to decode and count it as pending until `reservations.release`. Raises: WorkerLostError."""
         attempt = self._stream_of(placement).open(submit)
-        self.hold(placement, attempt.id, tenant, len(submit.prompt_token_ids) + len(submit.output_token_ids))
+        num_tokens = len(submit.prompt_token_ids) + len(submit.output_token_ids)
+        self.hold(placement, attempt.id, tenant, num_tokens, adapter=submit.adapter)
         return attempt
 
     def keeper_of(self, mark: bytes) -> Incarnation | None:
@@ -448,11 +455,11 @@ class Cluster:
             incarnation
         }
 
-    def resume(self, placement: Placement, attempt: str, cache_salt: bytes, tenant: str) -> Attempt:
+    def resume(self, placement: Placement, attempt: str, prompt: Prompt, tenant: str) -> Attempt:
         """Go on with an attempt of another router at the placement's decode worker. It is pending as in `open`. Raises:
         WorkerLostError."""
-        opened = self._stream_of(placement).resume(attempt, cache_salt)
-        self.hold(placement, attempt, tenant, 0)
+        opened = self._stream_of(placement).resume(attempt, prompt.cache_salt)
+        self.hold(placement, attempt, tenant, 0, adapter=prompt.adapter)
         return opened
 
     def _stream_of(self, placement: Placement) -> DecodeStream:
@@ -474,6 +481,22 @@ class Cluster:
         unreached = [link.worker_id for link, tokens in zip(links, freed, strict=True) if tokens is None]
         return sum(filter(None, freed)), unreached
 
+    async def load_adapter(self, folder: str) -> dict[str, LoadedAdapter | DiptychError]:
+        """See AdapterWorkers."""
+        now = self._clock.now()
+        links = [
+            member.link
+            for member in self._members.all()
+            if member.record.max_loras and not self._members.why_unplaceable(member, now)
+        ]
+        found = await asyncio.gather(*(link.load_adapter(folder) for link in links))
+        return {link.worker_id: one for link, one in zip(links, found, strict=True)}
+
+    async def unload_adapter(self, adapter_id: str) -> None:
+        """See AdapterWorkers."""
+        links = [member.link for member in self._members.all() if member.record.max_loras]
+        await asyncio.gather(*(link.unload_adapter(adapter_id) for link in links))
+
     def on_grammar_compiled(self, grammar: Grammar, at: Incarnation, took_s: float) -> None:
         """An attempt with a grammar was accepted after so many seconds: see SlowGrammars."""
         for worker in self.slow_grammars.on_accepted(grammar, at, took_s, self._decode_incarnations()):
@@ -486,8 +509,11 @@ class Cluster:
 
     def _decode_incarnations(self) -> list[Incarnation]:
         """Of the usable decode workers."""
+        return [(record.worker_id, record.incarnation) for record in self._decode_records()]
+
+    def _decode_records(self) -> Sequence[WorkerRecord]:
         fleet = self._refresh().fleet
-        return [(record.worker_id, record.incarnation) for record in fleet.records[fleet.num_prefill :]]
+        return fleet.records[fleet.num_prefill :]
 
     def without_grammar(self, grammar: Grammar) -> frozenset[Incarnation]:
         """Usable decode workers that would have to compile this slow grammar first; empty: it is not slow."""
@@ -495,14 +521,21 @@ class Cluster:
         return frozenset(self._decode_incarnations()) - compiled if compiled else frozenset()
 
     def hold(
-        self, placement: Placement, attempt: str, tenant: str, num_prompt_tokens: int, *, doubtful: bool = False
+        self,
+        placement: Placement,
+        attempt: str,
+        tenant: str,
+        num_prompt_tokens: int,
+        *,
+        adapter: str = "",
+        doubtful: bool = False,
     ) -> None:
-        """Count the attempt as pending on its workers until `reservations.release`. `doubtful`: see Reservations."""
+        """Count the attempt as pending on its workers until `reservations.release`. `adapter`, `doubtful`: see Reservations."""
         record = placement.decode.record
         computes = placement.chosen.prefill or placement.decode
         num_tokens = max(0, num_prompt_tokens - placement.chosen.computed_from)
         kv_tokens = max(0, num_prompt_tokens - placement.decode.hit_tokens)
-        reservation = Reservation(computes.worker_id, record.worker_id, num_tokens, tenant, kv_tokens)
+        reservation = Reservation(computes.worker_id, record.worker_id, num_tokens, tenant, kv_tokens, adapter)
         self.reservations.reserve(attempt, reservation, doubtful=doubtful)
         now = self._clock.now()
         for worker_id in {computes.worker_id, record.worker_id}:

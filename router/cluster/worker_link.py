@@ -13,11 +13,12 @@ import structlog
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from diptych.common.block_identity import KEY_BYTES
-from diptych.common.errors import InternalError
+from diptych.common.errors import DiptychError, InternalError, NoWorkerError
 from diptych.common.secret import call_token
 from diptych.common.store.worker_record import WorkerRecord
 from diptych.common.tiers import TIER_NAMES, TierDump
 from diptych.common.tls import ClusterTls
+from diptych.router.adapters.operations import LoadedAdapter
 from diptych.router.cluster.decode_stream import DecodeStream
 from diptych.router.cluster.patience import Patience
 from diptych.router.cluster.token_pace import TokenPace
@@ -29,6 +30,8 @@ log = structlog.get_logger(__name__)
 
 _DUMP_TIMEOUT_S = 10.0
 _RELEASE_TIMEOUT_S = 2.0
+_LOAD_TIMEOUT_S = 40.0
+"""A little longer than a worker's own limit."""
 _MAX_DUMP_KEYS = 4_000_000
 
 
@@ -184,6 +187,27 @@ class WorkerLink:
         except grpc.aio.UsageError:
             return None  # the channel was closed
         return int(answer.freed_tokens)
+
+    async def load_adapter(self, folder: str) -> LoadedAdapter | DiptychError:
+        """What the worker finds in the folder, or why it cannot load it."""
+        stub = worker_pb2_grpc.WorkerStub(self._channel)  # type: ignore[no-untyped-call]
+        try:
+            answer = await stub.LoadAdapter(worker_pb2.LoadAdapterRequest(folder=folder), timeout=_LOAD_TIMEOUT_S)
+        except grpc.aio.AioRpcError as err:
+            return from_rpc_error(err)
+        except grpc.aio.UsageError:
+            return NoWorkerError("the worker is gone", retry_after_s=1.0)
+        return LoadedAdapter(answer.id, answer.rank, answer.num_bytes, answer.base_model)
+
+    async def unload_adapter(self, adapter_id: str) -> None:
+        """A worker that does not answer keeps it until it needs the room."""
+        stub = worker_pb2_grpc.WorkerStub(self._channel)  # type: ignore[no-untyped-call]
+        try:
+            await stub.UnloadAdapter(worker_pb2.UnloadAdapterRequest(id=adapter_id), timeout=_RELEASE_TIMEOUT_S)
+        except grpc.aio.AioRpcError as err:
+            log.warning("an adapter could not be unloaded", worker=self.worker_id, error=err.code().name)
+        except grpc.aio.UsageError:
+            return  # the channel was closed
 
     async def dump_blocks(self) -> CacheDump:
         """The content of the worker's prefix cache. Raises: DiptychError."""

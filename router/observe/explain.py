@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from diptych.common.store.adapters import ChosenAdapter
 from diptych.router.placement.index import IndexMode
 from diptych.router.placement.pulls import PlannedPull
 from diptych.router.placement.types import Placement, Terms, WorkerView
@@ -29,6 +30,7 @@ class RequestTrace:
         submitted_s: from the request's arrival to the submit of its present attempt.
         lost: the attempts before, in order.
         retention: what the request claims of the caches.
+        adapter: the version that answers.
     """
 
     request_id: str
@@ -46,6 +48,7 @@ class RequestTrace:
     tokens_at: float | None = None
     """When the last message with tokens came."""
     retention: Retention | None = None
+    adapter: ChosenAdapter | None = None
 
     def settle(self) -> None:
         """The request has ended. Of its placement remains what an explanation shows."""
@@ -112,6 +115,9 @@ class RequestTrace:
             claim = whole.claim
             claim.ttl_s, claim.priority = retention.claim.ttl_s, retention.claim.priority
             claim.requested_ttl_s, claim.session_id = retention.requested_ttl_s, retention.session_id
+        if (adapter := self.adapter) is not None:
+            report = whole.adapter
+            report.name, report.version, report.id = adapter.name, adapter.version.number, adapter.adapter_id
         if self.lost:
             whole.attempts.extend(self.lost)
             if placement is not None:
@@ -148,6 +154,7 @@ def _terms(placement: Placement, terms: Terms) -> types_pb2.PlacementTerms:
         prefill_tiers=_tier_tokens(prefill) if prefill is not None else (),
         decode_tiers=_tier_tokens(terms.decode),
         pull=None if terms.pull is None else _pull(terms.pull, placement),
+        adapter_ms=terms.adapter_ms,
     )
 
 

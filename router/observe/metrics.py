@@ -15,6 +15,7 @@ from diptych.common.observe.metrics import (
     TTFT_BUCKETS_S,
     Metrics,
 )
+from diptych.router.observe.adapter_metrics import FINISHED, AdapterMetrics
 from diptych.router.observe.explain import RequestTrace
 from diptych.router.observe.live_series import LiveSeries
 from diptych.router.observe.tenant_metrics import TenantMetrics
@@ -47,6 +48,7 @@ class RouterMetrics(Metrics):
         self.live = LiveSeries()
         self._parsing = _Parsing(self)
         self.tenants = TenantMetrics(self) if by_tenant else None
+        self.adapters = AdapterMetrics(self)
         self.num_running = self.num_waiting = 0
         self.gauge("num_requests_running", "Requests being relayed by this router").set_function(
             lambda: float(self.num_running)
@@ -336,6 +338,7 @@ class RequestTimer:
             metrics.live.tokens(own - self._tokens, now)
         usage = UsageInfo(usage.prompt_tokens, own, usage.cached_tokens)
         metrics.answered(event.reason.value, request.tenant, usage, now - request.arrived, kv_bytes, now)
+        metrics.adapters.ended(request.adapter, FINISHED, usage.prompt_tokens, usage.completion_tokens)
 
     def failed(self, error: DiptychError) -> None:
         if self._close():
@@ -349,6 +352,7 @@ class RequestTimer:
 
     def _not_answered(self, reason: str) -> None:
         self._metrics.failed(reason, self._request.tenant)
+        self._metrics.adapters.ended(self._request.adapter, reason)
         if self._last:
             self._metrics.unfinished(len(self._request.prompt.token_ids), self._tokens)
 

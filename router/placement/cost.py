@@ -6,7 +6,8 @@
 Before a prompt the worker finishes its step and computes at most as many tokens of every other waiting prompt, and of
 each other tenant as of this one (common/equal_shares.py), so the queue of a short prompt is short. A hit on P saves
 compute, a hit on D saves bytes; a hit in a host tier is charged the copy back. Where D lacks blocks for the prompt, its
-load has the time until sequences end. Local prefill on D is a candidate only when few tokens are uncached there, or when no
+load has the time until sequences end. Of a request with an adapter both workers must take it, and loading it costs (see
+adapters.py). Local prefill on D is a candidate only when few tokens are uncached there, or when no
 prefill worker is usable: an idle cluster still disaggregates.
 """
 
@@ -19,6 +20,7 @@ from typing import Protocol
 
 import numpy as np
 
+from diptych.router.placement.adapters import adapter_ms, why_not
 from diptych.router.placement.pulls import PlannedPull, Pulls, plan_pulls
 from diptych.router.placement.types import (
     Placement,
@@ -50,6 +52,7 @@ class Costs:
         queue, compute: [P + D].
         sequences, decode_load: [D].
         kv_wait: [D], of the decode load, the wait for KV blocks; None: nowhere.
+        adapter: [P + D], see adapters.py; None: the request has none.
         pulls: what each worker would take from another one's cache; `compute` has it; None: nothing.
         colocated: the decode worker that became a candidate by the colocated margin.
     """
@@ -64,6 +67,7 @@ class Costs:
     decode_load: Floats
     pulls: Pulls | None = None
     kv_wait: Floats | None = None
+    adapter: Floats | None = None
     colocated: bool = False
     least_remote: float = field(init=False)
 
@@ -110,7 +114,8 @@ class Costs:
         """The prefill workers compatible with decode worker `d`, cheapest first, at most MAX_SPARES."""
         column = self.remote[:, d]
         cheapest = column.argsort(kind="stable")[:MAX_SPARES].tolist()
-        return cheapest if self.snapshot.fleet.all_fit else [i for i in cheapest if np.isfinite(column[i])]
+        all_fit = self.snapshot.fleet.all_fit and self.adapter is None
+        return cheapest if all_fit else [i for i in cheapest if np.isfinite(column[i])]
 
     def terms(self, choice: Choice) -> Terms:
         p, d = choice
@@ -120,10 +125,13 @@ class Costs:
         if p is None:
             compute = float(self.compute[at])
             stall = compute * float(self.sequences[d]) + LOCAL_BIAS_MS
-            return Terms(None, decode, float(self.queue[at]), compute, 0.0, load, stall, self._pull(at))
+            adapter_ms = 0.0 if self.adapter is None else float(self.adapter[at])
+            queue = float(self.queue[at])
+            return Terms(None, decode, queue, compute, 0.0, load, stall, self._pull(at), adapter_ms)
         queue, compute = float(self.queue[p]), float(self.compute[p])
-        transfer = float(self.remote[p, d]) - queue - compute - load
-        return Terms(self.snapshot.view(p), decode, queue, compute, transfer, load, 0.0, self._pull(p))
+        adapter_ms = 0.0 if self.adapter is None else float(self.adapter[p] + self.adapter[at])
+        transfer = float(self.remote[p, d]) - queue - compute - load - adapter_ms
+        return Terms(self.snapshot.view(p), decode, queue, compute, transfer, load, 0.0, self._pull(p), adapter_ms)
 
     def _pull(self, at: int) -> PlannedPull | None:
         return None if self.pulls is None else self.pulls.of(at)
@@ -179,7 +187,7 @@ def choose_placement(
     """Compute all candidates' costs and let the policy pick one."""
     costs = candidate_costs(request, snapshot, now)
     if not costs.any:
-        return Rejected(tuple(_rejection_reasons(snapshot)))
+        return Rejected((*_rejection_reasons(snapshot), *_without_adapter(request, snapshot)))
     p, d = policy.pick(costs, rng)
     notes: tuple[str, ...] = ()
     alone = colocated(costs) if p is not None else None
@@ -229,6 +237,8 @@ def colocated(costs: Costs) -> int | None:
     local: Floats = (
         costs.queue[first:] + costs.decode_load + costs.compute[first:] * (1.0 + costs.sequences) + LOCAL_BIAS_MS
     )
+    if costs.adapter is not None:
+        local += costs.adapter[first:]
     local[list(snapshot.barred)] = np.inf
     d = int(local.argmin())
     if costs.least_remote <= (1.0 + request.colocated_margin) * float(local[d]) + COLOCATED_SLACK_MS:
@@ -288,12 +298,17 @@ def candidate_costs(request: PlacementRequest, snapshot: ClusterSnapshot, now: f
     else:
         remote = fleet.handoff_ms + column
         remote += row
-    local = _local_costs(request, snapshot, queue, compute, sequences, decode_load, pulls)
+    adapter: Floats | None = None
+    if request.adapter is not None:
+        adapter = adapter_ms(fleet.records, request.adapter, snapshot.running)
+        remote += adapter[:first_decode, None]
+        remote += adapter[first_decode:]
+    local = _local_costs(request, snapshot, queue, compute, sequences, decode_load, pulls, adapter)
     if snapshot.barred:
         remote[:, list(snapshot.barred)] = np.inf
         if local is not None:
             local[list(snapshot.barred)] = np.inf
-    return Costs(request, snapshot, remote, local, queue, compute, sequences, decode_load, pulls, kv_wait)
+    return Costs(request, snapshot, remote, local, queue, compute, sequences, decode_load, pulls, kv_wait, adapter)
 
 
 def _kv_wait_ms(request: PlacementRequest, snapshot: ClusterSnapshot, sequences: Floats) -> Floats | None:
@@ -325,20 +340,27 @@ def _local_costs(
     sequences: Floats,
     decode_load: Floats,
     pulls: Pulls | None,
+    adapter: Floats | None,
 ) -> Floats | None:
     fleet = snapshot.fleet
     hits = snapshot.loads.hit_tokens if pulls is None else pulls.hit_tokens
     first_decode = fleet.num_prefill
-    fallback = request.allow_local_fallback and fleet.any_alone
+    alone, any_alone = fleet.alone, fleet.any_alone
+    if adapter is not None and not np.isfinite(adapter[:first_decode]).all():
+        alone = ~np.logical_or.reduce(fleet.fits & np.isfinite(adapter[:first_decode, None]), axis=0)
+        any_alone = bool(alone.any())
+    fallback = request.allow_local_fallback and any_alone
     least = request.num_prompt_tokens - request.local_prefill_max_tokens
     if not fallback and least > 0 and (hits is None or int(hits[first_decode:].max(initial=0)) < least):
         return None
     may: Bools = np.full(fleet.num_decode, least <= 0) if hits is None else hits[first_decode:] >= least
     if fallback:
-        may |= fleet.alone
+        may |= alone
     if not may.any():
         return None
     local: Floats = queue[first_decode:] + decode_load + compute[first_decode:] * (1.0 + sequences) + LOCAL_BIAS_MS
+    if adapter is not None:
+        local += adapter[first_decode:]
     local[~may] = np.inf
     return local
 
@@ -353,6 +375,15 @@ def _holds_all(request: PlacementRequest, snapshot: ClusterSnapshot) -> Bools | 
     few: Bools = left <= np.minimum(snapshot.fleet.block_size, request.local_prefill_max_tokens)
     full: Bools = few & (left > 0) & (hits > 0)
     return full if full.any() else None
+
+
+def _without_adapter(request: PlacementRequest, snapshot: ClusterSnapshot) -> list[str]:
+    """Why usable workers cannot serve the request's adapter."""
+    need = request.adapter
+    if need is None:
+        return []
+    records = {record.worker_id: record for record in snapshot.fleet.records}
+    return [f"{name} {why}" for name, record in sorted(records.items()) if (why := why_not(record, need))]
 
 
 def _rejection_reasons(snapshot: ClusterSnapshot) -> Sequence[str]:

@@ -245,7 +245,8 @@ class Placer:
         hit, lower = self._hits(prompt)
         later = None if prompt is None or tenant is None else self._later(prompt, hit, tenant)
         held = self._reservations.kv_at(self._reserved[self._fleet.num_prefill :])
-        return ClusterSnapshot(self._fleet, RequestLoads(hit, lower, tokens, requests, later, held), barred)
+        loads = RequestLoads(hit, lower, tokens, requests, later, held)
+        return ClusterSnapshot(self._fleet, loads, barred, self._reservations.adapters.running)
 
     def _later(self, prompt: PromptBlocks, hit: Ints | None, tenant: str) -> Floats | None:
         """See RequestLoads.later_tokens."""

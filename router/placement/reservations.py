@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from diptych.router.adapters.in_use import AdaptersInUse
 from diptych.router.fairness.backlog import Backlog
 
 Ints = npt.NDArray[np.int64]
@@ -23,13 +24,14 @@ _MAX_IDLE_COLUMNS = 1024
 @dataclass(slots=True)
 class Reservation:
     """Prompt tokens on the worker that computes them (until the first token), one sequence on decode (until the end).
-    `kv_tokens`: of the prompt, those whose KV decode did not hold."""
+    `kv_tokens`: of the prompt, those whose KV decode did not hold. `adapter`: id of its adapter, in use for as long; "": none."""
 
     prefill_id: str
     decode_id: str
     num_tokens: int
     tenant: str = ""
     kv_tokens: int = 0
+    adapter: str = ""
 
 
 class Reservations:
@@ -46,6 +48,7 @@ class Reservations:
         self._sum_up()
         self.on_less: Callable[[], None] = lambda: None
         """Called when a prompt no longer waits, or a request ended."""
+        self.adapters = AdaptersInUse(now)
 
     def __len__(self) -> int:
         return len(self._open)
@@ -56,6 +59,9 @@ class Reservations:
         if reservation.decode_id != reservation.prefill_id:
             self._add(reservation.decode_id, 0, 1)
         self._add_kv(reservation.decode_id, reservation.kv_tokens)
+        if reservation.adapter:
+            for worker_id in {reservation.prefill_id, reservation.decode_id}:
+                self.adapters.add(worker_id, reservation.adapter)
         self.backlog.add(attempt, reservation.prefill_id, reservation.num_tokens, reservation.tenant, doubtful=doubtful)
         if doubtful:
             self._doubtful.add(attempt)
@@ -85,6 +91,8 @@ class Reservations:
         self.backlog.remove(attempt, reservation.prefill_id, reservation.tenant, computed=computed)
         remote = reservation.decode_id != reservation.prefill_id
         self._add(reservation.prefill_id, -reservation.num_tokens, -1 if remote else 0)
+        if reservation.adapter and remote:
+            self.adapters.remove(reservation.prefill_id, reservation.adapter)
         self.on_less()
 
     def release(self, attempt: str) -> Reservation | None:
@@ -95,6 +103,8 @@ class Reservations:
         if reservation is not None:
             self._add(reservation.decode_id, 0, -1)
             self._add_kv(reservation.decode_id, -reservation.kv_tokens)
+            if reservation.adapter:
+                self.adapters.remove(reservation.decode_id, reservation.adapter)
         return reservation
 
     def _sum_up(self) -> None:

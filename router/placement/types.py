@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Protocol, cast
 
 from diptych.common.store.worker_record import WorkerRecord
+from diptych.router.placement.adapters import AdapterNeed
 from diptych.router.placement.pulls import PlannedPull
 
 
@@ -50,6 +51,7 @@ class PlacementRequest:
         affinity: the session or prefix, for the session affinity policy.
         tenant: workers compute prompts in equal shares by tenant.
         request_fields: later sampling parameters that it sets: decode must announce them.
+        adapter: None: the base model answers.
     """
 
     num_prompt_tokens: int
@@ -61,11 +63,13 @@ class PlacementRequest:
     group: str = "stable"
     tenant: str = ""
     request_fields: frozenset[str] = frozenset()
+    adapter: AdapterNeed | None = None
 
 
 @dataclass(slots=True)
 class Terms:
-    """The cost of one candidate; `prefill` is None for local prefill on `decode`."""
+    """The cost of one candidate; `prefill` is None for local prefill on `decode`. `adapter_ms`: see adapters.py, of both
+    workers."""
 
     prefill: WorkerView | None
     decode: WorkerView
@@ -76,15 +80,18 @@ class Terms:
     stall_ms: float
     pull: PlannedPull | None = None
     """By the worker that computes the prompt; prefill_ms has its time."""
+    adapter_ms: float = 0.0
 
     @property
     def total_ms(self) -> float:
-        return self.queue_ms + self.prefill_ms + self.transfer_ms + self.decode_load_ms + self.stall_ms
+        return (
+            self.queue_ms + self.prefill_ms + self.transfer_ms + self.decode_load_ms + self.stall_ms + self.adapter_ms
+        )
 
     @property
     def ttft_ms(self) -> float:
         """Predicted time to the first token, which is sent as soon as prefill knows it: it does not wait for KV."""
-        return self.queue_ms + self.prefill_ms
+        return self.queue_ms + self.prefill_ms + self.adapter_ms
 
     @property
     def cached_tokens(self) -> int:
@@ -186,7 +193,7 @@ def _without_records(terms: Terms) -> Terms:
     prefill = None if terms.prefill is None else named(terms.prefill)
     return Terms(
         prefill, named(terms.decode), terms.queue_ms, terms.prefill_ms, terms.transfer_ms, terms.decode_load_ms,
-        terms.stall_ms, terms.pull,
+        terms.stall_ms, terms.pull, terms.adapter_ms,
     )  # fmt: skip
 
 

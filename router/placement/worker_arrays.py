@@ -5,7 +5,7 @@ Arrays over workers have the prefill workers first, then the decode workers, so 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from diptych.common.store.worker_record import WorkerRecord
 from diptych.common.tiers import LOWER_TIERS
+from diptych.router.placement.adapters import Running
 from diptych.router.placement.pulls import PullLinks
 from diptych.router.placement.types import WorkerView
 
@@ -217,14 +218,19 @@ class RequestLoads:
     kv_tokens: Ints | None = None
 
 
+def _reported(record: WorkerRecord) -> Collection[str]:
+    return [adapter_id for adapter_id, count in record.load.adapters.items() if count]
+
+
 @dataclass(slots=True, eq=False)
 class ClusterSnapshot:
     """The cluster's state for one placement. `barred`: indexes (0 to D - 1) of decode workers that failed for this
-    request."""
+    request. `running`: see adapters.py."""
 
     fleet: WorkerArrays
     loads: RequestLoads
     barred: tuple[int, ...] = ()
+    running: Running = _reported
 
     @staticmethod
     def of(

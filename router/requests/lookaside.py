@@ -23,10 +23,12 @@ from diptych.common.errors import (
     RequestDeadlineError,
 )
 from diptych.common.ids import new_attempt_id
+from diptych.common.store.adapters import ChosenAdapter
 from diptych.common.ticket import seal
 from diptych.router.cluster.cluster import Cluster
 from diptych.router.fairness.admission import AdmissionDecision, Verdict
 from diptych.router.observe.access_log import Access
+from diptych.router.observe.adapter_metrics import FINISHED
 from diptych.router.observe.explain import RequestTrace
 from diptych.router.observe.metrics import RouterMetrics
 from diptych.router.placement.placer import Incarnation, PromptBlocks
@@ -35,7 +37,7 @@ from diptych.router.placement.reservations import Reservation
 from diptych.router.placement.types import Placement
 from diptych.router.requests.messages import UsageInfo, ValidatedRequest
 from diptych.router.requests.outcomes import record_outcome
-from diptych.router.requests.submission import claims_of, placement_request, prompt_so_far
+from diptych.router.requests.submission import adapter_need, claims_of, placement_request, prompt_so_far
 from diptych.rpc.convert import finish_reason_from_proto
 from diptych.rpc.v1 import decode_pb2, router_pb2
 
@@ -87,6 +89,7 @@ class _Grant:
     """The reservation to restore if the ticket is redeemed after all."""
     num_choices: int = 1
     model: str = ""
+    adapter: ChosenAdapter | None = None
     end: tuple[str, UsageInfo] | None = None
     """Finish reason and usage of a successful answer."""
 
@@ -152,6 +155,8 @@ class Lookaside:
         limit = cluster.admission.limit(request.arrived, request.deadline, most)
         if not cluster.wait_queue.may_pass(request.tenant, num_tokens, limit, doubtful=True):
             return NoWorkerError("no ticket: requests wait for their turn at the router")
+        if (need := adapter_need(request)) is not None and not cluster.adapter_turns.may_pass(need):
+            return NoWorkerError("no ticket: the request's adapter waits for a slot")
         try:
             placement = cluster.place(placement_request(request), prompt)
         except NoWorkerError as error:
@@ -170,12 +175,13 @@ class Lookaside:
         if judgement.error is not None or endpoint is None:
             return judgement.error or NoWorkerError(f"{record.worker_id} takes requests from routers only")
         attempt = new_attempt_id()
-        cluster.hold(placement, attempt, request.tenant, num_tokens, doubtful=True)
+        adapter = request.prompt.adapter
+        cluster.hold(placement, attempt, request.tenant, num_tokens, adapter=adapter, doubtful=True)
         cluster.placer.begin(request.request_id, prompt, most)
         self._unredeemed[request.tenant] = unredeemed + 1
         return _Chosen(
             request, placement, judgement, incarnation, endpoint, attempt,
-            RequestTrace(request.request_id, placement, retention=request.retention),
+            RequestTrace(request.request_id, placement, retention=request.retention, adapter=request.adapter),
         )  # fmt: skip
 
     def _remember(self, one: _Chosen, now: float, spend: Spend) -> None:
@@ -199,7 +205,8 @@ class Lookaside:
             until=min(request.deadline, now + STATUS_TIMEOUT_S),
             deadline=request.deadline,
             num_choices=request.sampling.num_choices,
-            model=request.model,
+            model=request.shown_model,
+            adapter=request.adapter,
         )
         self._fresh[one.attempt] = now + FRESH_S
         self._granted.inc()
@@ -263,8 +270,10 @@ class Lookaside:
             self._unfinished(grant, status.completion_tokens)
             if status.reason == RequestCancelledError.reason:
                 metrics.refused("CLIENT_LEFT", grant.tenant)
+                metrics.adapters.ended(grant.adapter, "CLIENT_LEFT")
             elif status.reason and status.reason not in FALLBACK_REASONS:
                 metrics.refused(status.reason, grant.tenant)
+                metrics.adapters.ended(grant.adapter, status.reason)
                 metrics.live.failed(now)
             return
         finished, counts = status.finished, status.finished.usage
@@ -280,6 +289,7 @@ class Lookaside:
         metrics.count_deviations(trace, [fault.reason for fault in status.prefill_faults])
         metrics.requests.inc()
         metrics.answered(reason, grant.tenant, usage, total_s, finished.explanation.kv_bytes, now)
+        metrics.adapters.ended(grant.adapter, FINISHED, usage.prompt_tokens, usage.completion_tokens)
         metrics.split(trace, total_s)
         if grant.num_choices == 1 and trace.ttft_s > 0:
             cluster.admission.on_answer(grant.judgement, usage.completion_tokens, total_s - trace.ttft_s)
@@ -375,6 +385,8 @@ def _placed(one: _Chosen, ticket: bytes) -> router_pb2.Placed:
         ticket=ticket,
         seed=request.sampling.seed,
         explanation=one.trace.explanation() if request.explain else None,
+        adapter="" if request.adapter is None else request.adapter.name,
+        adapter_version=0 if request.adapter is None else request.adapter.version.number,
     )
 
 

@@ -35,6 +35,7 @@ from diptych.router.fairness.admission import AdmissionDecision
 from diptych.router.fairness.admission import Verdict as AdmissionVerdict
 from diptych.router.observe.explain import RequestTrace
 from diptych.router.observe.metrics import RouterMetrics
+from diptych.router.placement.adapters import AdapterNeed
 from diptych.router.placement.placer import Incarnation, PromptBlocks
 from diptych.router.placement.recent import Decision
 from diptych.router.placement.types import Placement
@@ -60,7 +61,7 @@ from diptych.router.requests.migration import (
 )
 from diptych.router.requests.outcomes import record_outcome
 from diptych.router.requests.resume import Refs, worker_mark
-from diptych.router.requests.submission import placement_request, prompt_so_far, submit_of
+from diptych.router.requests.submission import adapter_need, placement_request, prompt_so_far, submit_of
 from diptych.rpc.convert import finish_reason_from_proto, logprobs_from_proto
 from diptych.rpc.errors import from_failure
 from diptych.rpc.v1 import decode_pb2, router_pb2
@@ -119,8 +120,10 @@ class Relay:
         self._loss: WorkerLostError | None = None
         """Of the worker whose request no other one has accepted yet."""
         self._lost_at = 0.0
+        self._turn: AdapterNeed | None = None
+        """Of its adapter, which it has and has not used yet."""
         self._judgement: AdmissionDecision | None = None
-        self._trace = RequestTrace(request.request_id)
+        self._trace = RequestTrace(request.request_id, adapter=request.adapter)
         self._decision = Decision(
             request_id=request.request_id,
             label=request.label,
@@ -185,6 +188,7 @@ class Relay:
     def close(self) -> None:
         """Cancel the attempt and release its reservation. Idempotent, never blocks."""
         self._end_move()
+        self._leave_turn()
         self._cluster.placer.end(self._request.request_id, self._clock.now())
         if not self._lifecycle.ended:
             self._lifecycle.on(Move.CANCEL)
@@ -223,7 +227,7 @@ class Relay:
             return
         try:
             placement = self._cluster.place(placement_request(request), self._prompt, self._cluster.only(there))
-            attempt = self._cluster.resume(placement, point.attempt, request.prompt.cache_salt, request.tenant)
+            attempt = self._cluster.resume(placement, point.attempt, request.prompt, request.tenant)
         except (NoWorkerError, WorkerLostError):
             self._metrics.resumes.labels("computed").inc()
             return
@@ -251,6 +255,11 @@ class Relay:
         if self._lifecycle.num_replacements:
             return
         request, cluster, wait_queue = self._request, self._cluster, self._cluster.wait_queue
+        if (need := adapter_need(request)) is not None and self._turn is None:
+            waited_s = await cluster.adapter_turns.enter(need, request.tenant, self._left_s())
+            self._turn = need
+            if waited_s > 0:
+                self._trace.notes.append(f"waited {waited_s:.2f} s until a slot was free for its adapter")
         tokens, most = len(request.prompt.token_ids), request.sampling.max_tokens
         limit = cluster.admission.limit(request.arrived, request.deadline, most)
         if wait_queue.may_pass(request.tenant, tokens, limit):
@@ -317,11 +326,18 @@ class Relay:
             self._attempt = self._open_choices(parts, placement, left_s)
         else:
             self._attempt = self._open(parts.get(0, request), placement, left_s)
+        self._leave_turn()
         self._outcome_recorded = False
         self._metrics.placements.labels("local" if placement.local_prefill else "remote").inc()
         if life.num_replacements:
             self._metrics.replacements.inc()
             self._metrics.fallbacks.labels("other_decode").inc()
+
+    def _leave_turn(self) -> None:
+        """The request is placed, or will not be."""
+        turn, self._turn = self._turn, None
+        if turn is not None:
+            self._cluster.adapter_turns.leave(turn)
 
     def _open(self, request: ValidatedRequest, placement: Placement, left_s: float, choice: int = 0) -> Attempt:
         """Raises: as Cluster.open."""

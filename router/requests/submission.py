@@ -9,6 +9,7 @@ import msgspec
 from diptych.common.request import ADAPTER, ADAPTER_FOLDER, Prompt
 from diptych.common.sampling import later_fields
 from diptych.common.store.worker_record import WorkerRecord
+from diptych.router.placement.adapters import AdapterNeed
 from diptych.router.placement.cost import MAX_SPARES
 from diptych.router.placement.types import Placement, PlacementRequest
 from diptych.router.requests.messages import ValidatedRequest
@@ -39,7 +40,16 @@ def placement_request(request: ValidatedRequest) -> PlacementRequest:
         tenant=request.tenant,
         request_fields=later_fields(request.sampling)
         | ({ADAPTER, ADAPTER_FOLDER} if request.prompt.adapter else set()),
+        adapter=adapter_need(request),
     )
+
+
+def adapter_need(request: ValidatedRequest) -> AdapterNeed | None:
+    """What the request's adapter needs of a worker."""
+    if request.adapter is None:
+        return None
+    version = request.adapter.version
+    return AdapterNeed(version.adapter_id, version.rank, version.num_bytes)
 
 
 def submit_of(
@@ -73,7 +83,11 @@ def submit_of(
         output_token_ids=request.resume_after,
         failure_policy=request.failure_policy,  # type: ignore[arg-type]  # a number of that enum
         traceparent=traceparent,
-        **prompt_fields(request.prompt, with_ids=with_prompt),
+        **prompt_fields(
+            request.prompt,
+            adapter_folder="" if request.adapter is None else request.adapter.version.folder,
+            with_ids=with_prompt,
+        ),
     )
     if request.repeated is not None:
         submit.sampling.seed = request.sampling.seed

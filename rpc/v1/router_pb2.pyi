@@ -30,6 +30,100 @@ FAILURE_POLICY_FAIL: FailurePolicy
 FAILURE_POLICY_RECOMPUTE: FailurePolicy
 FAILURE_POLICY_RETRY: FailurePolicy
 
+class ListAdaptersRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ListAdaptersResponse(_message.Message):
+    __slots__ = ("adapters",)
+    ADAPTERS_FIELD_NUMBER: _ClassVar[int]
+    adapters: _containers.RepeatedCompositeFieldContainer[Adapter]
+    def __init__(self, adapters: _Optional[_Iterable[_Union[Adapter, _Mapping]]] = ...) -> None: ...
+
+class Adapter(_message.Message):
+    __slots__ = ("name", "model", "versions", "stable", "canary", "canary_share", "previous")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    VERSIONS_FIELD_NUMBER: _ClassVar[int]
+    STABLE_FIELD_NUMBER: _ClassVar[int]
+    CANARY_FIELD_NUMBER: _ClassVar[int]
+    CANARY_SHARE_FIELD_NUMBER: _ClassVar[int]
+    PREVIOUS_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    model: str
+    versions: _containers.RepeatedCompositeFieldContainer[AdapterVersion]
+    stable: int
+    canary: int
+    canary_share: float
+    previous: int
+    def __init__(self, name: _Optional[str] = ..., model: _Optional[str] = ..., versions: _Optional[_Iterable[_Union[AdapterVersion, _Mapping]]] = ..., stable: _Optional[int] = ..., canary: _Optional[int] = ..., canary_share: _Optional[float] = ..., previous: _Optional[int] = ...) -> None: ...
+
+class AdapterVersion(_message.Message):
+    __slots__ = ("number", "id", "folder", "rank", "num_bytes", "created")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    ID_FIELD_NUMBER: _ClassVar[int]
+    FOLDER_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    CREATED_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    id: str
+    folder: str
+    rank: int
+    num_bytes: int
+    created: int
+    def __init__(self, number: _Optional[int] = ..., id: _Optional[str] = ..., folder: _Optional[str] = ..., rank: _Optional[int] = ..., num_bytes: _Optional[int] = ..., created: _Optional[int] = ...) -> None: ...
+
+class AddAdapterRequest(_message.Message):
+    __slots__ = ("name", "folder", "model", "in_place", "canary_share")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    FOLDER_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    IN_PLACE_FIELD_NUMBER: _ClassVar[int]
+    CANARY_SHARE_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    folder: str
+    model: str
+    in_place: bool
+    canary_share: float
+    def __init__(self, name: _Optional[str] = ..., folder: _Optional[str] = ..., model: _Optional[str] = ..., in_place: _Optional[bool] = ..., canary_share: _Optional[float] = ...) -> None: ...
+
+class RemoveAdapterRequest(_message.Message):
+    __slots__ = ("name",)
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    def __init__(self, name: _Optional[str] = ...) -> None: ...
+
+class RouteAdapterRequest(_message.Message):
+    __slots__ = ("name", "canary", "promote", "roll_back")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    CANARY_FIELD_NUMBER: _ClassVar[int]
+    PROMOTE_FIELD_NUMBER: _ClassVar[int]
+    ROLL_BACK_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    canary: AdapterCanary
+    promote: AdapterPromotion
+    roll_back: AdapterRollback
+    def __init__(self, name: _Optional[str] = ..., canary: _Optional[_Union[AdapterCanary, _Mapping]] = ..., promote: _Optional[_Union[AdapterPromotion, _Mapping]] = ..., roll_back: _Optional[_Union[AdapterRollback, _Mapping]] = ...) -> None: ...
+
+class AdapterCanary(_message.Message):
+    __slots__ = ("version", "share")
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    SHARE_FIELD_NUMBER: _ClassVar[int]
+    version: int
+    share: float
+    def __init__(self, version: _Optional[int] = ..., share: _Optional[float] = ...) -> None: ...
+
+class AdapterPromotion(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class AdapterRollback(_message.Message):
+    __slots__ = ("version",)
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    version: int
+    def __init__(self, version: _Optional[int] = ...) -> None: ...
+
 class MoveRequest(_message.Message):
     __slots__ = ("request_id", "to")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
@@ -59,7 +153,7 @@ class PlaceRequest(_message.Message):
     def __init__(self, id: _Optional[int] = ..., request: _Optional[_Union[GenerateRequest, _Mapping]] = ..., remaining_s: _Optional[float] = ...) -> None: ...
 
 class Placed(_message.Message):
-    __slots__ = ("request_id", "model", "prompt_tokens", "attempt", "address", "tls", "ticket", "seed", "explanation")
+    __slots__ = ("request_id", "model", "prompt_tokens", "attempt", "address", "tls", "ticket", "seed", "explanation", "adapter", "adapter_version")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -69,6 +163,8 @@ class Placed(_message.Message):
     TICKET_FIELD_NUMBER: _ClassVar[int]
     SEED_FIELD_NUMBER: _ClassVar[int]
     EXPLANATION_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_VERSION_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     model: str
     prompt_tokens: int
@@ -78,7 +174,9 @@ class Placed(_message.Message):
     ticket: bytes
     seed: int
     explanation: _types_pb2.Explanation
-    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., attempt: _Optional[str] = ..., address: _Optional[str] = ..., tls: _Optional[bool] = ..., ticket: _Optional[bytes] = ..., seed: _Optional[int] = ..., explanation: _Optional[_Union[_types_pb2.Explanation, _Mapping]] = ...) -> None: ...
+    adapter: str
+    adapter_version: int
+    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., attempt: _Optional[str] = ..., address: _Optional[str] = ..., tls: _Optional[bool] = ..., ticket: _Optional[bytes] = ..., seed: _Optional[int] = ..., explanation: _Optional[_Union[_types_pb2.Explanation, _Mapping]] = ..., adapter: _Optional[str] = ..., adapter_version: _Optional[int] = ...) -> None: ...
 
 class PlaceReply(_message.Message):
     __slots__ = ("id", "placed", "failure")
@@ -189,7 +287,7 @@ class TokenIdsInput(_message.Message):
     def __init__(self, token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("model", "prompt", "token_ids", "chat", "sampling", "request_id", "explain", "local_prefill_max_tokens", "failure_policy", "idempotency_key", "resume_after", "resume_id", "tools", "tool_choice", "tool_name", "single_tool_call", "split", "priority", "cache_ttl_s", "cache_priority", "session_id", "prefetch")
+    __slots__ = ("model", "prompt", "token_ids", "chat", "sampling", "request_id", "explain", "local_prefill_max_tokens", "failure_policy", "idempotency_key", "resume_after", "resume_id", "tools", "tool_choice", "tool_name", "single_tool_call", "split", "priority", "cache_ttl_s", "cache_priority", "session_id", "prefetch", "adapter", "adapter_version")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     PROMPT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -212,6 +310,8 @@ class GenerateRequest(_message.Message):
     CACHE_PRIORITY_FIELD_NUMBER: _ClassVar[int]
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     PREFETCH_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_VERSION_FIELD_NUMBER: _ClassVar[int]
     model: str
     prompt: str
     token_ids: TokenIdsInput
@@ -234,7 +334,9 @@ class GenerateRequest(_message.Message):
     cache_priority: int
     session_id: str
     prefetch: bool
-    def __init__(self, model: _Optional[str] = ..., prompt: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIdsInput, _Mapping]] = ..., chat: _Optional[_Union[ChatInput, _Mapping]] = ..., sampling: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., request_id: _Optional[str] = ..., explain: _Optional[bool] = ..., local_prefill_max_tokens: _Optional[int] = ..., failure_policy: _Optional[_Union[FailurePolicy, str]] = ..., idempotency_key: _Optional[str] = ..., resume_after: _Optional[_Union[TokenIdsInput, _Mapping]] = ..., resume_id: _Optional[str] = ..., tools: _Optional[_Iterable[_Union[Tool, _Mapping]]] = ..., tool_choice: _Optional[_Union[ToolChoice, str]] = ..., tool_name: _Optional[str] = ..., single_tool_call: _Optional[bool] = ..., split: _Optional[bool] = ..., priority: _Optional[int] = ..., cache_ttl_s: _Optional[float] = ..., cache_priority: _Optional[int] = ..., session_id: _Optional[str] = ..., prefetch: _Optional[bool] = ...) -> None: ...
+    adapter: str
+    adapter_version: int
+    def __init__(self, model: _Optional[str] = ..., prompt: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIdsInput, _Mapping]] = ..., chat: _Optional[_Union[ChatInput, _Mapping]] = ..., sampling: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., request_id: _Optional[str] = ..., explain: _Optional[bool] = ..., local_prefill_max_tokens: _Optional[int] = ..., failure_policy: _Optional[_Union[FailurePolicy, str]] = ..., idempotency_key: _Optional[str] = ..., resume_after: _Optional[_Union[TokenIdsInput, _Mapping]] = ..., resume_id: _Optional[str] = ..., tools: _Optional[_Iterable[_Union[Tool, _Mapping]]] = ..., tool_choice: _Optional[_Union[ToolChoice, str]] = ..., tool_name: _Optional[str] = ..., single_tool_call: _Optional[bool] = ..., split: _Optional[bool] = ..., priority: _Optional[int] = ..., cache_ttl_s: _Optional[float] = ..., cache_priority: _Optional[int] = ..., session_id: _Optional[str] = ..., prefetch: _Optional[bool] = ..., adapter: _Optional[str] = ..., adapter_version: _Optional[int] = ...) -> None: ...
 
 class CloseSessionRequest(_message.Message):
     __slots__ = ("session_id",)
@@ -281,18 +383,22 @@ class CallArguments(_message.Message):
     def __init__(self, index: _Optional[int] = ..., text: _Optional[str] = ...) -> None: ...
 
 class Started(_message.Message):
-    __slots__ = ("request_id", "model", "prompt_tokens", "seed", "resume_ref")
+    __slots__ = ("request_id", "model", "prompt_tokens", "seed", "resume_ref", "adapter", "adapter_version")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     SEED_FIELD_NUMBER: _ClassVar[int]
     RESUME_REF_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_VERSION_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     model: str
     prompt_tokens: int
     seed: int
     resume_ref: str
-    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., seed: _Optional[int] = ..., resume_ref: _Optional[str] = ...) -> None: ...
+    adapter: str
+    adapter_version: int
+    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., seed: _Optional[int] = ..., resume_ref: _Optional[str] = ..., adapter: _Optional[str] = ..., adapter_version: _Optional[int] = ...) -> None: ...
 
 class TokenDelta(_message.Message):
     __slots__ = ("offset", "token_ids", "text", "choice", "logprobs")
@@ -343,14 +449,16 @@ class ListModelsRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class Model(_message.Message):
-    __slots__ = ("id", "max_model_len", "created")
+    __slots__ = ("id", "max_model_len", "created", "parent")
     ID_FIELD_NUMBER: _ClassVar[int]
     MAX_MODEL_LEN_FIELD_NUMBER: _ClassVar[int]
     CREATED_FIELD_NUMBER: _ClassVar[int]
+    PARENT_FIELD_NUMBER: _ClassVar[int]
     id: str
     max_model_len: int
     created: int
-    def __init__(self, id: _Optional[str] = ..., max_model_len: _Optional[int] = ..., created: _Optional[int] = ...) -> None: ...
+    parent: str
+    def __init__(self, id: _Optional[str] = ..., max_model_len: _Optional[int] = ..., created: _Optional[int] = ..., parent: _Optional[str] = ...) -> None: ...
 
 class ListModelsResponse(_message.Message):
     __slots__ = ("models",)

@@ -71,6 +71,26 @@ class RouterStub:
                 request_serializer=diptych_dot_rpc_dot_v1_dot_router__pb2.CloseSessionRequest.SerializeToString,
                 response_deserializer=diptych_dot_rpc_dot_v1_dot_router__pb2.CloseSessionResponse.FromString,
                 _registered_method=True)
+        self.ListAdapters = channel.unary_unary(
+                '/diptych.rpc.v1.Router/ListAdapters',
+                request_serializer=diptych_dot_rpc_dot_v1_dot_router__pb2.ListAdaptersRequest.SerializeToString,
+                response_deserializer=diptych_dot_rpc_dot_v1_dot_router__pb2.ListAdaptersResponse.FromString,
+                _registered_method=True)
+        self.AddAdapter = channel.unary_unary(
+                '/diptych.rpc.v1.Router/AddAdapter',
+                request_serializer=diptych_dot_rpc_dot_v1_dot_router__pb2.AddAdapterRequest.SerializeToString,
+                response_deserializer=diptych_dot_rpc_dot_v1_dot_router__pb2.Adapter.FromString,
+                _registered_method=True)
+        self.RemoveAdapter = channel.unary_unary(
+                '/diptych.rpc.v1.Router/RemoveAdapter',
+                request_serializer=diptych_dot_rpc_dot_v1_dot_router__pb2.RemoveAdapterRequest.SerializeToString,
+                response_deserializer=diptych_dot_rpc_dot_v1_dot_router__pb2.Adapter.FromString,
+                _registered_method=True)
+        self.RouteAdapter = channel.unary_unary(
+                '/diptych.rpc.v1.Router/RouteAdapter',
+                request_serializer=diptych_dot_rpc_dot_v1_dot_router__pb2.RouteAdapterRequest.SerializeToString,
+                response_deserializer=diptych_dot_rpc_dot_v1_dot_router__pb2.Adapter.FromString,
+                _registered_method=True)
 
 
 class RouterServicer:
@@ -127,6 +147,34 @@ class RouterServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListAdapters(self, request, context):
+        """The adapters that the caller may use.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def AddAdapter(self, request, context):
+        """Loads an adapter at the workers and gives it a name, or a name another version. Needs an admin key.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RemoveAdapter(self, request, context):
+        """Takes a name away: requests that have it end well, new ones are refused. Needs an admin key. Returns what it was.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RouteAdapter(self, request, context):
+        """Changes which version of a name answers. Nothing is loaded. Needs an admin key.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_RouterServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -164,6 +212,26 @@ def add_RouterServicer_to_server(servicer, server):
                     servicer.CloseSession,
                     request_deserializer=diptych_dot_rpc_dot_v1_dot_router__pb2.CloseSessionRequest.FromString,
                     response_serializer=diptych_dot_rpc_dot_v1_dot_router__pb2.CloseSessionResponse.SerializeToString,
+            ),
+            'ListAdapters': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListAdapters,
+                    request_deserializer=diptych_dot_rpc_dot_v1_dot_router__pb2.ListAdaptersRequest.FromString,
+                    response_serializer=diptych_dot_rpc_dot_v1_dot_router__pb2.ListAdaptersResponse.SerializeToString,
+            ),
+            'AddAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.AddAdapter,
+                    request_deserializer=diptych_dot_rpc_dot_v1_dot_router__pb2.AddAdapterRequest.FromString,
+                    response_serializer=diptych_dot_rpc_dot_v1_dot_router__pb2.Adapter.SerializeToString,
+            ),
+            'RemoveAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.RemoveAdapter,
+                    request_deserializer=diptych_dot_rpc_dot_v1_dot_router__pb2.RemoveAdapterRequest.FromString,
+                    response_serializer=diptych_dot_rpc_dot_v1_dot_router__pb2.Adapter.SerializeToString,
+            ),
+            'RouteAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.RouteAdapter,
+                    request_deserializer=diptych_dot_rpc_dot_v1_dot_router__pb2.RouteAdapterRequest.FromString,
+                    response_serializer=diptych_dot_rpc_dot_v1_dot_router__pb2.Adapter.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -367,6 +435,114 @@ class Router:
             metadata,
             _registered_method=True)
 
+    @staticmethod
+    def ListAdapters(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/diptych.rpc.v1.Router/ListAdapters',
+            diptych_dot_rpc_dot_v1_dot_router__pb2.ListAdaptersRequest.SerializeToString,
+            diptych_dot_rpc_dot_v1_dot_router__pb2.ListAdaptersResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def AddAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/diptych.rpc.v1.Router/AddAdapter',
+            diptych_dot_rpc_dot_v1_dot_router__pb2.AddAdapterRequest.SerializeToString,
+            diptych_dot_rpc_dot_v1_dot_router__pb2.Adapter.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RemoveAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/diptych.rpc.v1.Router/RemoveAdapter',
+            diptych_dot_rpc_dot_v1_dot_router__pb2.RemoveAdapterRequest.SerializeToString,
+            diptych_dot_rpc_dot_v1_dot_router__pb2.Adapter.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RouteAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/diptych.rpc.v1.Router/RouteAdapter',
+            diptych_dot_rpc_dot_v1_dot_router__pb2.RouteAdapterRequest.SerializeToString,
+            diptych_dot_rpc_dot_v1_dot_router__pb2.Adapter.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
 
 class OperationsStub:
     """For operators. Metadata `diptych-operator` proves that the caller has the cluster secret: see rpc/operator.py.
@@ -383,6 +559,26 @@ class OperationsStub:
                 request_serializer=diptych_dot_rpc_dot_v1_dot_router__pb2.MoveRequest.SerializeToString,
                 response_deserializer=diptych_dot_rpc_dot_v1_dot_router__pb2.MoveResponse.FromString,
                 _registered_method=True)
+        self.ListAdapters = channel.unary_unary(
+                '/diptych.rpc.v1.Operations/ListAdapters',
+                request_serializer=diptych_dot_rpc_dot_v1_dot_router__pb2.ListAdaptersRequest.SerializeToString,
+                response_deserializer=diptych_dot_rpc_dot_v1_dot_router__pb2.ListAdaptersResponse.FromString,
+                _registered_method=True)
+        self.AddAdapter = channel.unary_unary(
+                '/diptych.rpc.v1.Operations/AddAdapter',
+                request_serializer=diptych_dot_rpc_dot_v1_dot_router__pb2.AddAdapterRequest.SerializeToString,
+                response_deserializer=diptych_dot_rpc_dot_v1_dot_router__pb2.Adapter.FromString,
+                _registered_method=True)
+        self.RemoveAdapter = channel.unary_unary(
+                '/diptych.rpc.v1.Operations/RemoveAdapter',
+                request_serializer=diptych_dot_rpc_dot_v1_dot_router__pb2.RemoveAdapterRequest.SerializeToString,
+                response_deserializer=diptych_dot_rpc_dot_v1_dot_router__pb2.Adapter.FromString,
+                _registered_method=True)
+        self.RouteAdapter = channel.unary_unary(
+                '/diptych.rpc.v1.Operations/RouteAdapter',
+                request_serializer=diptych_dot_rpc_dot_v1_dot_router__pb2.RouteAdapterRequest.SerializeToString,
+                response_deserializer=diptych_dot_rpc_dot_v1_dot_router__pb2.Adapter.FromString,
+                _registered_method=True)
 
 
 class OperationsServicer:
@@ -397,6 +593,34 @@ class OperationsServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListAdapters(self, request, context):
+        """As in Router, without a key, and of all adapters.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def AddAdapter(self, request, context):
+        """As in Router, without a key.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RemoveAdapter(self, request, context):
+        """As in Router, without a key.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RouteAdapter(self, request, context):
+        """As in Router, without a key.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_OperationsServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -404,6 +628,26 @@ def add_OperationsServicer_to_server(servicer, server):
                     servicer.Move,
                     request_deserializer=diptych_dot_rpc_dot_v1_dot_router__pb2.MoveRequest.FromString,
                     response_serializer=diptych_dot_rpc_dot_v1_dot_router__pb2.MoveResponse.SerializeToString,
+            ),
+            'ListAdapters': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListAdapters,
+                    request_deserializer=diptych_dot_rpc_dot_v1_dot_router__pb2.ListAdaptersRequest.FromString,
+                    response_serializer=diptych_dot_rpc_dot_v1_dot_router__pb2.ListAdaptersResponse.SerializeToString,
+            ),
+            'AddAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.AddAdapter,
+                    request_deserializer=diptych_dot_rpc_dot_v1_dot_router__pb2.AddAdapterRequest.FromString,
+                    response_serializer=diptych_dot_rpc_dot_v1_dot_router__pb2.Adapter.SerializeToString,
+            ),
+            'RemoveAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.RemoveAdapter,
+                    request_deserializer=diptych_dot_rpc_dot_v1_dot_router__pb2.RemoveAdapterRequest.FromString,
+                    response_serializer=diptych_dot_rpc_dot_v1_dot_router__pb2.Adapter.SerializeToString,
+            ),
+            'RouteAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.RouteAdapter,
+                    request_deserializer=diptych_dot_rpc_dot_v1_dot_router__pb2.RouteAdapterRequest.FromString,
+                    response_serializer=diptych_dot_rpc_dot_v1_dot_router__pb2.Adapter.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -434,6 +678,114 @@ class Operations:
             '/diptych.rpc.v1.Operations/Move',
             diptych_dot_rpc_dot_v1_dot_router__pb2.MoveRequest.SerializeToString,
             diptych_dot_rpc_dot_v1_dot_router__pb2.MoveResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListAdapters(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/diptych.rpc.v1.Operations/ListAdapters',
+            diptych_dot_rpc_dot_v1_dot_router__pb2.ListAdaptersRequest.SerializeToString,
+            diptych_dot_rpc_dot_v1_dot_router__pb2.ListAdaptersResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def AddAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/diptych.rpc.v1.Operations/AddAdapter',
+            diptych_dot_rpc_dot_v1_dot_router__pb2.AddAdapterRequest.SerializeToString,
+            diptych_dot_rpc_dot_v1_dot_router__pb2.Adapter.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RemoveAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/diptych.rpc.v1.Operations/RemoveAdapter',
+            diptych_dot_rpc_dot_v1_dot_router__pb2.RemoveAdapterRequest.SerializeToString,
+            diptych_dot_rpc_dot_v1_dot_router__pb2.Adapter.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RouteAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/diptych.rpc.v1.Operations/RouteAdapter',
+            diptych_dot_rpc_dot_v1_dot_router__pb2.RouteAdapterRequest.SerializeToString,
+            diptych_dot_rpc_dot_v1_dot_router__pb2.Adapter.FromString,
             options,
             channel_credentials,
             insecure,

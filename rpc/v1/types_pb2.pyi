@@ -196,7 +196,7 @@ class WorkerRef(_message.Message):
     def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., address: _Optional[str] = ...) -> None: ...
 
 class PlacementTerms(_message.Message):
-    __slots__ = ("prefill_worker_id", "decode_worker_id", "queue_ms", "prefill_ms", "transfer_ms", "decode_load_ms", "stall_ms", "total_ms", "prefill_hit_tokens", "decode_hit_tokens", "chosen", "prefill_tiers", "decode_tiers", "pull")
+    __slots__ = ("prefill_worker_id", "decode_worker_id", "queue_ms", "prefill_ms", "transfer_ms", "decode_load_ms", "stall_ms", "total_ms", "prefill_hit_tokens", "decode_hit_tokens", "chosen", "prefill_tiers", "decode_tiers", "pull", "adapter_ms")
     PREFILL_WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     DECODE_WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     QUEUE_MS_FIELD_NUMBER: _ClassVar[int]
@@ -211,6 +211,7 @@ class PlacementTerms(_message.Message):
     PREFILL_TIERS_FIELD_NUMBER: _ClassVar[int]
     DECODE_TIERS_FIELD_NUMBER: _ClassVar[int]
     PULL_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_MS_FIELD_NUMBER: _ClassVar[int]
     prefill_worker_id: str
     decode_worker_id: str
     queue_ms: float
@@ -225,7 +226,8 @@ class PlacementTerms(_message.Message):
     prefill_tiers: _containers.RepeatedCompositeFieldContainer[TierTokens]
     decode_tiers: _containers.RepeatedCompositeFieldContainer[TierTokens]
     pull: PullTerms
-    def __init__(self, prefill_worker_id: _Optional[str] = ..., decode_worker_id: _Optional[str] = ..., queue_ms: _Optional[float] = ..., prefill_ms: _Optional[float] = ..., transfer_ms: _Optional[float] = ..., decode_load_ms: _Optional[float] = ..., stall_ms: _Optional[float] = ..., total_ms: _Optional[float] = ..., prefill_hit_tokens: _Optional[int] = ..., decode_hit_tokens: _Optional[int] = ..., chosen: _Optional[bool] = ..., prefill_tiers: _Optional[_Iterable[_Union[TierTokens, _Mapping]]] = ..., decode_tiers: _Optional[_Iterable[_Union[TierTokens, _Mapping]]] = ..., pull: _Optional[_Union[PullTerms, _Mapping]] = ...) -> None: ...
+    adapter_ms: float
+    def __init__(self, prefill_worker_id: _Optional[str] = ..., decode_worker_id: _Optional[str] = ..., queue_ms: _Optional[float] = ..., prefill_ms: _Optional[float] = ..., transfer_ms: _Optional[float] = ..., decode_load_ms: _Optional[float] = ..., stall_ms: _Optional[float] = ..., total_ms: _Optional[float] = ..., prefill_hit_tokens: _Optional[int] = ..., decode_hit_tokens: _Optional[int] = ..., chosen: _Optional[bool] = ..., prefill_tiers: _Optional[_Iterable[_Union[TierTokens, _Mapping]]] = ..., decode_tiers: _Optional[_Iterable[_Union[TierTokens, _Mapping]]] = ..., pull: _Optional[_Union[PullTerms, _Mapping]] = ..., adapter_ms: _Optional[float] = ...) -> None: ...
 
 class PullTerms(_message.Message):
     __slots__ = ("holder", "first_token", "num_tokens", "pull_ms", "compute_ms", "pays_from_tokens")
@@ -294,7 +296,7 @@ class CacheClaimReport(_message.Message):
     def __init__(self, ttl_s: _Optional[float] = ..., requested_ttl_s: _Optional[float] = ..., priority: _Optional[int] = ..., session_id: _Optional[str] = ..., kept_tokens_prefill: _Optional[int] = ..., kept_tokens_decode: _Optional[int] = ...) -> None: ...
 
 class Explanation(_message.Message):
-    __slots__ = ("prefill", "decode", "transport", "kv_bytes", "cached_tokens_prefill", "cached_tokens_decode", "kv_ranges", "kv_ranges_overlapped", "local_prefill", "index_mode", "notes", "candidates", "request_id", "prefill_pid", "decode_pid", "reserved_s", "first_token_s", "kv_complete_s", "policy", "predicted_ttft_s", "ttft_s", "predicted_cached_tokens", "cached_tokens", "total_s", "longest_gap_s", "prefill_queue_s", "prefill_compute_s", "backend", "attempts", "pulls", "cached_tiers_prefill", "cached_tiers_decode", "claim")
+    __slots__ = ("prefill", "decode", "transport", "kv_bytes", "cached_tokens_prefill", "cached_tokens_decode", "kv_ranges", "kv_ranges_overlapped", "local_prefill", "index_mode", "notes", "candidates", "request_id", "prefill_pid", "decode_pid", "reserved_s", "first_token_s", "kv_complete_s", "policy", "predicted_ttft_s", "ttft_s", "predicted_cached_tokens", "cached_tokens", "total_s", "longest_gap_s", "prefill_queue_s", "prefill_compute_s", "backend", "attempts", "pulls", "cached_tiers_prefill", "cached_tiers_decode", "claim", "adapter")
     PREFILL_FIELD_NUMBER: _ClassVar[int]
     DECODE_FIELD_NUMBER: _ClassVar[int]
     TRANSPORT_FIELD_NUMBER: _ClassVar[int]
@@ -328,6 +330,7 @@ class Explanation(_message.Message):
     CACHED_TIERS_PREFILL_FIELD_NUMBER: _ClassVar[int]
     CACHED_TIERS_DECODE_FIELD_NUMBER: _ClassVar[int]
     CLAIM_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
     prefill: str
     decode: str
     transport: str
@@ -361,7 +364,18 @@ class Explanation(_message.Message):
     cached_tiers_prefill: _containers.RepeatedCompositeFieldContainer[TierTokens]
     cached_tiers_decode: _containers.RepeatedCompositeFieldContainer[TierTokens]
     claim: CacheClaimReport
-    def __init__(self, prefill: _Optional[str] = ..., decode: _Optional[str] = ..., transport: _Optional[str] = ..., kv_bytes: _Optional[int] = ..., cached_tokens_prefill: _Optional[int] = ..., cached_tokens_decode: _Optional[int] = ..., kv_ranges: _Optional[int] = ..., kv_ranges_overlapped: _Optional[int] = ..., local_prefill: _Optional[bool] = ..., index_mode: _Optional[str] = ..., notes: _Optional[_Iterable[str]] = ..., candidates: _Optional[_Iterable[_Union[PlacementTerms, _Mapping]]] = ..., request_id: _Optional[str] = ..., prefill_pid: _Optional[int] = ..., decode_pid: _Optional[int] = ..., reserved_s: _Optional[float] = ..., first_token_s: _Optional[float] = ..., kv_complete_s: _Optional[float] = ..., policy: _Optional[str] = ..., predicted_ttft_s: _Optional[float] = ..., ttft_s: _Optional[float] = ..., predicted_cached_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., total_s: _Optional[float] = ..., longest_gap_s: _Optional[float] = ..., prefill_queue_s: _Optional[float] = ..., prefill_compute_s: _Optional[float] = ..., backend: _Optional[str] = ..., attempts: _Optional[_Iterable[_Union[RequestAttempt, _Mapping]]] = ..., pulls: _Optional[_Iterable[_Union[KvPull, _Mapping]]] = ..., cached_tiers_prefill: _Optional[_Iterable[_Union[TierTokens, _Mapping]]] = ..., cached_tiers_decode: _Optional[_Iterable[_Union[TierTokens, _Mapping]]] = ..., claim: _Optional[_Union[CacheClaimReport, _Mapping]] = ...) -> None: ...
+    adapter: AdapterReport
+    def __init__(self, prefill: _Optional[str] = ..., decode: _Optional[str] = ..., transport: _Optional[str] = ..., kv_bytes: _Optional[int] = ..., cached_tokens_prefill: _Optional[int] = ..., cached_tokens_decode: _Optional[int] = ..., kv_ranges: _Optional[int] = ..., kv_ranges_overlapped: _Optional[int] = ..., local_prefill: _Optional[bool] = ..., index_mode: _Optional[str] = ..., notes: _Optional[_Iterable[str]] = ..., candidates: _Optional[_Iterable[_Union[PlacementTerms, _Mapping]]] = ..., request_id: _Optional[str] = ..., prefill_pid: _Optional[int] = ..., decode_pid: _Optional[int] = ..., reserved_s: _Optional[float] = ..., first_token_s: _Optional[float] = ..., kv_complete_s: _Optional[float] = ..., policy: _Optional[str] = ..., predicted_ttft_s: _Optional[float] = ..., ttft_s: _Optional[float] = ..., predicted_cached_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., total_s: _Optional[float] = ..., longest_gap_s: _Optional[float] = ..., prefill_queue_s: _Optional[float] = ..., prefill_compute_s: _Optional[float] = ..., backend: _Optional[str] = ..., attempts: _Optional[_Iterable[_Union[RequestAttempt, _Mapping]]] = ..., pulls: _Optional[_Iterable[_Union[KvPull, _Mapping]]] = ..., cached_tiers_prefill: _Optional[_Iterable[_Union[TierTokens, _Mapping]]] = ..., cached_tiers_decode: _Optional[_Iterable[_Union[TierTokens, _Mapping]]] = ..., claim: _Optional[_Union[CacheClaimReport, _Mapping]] = ..., adapter: _Optional[_Union[AdapterReport, _Mapping]] = ...) -> None: ...
+
+class AdapterReport(_message.Message):
+    __slots__ = ("name", "version", "id")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    ID_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    version: int
+    id: str
+    def __init__(self, name: _Optional[str] = ..., version: _Optional[int] = ..., id: _Optional[str] = ...) -> None: ...
 
 class KvSource(_message.Message):
     __slots__ = ("holder", "num_tokens", "compute_s")

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import structlog
 
-from diptych.common.errors import AuthenticationError, ConfigError
+from diptych.common.errors import AuthenticationError, ConfigError, PermissionDeniedError
 from diptych.router.api.auth.keys import KeySet, load_keys, public_id
 from diptych.router.fairness.fair_queue import Share
 
@@ -25,13 +25,25 @@ _SCHEME = "bearer "
 @dataclass(frozen=True, slots=True)
 class Caller:
     """An authenticated caller. `key_id`: public part of the key; empty when no keys are required. `tenant`: "" is the
-    default tenant."""
+    default tenant. `admin`: may load and unload adapters; without keys nobody is."""
 
     key_id: str = ""
     tenant: str = ""
+    admin: bool = False
 
 
 ANYBODY = Caller()
+
+
+def require_admin(caller: Caller) -> None:
+    """Raises: PermissionDeniedError, naming what would be needed."""
+    if not caller.admin:
+        raise PermissionDeniedError(
+            "an admin key is needed to change adapters: `diptych keys add --admin` makes one (the router needs --keys-file); "
+            "`diptych adapters` takes the cluster secret instead"
+        )
+
+
 current_caller: ContextVar[Caller] = ContextVar("current_caller", default=ANYBODY)
 """The caller of the request that the running task handles; set by the HTTP and gRPC servers."""
 
@@ -66,6 +78,10 @@ class Authenticator:
         """The tenant's weight and rank while requests wait."""
         return self.keys.share(tenant)
 
+    def may_use_adapter(self, tenant: str, name: str) -> bool:
+        """Whether the tenant's keys allow the adapter of this name."""
+        return self.keys.may_use_adapter(tenant, name)
+
     def cache_ttl(self, tenant: str) -> float:
         """The longest time of the tenant's claims on cached KV, in seconds; 0.0: the router's setting."""
         return self.keys.cache_ttl(tenant)
@@ -82,7 +98,7 @@ class Authenticator:
             log.warning("API key refused", key_id=public_id(key) or "malformed")
             raise AuthenticationError("this API key is not valid")
         log.debug("API key accepted", key_id=entry.id, tenant=entry.tenant)
-        return Caller(entry.id, entry.tenant)
+        return Caller(entry.id, entry.tenant, entry.admin)
 
     def _reload(self) -> None:
         stamp = _stamp(self._path)

@@ -13,7 +13,7 @@ import os
 import re
 import secrets
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from blake3 import blake3
 
 from diptych.common.errors import ConfigError
 from diptych.common.request import MAX_CACHE_TTL_S
+from diptych.common.store.adapters import MAX_ADAPTERS, is_adapter_name
 from diptych.router.fairness.fair_queue import Share
 
 PREFIX = "dpk"
@@ -48,6 +49,8 @@ class KeyEntry:
             counts.
         weight: the tenant's weight in sharing the pool while requests wait. The largest of its keys counts.
         rank: tenants of a lower rank go first while requests wait. The lowest of its keys counts.
+        adapters: names of the adapters that the tenant may use, those of all its keys together; empty, in all of them: all.
+        admin: may load and unload adapters.
     """
 
     id: str
@@ -60,6 +63,8 @@ class KeyEntry:
     rank: int = 0
     requests_per_minute: int = 0
     max_cache_ttl_s: int = 0
+    adapters: tuple[str, ...] = ()
+    admin: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +94,11 @@ class KeySet:
     def cache_ttl(self, tenant: str) -> float:
         """See KeyEntry; 0.0: the router's setting."""
         return float(max((e.max_cache_ttl_s for e in self.entries.values() if e.tenant == tenant), default=0))
+
+    def may_use_adapter(self, tenant: str, name: str) -> bool:
+        """See KeyEntry."""
+        named = [entry.adapters for entry in self.entries.values() if entry.tenant == tenant and entry.adapters]
+        return not named or any(name in adapters for adapters in named)
 
     def share(self, tenant: str) -> Share:
         """Weight and rank while requests wait."""
@@ -137,6 +147,8 @@ def add_key(
     weight: int = 1,
     rank: int = 0,
     max_cache_ttl_s: int = 0,
+    adapters: Sequence[str] = (),
+    admin: bool = False,
 ) -> tuple[str, KeyEntry]:
     """Create a key for `tenant`, and the file if there is none. Returns the key (not stored) and its entry. Raises:
     ConfigError."""
@@ -151,6 +163,8 @@ def add_key(
         raise ConfigError("weight", weight, f"must be 1 to {MAX_WEIGHT}")
     if not -MAX_RANK <= rank <= MAX_RANK:
         raise ConfigError("rank", rank, f"must be {-MAX_RANK} to {MAX_RANK}")
+    if len(adapters) > MAX_ADAPTERS or not all(map(is_adapter_name, adapters)):
+        raise ConfigError("adapters", list(adapters), f"must be at most {MAX_ADAPTERS} names of adapters")
     with _locked(path):
         keys = load_keys(path) if path.exists() else KeySet(secrets.token_bytes(32))
         key = f"{PREFIX}-{secrets.token_hex(6)}-{secrets.token_urlsafe(32)}"
@@ -166,6 +180,8 @@ def add_key(
             rank,
             requests_per_minute,
             max_cache_ttl_s,
+            tuple(adapters),
+            admin,
         )
         _write(path, KeySet(keys.hash_key, {**keys.entries, entry.id: entry}))
     return key, entry
@@ -182,13 +198,15 @@ def revoke_key(path: Path, key_id: str) -> KeyEntry:
 
 
 def _entry(item: dict[str, Any]) -> KeyEntry:
-    entry = KeyEntry(**item)
+    entry = KeyEntry(**item | {"adapters": tuple(item.get("adapters", ()))})
     texts = (entry.id, entry.tenant, entry.hash, entry.note)
     numbers = (
         *(entry.created, entry.tokens_per_minute, entry.weight, entry.rank, entry.requests_per_minute),
         entry.max_cache_ttl_s,
     )
     if not all(isinstance(text, str) for text in texts) or not all(type(number) is int for number in numbers):
+        raise ValueError(f"key {entry.id!r} has a value of the wrong type")
+    if not isinstance(entry.admin, bool) or not all(isinstance(name, str) for name in entry.adapters):
         raise ValueError(f"key {entry.id!r} has a value of the wrong type")
     if entry.weight < 1:
         raise ValueError(f"key {entry.id!r} has no weight")

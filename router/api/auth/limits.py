@@ -15,6 +15,7 @@ from typing import cast
 
 from diptych.common.errors import DiptychError, QuotaExceededError
 from diptych.common.text.token_bytes import Tokens
+from diptych.router.adapters.operations import AdapterOperations
 from diptych.router.api.interface import RouterApi
 from diptych.router.api.packed_ids import PackedIds
 from diptych.router.requests.messages import (
@@ -115,8 +116,12 @@ class MeteredRouterApi:
         headers = {} if self._requests is None else self._requests.headers(tenant)
         return headers | self._quotas.headers(tenant)
 
-    def models(self) -> list[ModelInfo]:
-        return self._router_api.models()
+    @property
+    def adapters(self) -> AdapterOperations:
+        return self._router_api.adapters
+
+    def models(self, tenant: str = "") -> list[ModelInfo]:
+        return self._router_api.models(tenant)
 
     def ready(self) -> tuple[bool, list[str]]:
         return self._router_api.ready()

@@ -46,6 +46,8 @@ def spec_from(
     short = len(wire) <= _MAX_REMEMBERED_BYTES
     spec = UncheckedRequest(
         model=request.model,
+        adapter=request.adapter,
+        adapter_version=request.adapter_version,
         prompt=request.prompt if kind == "prompt" else None,
         token_ids=_few(request.token_ids.token_ids, "token_ids", MAX_TOKEN_IDS) if kind == "token_ids" else None,
         messages=messages,

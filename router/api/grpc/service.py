@@ -8,11 +8,14 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 
 import grpc
+from google.protobuf.message import Message
 
 from diptych.common.errors import InternalError
-from diptych.router.api.auth.authenticator import current_caller
+from diptych.router.api.auth.authenticator import current_caller, require_admin
+from diptych.router.api.grpc.adapters import CALLS, LIST, serialized
 from diptych.router.api.grpc.requests import parse, spec_from
 from diptych.router.api.grpc.tools import Splitter
 from diptych.router.api.interface import RouterApi, accepted
@@ -75,6 +78,12 @@ class RouterService:
             "Place": grpc.unary_unary_rpc_method_handler(
                 self.place, response_serializer=router_pb2.Placed.SerializeToString
             ),
+            **{
+                name: grpc.unary_unary_rpc_method_handler(
+                    partial(self.adapter_call, name), response_serializer=serialized
+                )
+                for name in CALLS
+            },
             "Placements": grpc.stream_stream_rpc_method_handler(self.placements),  # bytes in, bytes out
         }
         return grpc.method_handlers_generic_handler(SERVICE, methods)
@@ -123,8 +132,10 @@ class RouterService:
         async with errors_to_status(context):
             parse(router_pb2.ListModelsRequest, body)
             models = [
-                router_pb2.Model(id=model.id, max_model_len=model.max_model_len, created=model.created)
-                for model in self._router_api.models()
+                router_pb2.Model(
+                    id=model.id, max_model_len=model.max_model_len, created=model.created, parent=model.parent
+                )
+                for model in self._router_api.models(current_caller.get().tenant)
             ]
             return router_pb2.ListModelsResponse(models=models)
 
@@ -137,6 +148,13 @@ class RouterService:
         async with errors_to_status(context):
             request = parse(router_pb2.CloseSessionRequest, body)
             return await self._router_api.close_session(request.session_id, current_caller.get().tenant)
+
+    async def adapter_call(self, name: str, body: bytes, context: grpc.aio.ServicerContext) -> Message:
+        async with errors_to_status(context):
+            caller = current_caller.get()
+            if name != LIST:
+                require_admin(caller)
+            return await CALLS[name](self._router_api.adapters, body, caller.tenant)
 
     async def what_if(self, body: bytes, context: grpc.aio.ServicerContext) -> router_pb2.WhatIfResponse:
         access = Access("grpc", f"/{SERVICE}/WhatIf", tenant=current_caller.get().tenant)
@@ -182,6 +200,8 @@ def response_from(event: GenerateEvent) -> router_pb2.GenerateResponse:
             model=event.model,
             prompt_tokens=event.prompt_tokens,
             resume_ref=event.resume_ref,
+            adapter="" if event.adapter is None else event.adapter.name,
+            adapter_version=0 if event.adapter is None else event.adapter.version.number,
         )
         return router_pb2.GenerateResponse(started=started)
     if isinstance(event, PromptLogprobsEvent):

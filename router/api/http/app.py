@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
 from fastapi.openapi.utils import get_openapi
@@ -13,13 +13,14 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
-from starlette.responses import Response
+from starlette.responses import PlainTextResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from diptych.common.errors import DiptychError, InvalidRequestError, ModelNotFoundError
 from diptych.common.observe.metrics import CONTENT_TYPE, Metrics
 from diptych.common.observe.tracing import TRACEPARENT
-from diptych.router.api.auth.authenticator import Authenticator, current_caller
+from diptych.router.adapters.operations import LoadRequest
+from diptych.router.api.auth.authenticator import Authenticator, current_caller, require_admin
 from diptych.router.api.auth.limits import MeteredRouterApi
 from diptych.router.api.http.guard import GuardMiddleware
 from diptych.router.api.http.request_id import RequestIdMiddleware
@@ -28,6 +29,7 @@ from diptych.router.api.http.routes import add_index
 from diptych.router.api.interface import RouterApi
 from diptych.router.api.json_body import Bodies, read_body
 from diptych.router.api.openai import errors
+from diptych.router.api.openai.adapters import LoadLoraAdapterRequest, UnloadLoraAdapterRequest
 from diptych.router.api.openai.errors import (
     WARNING_HEADER,
     bug_response,
@@ -70,7 +72,10 @@ _BODIES: tuple[type[BaseModel], ...] = (
     ResponsesRequest,
     TokenizeRequest,
     DetokenizeRequest,
+    LoadLoraAdapterRequest,
+    UnloadLoraAdapterRequest,
 )
+_AdapterBody = TypeVar("_AdapterBody", LoadLoraAdapterRequest, UnloadLoraAdapterRequest)
 
 
 class _App(FastAPI):
@@ -131,6 +136,7 @@ def create_app(
     _add_generation(app, router_api, bodies, quotas, unknown, parsing, event_ids=event_ids)
     _add_tokens(app, router_api, bodies, unknown)
     _add_models(app, router_api)
+    _add_adapters(app, router_api, bodies)
     _add_sessions(app, router_api)
     _add_operations(app, router_api, metrics, siblings)
     if status is not None:
@@ -219,9 +225,10 @@ def _add_tokens(app: FastAPI, router_api: RouterApi, bodies: Bodies, unknown: Un
             return *tokenize_spec(body, router_api.features(body.get("model"))), warning
 
         spec, with_texts, warning = await bodies.object_of(await read_body(request), made)
+        spec.tenant = current_caller.get().tenant
         tokens, model = await router_api.tokenize(spec), str(spec.model)
         bytes_of = router_api.tokens(model).of
-        there = router_api.models()
+        there = router_api.models(spec.tenant)
         length = next((one.max_model_len for one in there if one.id == model), there[0].max_model_len)
 
         def answer() -> Response:
@@ -243,24 +250,48 @@ def _add_tokens(app: FastAPI, router_api: RouterApi, bodies: Bodies, unknown: Un
 
 def _add_models(app: FastAPI, router_api: RouterApi) -> None:
     def shown(model: ModelInfo) -> dict[str, Any]:
-        return {
+        fields: dict[str, Any] = {
             "id": model.id,
             "object": "model",
             "created": model.created,
             "owned_by": "diptych",
             "max_model_len": model.max_model_len,
         }
+        return fields | ({"parent": model.parent, "root": model.root} if model.parent else {})
 
     @app.get("/v1/models")
     async def models() -> Response:
-        return json_response({"object": "list", "data": [shown(model) for model in router_api.models()]})
+        there = router_api.models(current_caller.get().tenant)
+        return json_response({"object": "list", "data": [shown(model) for model in there]})
 
     @app.get("/v1/models/{name:path}")
     async def model(name: str) -> Response:
-        for found in router_api.models():
+        for found in router_api.models(current_caller.get().tenant):
             if found.id == name:
                 return json_response(shown(found))
         raise ModelNotFoundError(f"model {name!r} is not served here", param="model")
+
+
+def _add_adapters(app: FastAPI, router_api: RouterApi, bodies: Bodies) -> None:
+    """As vLLM has them, for callers with an admin key."""
+
+    async def given(request: Request, model: type[_AdapterBody]) -> _AdapterBody:
+        require_admin(current_caller.get())
+        return await bodies.object_of(await read_body(request), lambda body: validate(model, body))
+
+    @app.post("/v1/load_lora_adapter", openapi_extra=_body_schema("LoadLoraAdapterRequest"))
+    async def load_lora_adapter(request: Request) -> Response:
+        """Loads an adapter at the workers, and serves it under its name."""
+        body = await given(request, LoadLoraAdapterRequest)
+        entry = await router_api.adapters.load(LoadRequest(**body.model_dump()))
+        return PlainTextResponse(f"Success: LoRA adapter '{entry.name}' added successfully.")
+
+    @app.post("/v1/unload_lora_adapter", openapi_extra=_body_schema("UnloadLoraAdapterRequest"))
+    async def unload_lora_adapter(request: Request) -> Response:
+        """Serves the adapter no longer. Requests that have it end well."""
+        body = await given(request, UnloadLoraAdapterRequest)
+        entry = await router_api.adapters.unload(body.lora_name)
+        return PlainTextResponse(f"Success: LoRA adapter '{entry.name}' removed successfully.")
 
 
 def _add_sessions(app: FastAPI, router_api: RouterApi) -> None:

@@ -10,6 +10,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import replace
 from functools import partial
 
 from starlette.responses import Response
@@ -24,7 +25,7 @@ from diptych.router.api.openai.errors import error_response, json_response, warn
 from diptych.router.api.openai.format import ResponseContext, ResponseFormatter
 from diptych.router.api.openai.requests import ParsedRequest
 from diptych.router.requests.batch import all_accepted
-from diptych.router.requests.messages import FinishedEvent, GenerateEvent
+from diptych.router.requests.messages import FinishedEvent, GenerateEvent, UncheckedRequest, ValidatedRequest
 
 PING_S = 15.0
 SEND_TIMEOUT_S = 60.0
@@ -128,7 +129,7 @@ class GenerationResponse(Response):
             call = self._call
             prepared = await self._router_api.prepare(call.spec)
             request_id = prepared.request_id
-            more = tuple([await self._router_api.prepare(spec) for spec in call.more])
+            more = tuple([await self._router_api.prepare(_as_first(spec, prepared)) for spec in call.more])
             tokens, features = self._router_api.tokens(prepared.model), self._router_api.features(prepared.model)
             context = ResponseContext(prepared, prepared.created or int(self._now()), features, tokens, more)
             self._form = form = call.make_form(context)
@@ -213,6 +214,13 @@ class GenerationResponse(Response):
     async def _ping(self, send: Send) -> None:
         if self._is_silent():
             await self._write(PING, send)
+
+
+def _as_first(spec: UncheckedRequest, first: ValidatedRequest) -> UncheckedRequest:
+    """A further prompt's request, with the first one's version of the adapter: one answer has one version."""
+    if first.adapter is None:
+        return spec
+    return replace(spec, adapter=first.adapter.name, adapter_version=first.adapter.version.number)
 
 
 async def _until_disconnect(receive: Receive) -> None:
