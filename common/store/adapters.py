@@ -27,7 +27,6 @@ MAX_VERSIONS = 8
 MAX_FOLDER_CHARS = 4096
 MAX_NAME_CHARS = 128
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}")
-_ID = re.compile(r"[0-9a-f]{32}")
 _SCALE = 2**32
 
 
@@ -109,10 +108,6 @@ def check_name(name: object) -> str:
     if not isinstance(name, str) or not is_adapter_name(name):
         raise InvalidRequestError("lora_name must be 1 to 128 letters, digits or ._:/-", param="lora_name")
     return name
-
-
-def is_adapter_id(text: str) -> bool:
-    return _ID.fullmatch(text) is not None
 
 
 def check_share(share: object) -> float:

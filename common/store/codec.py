@@ -9,12 +9,12 @@ from collections.abc import Mapping
 import msgspec
 
 from diptych.common.block_identity import KEY_BYTES
+from diptych.common.request import is_adapter_id
 from diptych.common.store.adapters import (
     MAX_FOLDER_CHARS,
     MAX_VERSIONS,
     AdapterEntry,
     AdapterVersion,
-    is_adapter_id,
     is_adapter_name,
 )
 from diptych.common.store.interface import KvEvent, Pending

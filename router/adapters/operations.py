@@ -19,6 +19,7 @@ from typing import Protocol
 import structlog
 
 from diptych.common.errors import DiptychError, InvalidRequestError, ModelNotFoundError, NoWorkerError
+from diptych.common.request import is_adapter_id
 from diptych.common.store.adapters import (
     MAX_FOLDER_CHARS,
     AdapterEntry,
@@ -26,7 +27,6 @@ from diptych.common.store.adapters import (
     AdapterVersion,
     check_name,
     check_share,
-    is_adapter_id,
     promoted,
     rolled_back,
     unused_ids,

@@ -14,11 +14,17 @@ from dataclasses import dataclass, field
 
 import grpc
 
-from diptych.common.errors import DiptychError, RequestCancelledError, StaleReferenceError, TicketRefusedError
+from diptych.common.errors import (
+    DiptychError,
+    InvalidRequestError,
+    RequestCancelledError,
+    StaleReferenceError,
+    TicketRefusedError,
+)
 from diptych.common.ticket import unseal
 from diptych.common.tiers import DEVICE
 from diptych.rpc import channels
-from diptych.rpc.errors import to_failure
+from diptych.rpc.errors import errors_to_status, to_failure
 from diptych.rpc.health import Health
 from diptych.rpc.v1 import decode_pb2, decode_pb2_grpc, router_pb2, types_pb2, worker_pb2, worker_pb2_grpc
 
@@ -42,6 +48,7 @@ class FakeDecode(decode_pb2_grpc.DecodeServicer, worker_pb2_grpc.WorkerServicer)
         words: text of each token, where it is not "t0 ", ...
         forgets: answers every Command.resume as for an unknown attempt. Else an attempt of Submit.keep outlives its stream.
         dump: (epoch, sequence, keys) of DumpBlocks.
+        adapters: by folder, what LoadAdapter finds there; an error is raised.
     """
 
     worker_id: str = "d0"
@@ -64,6 +71,11 @@ class FakeDecode(decode_pb2_grpc.DecodeServicer, worker_pb2_grpc.WorkerServicer)
     submits: list[decode_pb2.Submit] = field(default_factory=list)
     cancels: list[str] = field(default_factory=list)
     prepared: list[str] = field(default_factory=list)
+    adapters: dict[str, worker_pb2.LoadAdapterResponse | DiptychError] = field(default_factory=dict)
+    loaded: list[str] = field(default_factory=list)
+    """Folders."""
+    unloaded: list[str] = field(default_factory=list)
+    """Ids of adapters."""
     released: list[bytes] = field(default_factory=list)
     """Sessions that were closed."""
     sent: dict[str, int] = field(default_factory=dict)
@@ -118,6 +130,22 @@ class FakeDecode(decode_pb2_grpc.DecodeServicer, worker_pb2_grpc.WorkerServicer)
     ) -> worker_pb2.ReleaseSessionResponse:
         self.released.append(request.session)
         return worker_pb2.ReleaseSessionResponse(freed_tokens=16)
+
+    async def LoadAdapter(
+        self, request: worker_pb2.LoadAdapterRequest, context: grpc.aio.ServicerContext
+    ) -> worker_pb2.LoadAdapterResponse:
+        async with errors_to_status(context):
+            self.loaded.append(request.folder)
+            found = self.adapters.get(request.folder) or InvalidRequestError(f"no adapter in {request.folder}")
+            if isinstance(found, DiptychError):
+                raise found
+            return found
+
+    async def UnloadAdapter(
+        self, request: worker_pb2.UnloadAdapterRequest, context: grpc.aio.ServicerContext
+    ) -> worker_pb2.UnloadAdapterResponse:
+        self.unloaded.append(request.id)
+        return worker_pb2.UnloadAdapterResponse(found=True)
 
     async def Attach(
         self, request_iterator: AsyncIterator[decode_pb2.Command], context: grpc.aio.ServicerContext

@@ -1,0 +1,445 @@
+"""Adapters at the router, over real gRPC against workers without an engine: names become one version each, by which everything
+behind the router goes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc.aio
+import pytest
+
+from diptych.common.block_identity import block_keys, header_of_request
+from diptych.common.errors import (
+    AuthenticationError,
+    InvalidRequestError,
+    ModelNotFoundError,
+    NoWorkerError,
+    PermissionDeniedError,
+)
+from diptych.common.request import ADAPTER, ADAPTER_FOLDER, RESUME
+from diptych.common.store.adapters import AdapterEntry
+from diptych.common.store.interface import KvEvent
+from diptych.common.store.worker_record import WorkerLoad
+from diptych.router.adapters.operations import LoadRequest
+from diptych.router.api.grpc.operations import OperationsService
+from diptych.router.api.grpc.service import RouterService
+from diptych.router.api.packed_ids import PackedIds
+from diptych.router.placement.placer import PromptBlocks
+from diptych.router.requests.messages import FinishedEvent, StartedEvent, UncheckedRequest
+from diptych.router.requests.resume import Seen, SeenChoice, checksum
+from diptych.router.requests.submission import adapter_need
+from diptych.rpc.channels import bind, new_server
+from diptych.rpc.convert import prompt_fields, prompt_from_proto
+from diptych.rpc.errors import from_rpc_error
+from diptych.rpc.operator import METADATA, SERVICE, operator_key, proof_of
+from diptych.rpc.v1 import decode_pb2, router_pb2, worker_pb2
+from diptych_tests.router_fleet import Fleet, other_router
+
+ONE, TWO, BIG = (f"{i:032x}" for i in (1, 2, 3))
+FOLDERS = {"/lora/one": (ONE, 8), "/lora/two": (TWO, 16), "/lora/big": (BIG, 32)}
+TAKES: dict[str, Any] = {
+    "max_loras": 2, "max_lora_rank": 16, "request_fields": (ADAPTER, ADAPTER_FOLDER, RESUME),
+}  # fmt: skip
+
+
+async def add(fleet: Fleet, worker_id: str, role: str = "decode", **changes: Any) -> Any:
+    worker = await fleet.add(worker_id, role, **(TAKES | changes))
+    worker.adapters = {
+        folder: worker_pb2.LoadAdapterResponse(id=name, rank=rank, num_bytes=1000)
+        for folder, (name, rank) in FOLDERS.items()
+    }
+    return worker
+
+
+@pytest.fixture
+async def pair(fleet: Fleet) -> AsyncIterator[tuple[Fleet, Any, Any]]:
+    """A fleet with one worker of each role; both take adapters."""
+    prefill, decode = await add(fleet, "p0", "prefill"), await add(fleet, "d0")
+    await fleet.until_ready()
+    yield fleet, prefill, decode
+    assert fleet.no_reservations()
+    assert not fleet.frontend._cluster.adapter_turns._entering
+
+
+async def load(fleet: Fleet, name: str = "poems", folder: str = "/lora/one", **more: Any) -> AdapterEntry:
+    return await fleet.frontend.adapters.load(LoadRequest(name, folder, **more))
+
+
+async def test_a_name_becomes_one_version_on_every_hop(pair: tuple[Fleet, Any, Any]) -> None:
+    fleet, prefill, decode = pair
+    entry = await load(fleet)
+    assert prefill.loaded == decode.loaded == ["/lora/one"]
+    for number, fields in enumerate(({"model": "poems"}, {"adapter": "poems"}, {"model": "tiny", "adapter": "poems"})):
+        started, *_, finished = await fleet.ask(**fields)
+        submit = decode.submits[number]
+        assert (submit.adapter, submit.adapter_folder) == (ONE, "/lora/one")
+        assert isinstance(started, StartedEvent)
+        assert (started.model, started.adapter and started.adapter.version) == ("tiny", entry.versions[0])
+        assert isinstance(finished, FinishedEvent)
+        assert finished.explanation is not None
+        report = finished.explanation.adapter
+        assert (report.name, report.version, report.id) == ("poems", 1, ONE)
+    await fleet.ask(model="tiny")
+    assert (decode.submits[-1].adapter, decode.submits[-1].adapter_folder) == ("", "")
+    counters = fleet.frontend.metrics.totals()
+    assert counters["adapter_requests"] == {"poems,finished": 3.0}
+    assert counters["adapter_generation_tokens"] == {"poems": 9.0}
+    shown = [(model.id, model.parent, model.root) for model in fleet.frontend.models()]
+    assert shown == [("tiny", "", ""), ("poems", "tiny", "/lora/one")]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"model": "prose"}, "model"),
+        ({"adapter": "prose"}, "adapter"),
+        ({"model": "other", "adapter": "other"}, "adapter"),
+    ],
+)
+async def test_an_unknown_adapter_is_not_found(
+    pair: tuple[Fleet, Any, Any], fields: dict[str, str], param: str
+) -> None:
+    fleet, _, _ = pair
+    await load(fleet)
+    with pytest.raises(ModelNotFoundError) as caught:
+        await fleet.ask(**fields)
+    assert caught.value.param == param
+
+
+async def test_names_that_contradict_each_other_are_refused(pair: tuple[Fleet, Any, Any]) -> None:
+    fleet, _, _ = pair
+    await load(fleet)
+    for fields in (
+        {"model": "poems", "adapter": "prose"},
+        {"adapter": 3},
+        {"adapter": "poems", "adapter_version": "x"},
+    ):
+        with pytest.raises(InvalidRequestError):
+            await fleet.ask(**fields)
+    with pytest.raises(InvalidRequestError) as caught:
+        await fleet.ask(adapter="poems", adapter_version=7)
+    assert caught.value.param == "adapter_version"
+
+
+async def test_a_tenant_sees_and_uses_its_own_adapters_only(pair: tuple[Fleet, Any, Any]) -> None:
+    fleet, _, _ = pair
+    await load(fleet)
+    fleet.frontend.use_adapter_limits(lambda tenant, name: tenant == "poet")
+    await fleet.ask(model="poems", tenant="poet")
+    texts = []
+    for name in ("poems", "never"):
+        with pytest.raises(ModelNotFoundError) as caught:
+            await fleet.ask(model=name, tenant="clerk")
+        texts.append(caught.value.message.replace(name, "NAME"))
+    assert texts[0] == texts[1], "it cannot be seen that one exists"
+    assert [model.id for model in fleet.frontend.models("clerk")] == ["tiny"]
+    assert [model.id for model in fleet.frontend.models("poet")] == ["tiny", "poems"]
+
+
+async def test_reload_canary_promotion_and_rollback_are_followed_by_the_next_request(
+    pair: tuple[Fleet, Any, Any],
+) -> None:
+    fleet, _, decode = pair
+
+    async def answered() -> set[str]:
+        begin = len(decode.submits)
+        for _ in range(6):
+            await fleet.ask(model="poems", max_tokens=1)
+        return {submit.adapter for submit in decode.submits[begin:]}
+
+    adapters = fleet.frontend.adapters
+    await load(fleet)
+    assert await answered() == {ONE}
+    with pytest.raises(InvalidRequestError, match="load_inplace"):
+        await load(fleet, folder="/lora/two")
+    await load(fleet, folder="/lora/two", load_inplace=True)
+    assert await answered() == {TWO}
+    await adapters.roll_back("poems")
+    assert await answered() == {ONE}
+    await adapters.set_canary("poems", 2, 1.0)
+    assert await answered() == {TWO}
+    await fleet.ask(model="poems", adapter_version=1)
+    assert decode.submits[-1].adapter == ONE
+    await adapters.roll_back("poems")
+    assert await answered() == {ONE}
+    await adapters.set_canary("poems", 2, 0.5)
+    await adapters.promote("poems")
+    assert await answered() == {TWO}
+    await adapters.unload("poems")
+    assert sorted(decode.unloaded) == [ONE, TWO]
+    with pytest.raises(ModelNotFoundError):
+        await fleet.ask(model="poems")
+    with pytest.raises(ModelNotFoundError, match="cannot be found"):
+        await adapters.unload("poems")
+
+
+async def test_a_repeated_request_of_a_stream_follows_the_registry(pair: tuple[Fleet, Any, Any]) -> None:
+    """prepare_again kept the adapter of the request before."""
+    fleet, _, _ = pair
+    await load(fleet)
+    frontend, ids = fleet.frontend, PackedIds.of(router_pb2.TokenIdsInput(token_ids=[3] * 40))
+    before = await frontend.prepare(UncheckedRequest(token_ids=[1] * 40, adapter="poems", sampling={"max_tokens": 3}))
+    pinned = await frontend.prepare(
+        UncheckedRequest(token_ids=[1] * 40, adapter="poems", adapter_version=1, sampling={"max_tokens": 3})
+    )
+    await load(fleet, folder="/lora/two", load_inplace=True)
+    again = [frontend.prepare_again(one, ids, None, draws_seed=True) for one in (before, pinned)]
+    assert [one.prompt.adapter for one in again] == [TWO, ONE]
+    await frontend.adapters.unload("poems")
+    with pytest.raises(ModelNotFoundError):
+        frontend.prepare_again(before, ids, None, draws_seed=True)
+
+
+async def test_a_retry_and_a_move_keep_the_version_that_the_request_began_with(pair: tuple[Fleet, Any, Any]) -> None:
+    fleet, _, decode = pair
+    await load(fleet)
+    decode.hold_from = 2
+    spec = UncheckedRequest(token_ids=[1] * 40, model="poems", sampling={"max_tokens": 5}, explain=True)
+    events = fleet.frontend.generate(await fleet.frontend.prepare(spec))
+    seen = [await anext(events), await anext(events)]
+    await load(fleet, folder="/lora/two", load_inplace=True)
+    other = await add(fleet, "d1")
+    await fleet.until_ready(decode=2)
+    await decode.kill()
+    seen += [event async for event in events]
+    assert [submit.adapter for submit in (*decode.submits, *other.submits)] == [ONE, ONE]
+    finished = seen[-1]
+    assert isinstance(finished, FinishedEvent)
+    assert finished.explanation is not None
+    assert finished.explanation.adapter.version == 1
+    assert [attempt.decode for attempt in finished.explanation.attempts] == ["d0", "d1"]
+
+
+async def test_an_answer_that_goes_on_at_another_router_has_its_first_version(pair: tuple[Fleet, Any, Any]) -> None:
+    fleet, _, decode = pair
+    await load(fleet)
+    async with other_router(fleet) as second:
+        await second._started_registry().refresh()
+        spec = UncheckedRequest(token_ids=[1] * 40, model="poems", sampling={"max_tokens": 4}, resumable=True)
+        decode.hold_from = 1
+        events = fleet.frontend.generate(await fleet.frontend.prepare(spec))
+        started = await anext(events)
+        assert isinstance(started, StartedEvent)
+        await anext(events)
+        await load(fleet, folder="/lora/two", load_inplace=True)
+        await second._started_registry().refresh()
+        seen = Seen((SeenChoice(1, 3, checksum([0])),))
+        spec.resume_id = f"{started.resume_ref}.{seen.text()}"
+        resumed = await second.prepare(spec)
+        assert resumed.adapter is not None
+        assert (resumed.adapter.adapter_id, resumed.request_id) == (ONE, started.request_id)
+        spec.model = "tiny"
+        with pytest.raises(InvalidRequestError, match="resume_id"):
+            await second.prepare(spec)
+        decode.go.set()
+        decode.hold_from = -1
+        assert isinstance([event async for event in events][-1], FinishedEvent)
+
+
+async def test_two_routers_choose_alike_and_see_a_change_at_once(pair: tuple[Fleet, Any, Any]) -> None:
+    fleet, _, _ = pair
+    async with other_router(fleet) as second:
+        await load(fleet)
+        spec = UncheckedRequest(token_ids=[1] * 40, model="poems", sampling={"max_tokens": 3})
+        assert (await second.prepare(spec)).prompt.adapter == ONE, "a name that it did not know is looked for"
+        await second.adapters.load(LoadRequest("poems", "/lora/two", canary_share=0.5))
+        await fleet.frontend._started_registry().refresh()
+        table = fleet.frontend._started_registry().table
+        assert table == second._started_registry().table
+
+
+async def test_a_load_that_a_worker_refuses_or_reads_differently_changes_nothing(pair: tuple[Fleet, Any, Any]) -> None:
+    fleet, _, decode = pair
+    with pytest.raises(InvalidRequestError, match="worker d0: no adapter in /lora/none"):
+        await load(fleet, folder="/lora/none")
+    decode.adapters["/lora/one"] = worker_pb2.LoadAdapterResponse(id=TWO, rank=8)
+    with pytest.raises(InvalidRequestError, match="different files at d0 and at p0"):
+        await load(fleet)
+    for request in (
+        LoadRequest("", "/lora/one"), LoadRequest("poems", ""), LoadRequest("../x", "/lora/two"),
+        LoadRequest("tiny", "/lora/two"), LoadRequest("poems", 3), LoadRequest("poems", "/lora/two", load_inplace=1),
+        LoadRequest("poems", "/lora/two", canary_share=2), LoadRequest("poems", "/lora/two", canary_share=0.5),
+    ):  # fmt: skip
+        with pytest.raises(InvalidRequestError):
+            await fleet.frontend.adapters.load(request)
+    with pytest.raises(ModelNotFoundError):
+        await load(fleet, folder="/lora/two", model="other")
+    assert fleet.frontend.adapters.entries() == []
+
+
+async def test_a_cluster_without_adapters_says_so(fleet: Fleet) -> None:
+    await fleet.add("p0", "prefill")
+    await fleet.add("d0")
+    await fleet.until_ready()
+    with pytest.raises(InvalidRequestError, match="--enable-lora"):
+        await load(fleet)
+
+
+async def test_a_store_that_is_away_keeps_the_names_and_takes_no_changes(pair: tuple[Fleet, Any, Any]) -> None:
+    fleet, _, decode = pair
+    await load(fleet)
+    fleet.store.available = False
+    await fleet.ask(model="poems")
+    assert decode.submits[-1].adapter == ONE
+    with pytest.raises(NoWorkerError, match="registry"):
+        await load(fleet, folder="/lora/two", load_inplace=True)
+    fleet.store.available = True
+    fleet.store.flush()
+    await fleet.frontend._started_registry().refresh()
+    assert list((await fleet.store.read_adapters(0)).entries) == ["poems"]  # type: ignore[union-attr]
+
+
+async def test_hits_are_of_the_same_adapter_and_the_same_salt_only(fleet: Fleet) -> None:
+    """Adapters a, b, none with salts s, t, none, twice each: the second time all is cached, and never before."""
+    await add(fleet, "d0")
+    await fleet.until_ready(prefill=0)
+    await load(fleet, "a", "/lora/one")
+    await load(fleet, "b", "/lora/two")
+    frontend, sequence = fleet.frontend, 0
+    cluster = frontend._cluster
+    assert cluster is not None
+    header = fleet.header
+    for adapter in ("a", "b", ""):
+        for salt in ("s", "t", None):
+            spec = UncheckedRequest(token_ids=[1] * 40, adapter=adapter, cache_salt=salt, sampling={"max_tokens": 1})
+            for expected in (0, 32):
+                prepared = await frontend.prepare(spec)
+                hits = cluster.snapshot(PromptBlocks(prepared.prompt)).decode[0].hit_tokens
+                assert hits == expected, (adapter, salt)
+                if not expected:  # as the worker names what it has computed
+                    keys = tuple(worker_keys(header, prepared))
+                    sequence += 1
+                    event = KvEvent("i1", 0, sequence, "stored", keys)
+                    await fleet.store.append_events("d0", [event])
+                    await fleet.until(lambda count=2 * sequence: cluster._index.num_blocks("d0") == count)
+
+
+def worker_keys(header: Any, prepared: Any) -> list[bytes]:
+    """The identities of a prompt's full blocks, by the engine's way from the message."""
+    assert (adapter_need(prepared) is None) == (not prepared.prompt.adapter)
+    submit = decode_pb2.Submit.FromString(decode_pb2.Submit(**prompt_fields(prepared.prompt)).SerializeToString())
+    prompt = prompt_from_proto(submit, vocab_size=64)
+    return block_keys(header_of_request(header, prompt), prompt.token_ids)
+
+
+async def test_requests_stay_with_the_worker_that_has_the_adapter_and_spread_when_it_is_busy(fleet: Fleet) -> None:
+    load_of = WorkerLoad(prefill_tokens_per_s=1000.0, decode_step_s=0.03)
+    await add(fleet, "d0", load=load_of)
+    await add(fleet, "d1", load=WorkerLoad(prefill_tokens_per_s=1000.0, decode_step_s=0.03, adapters={ONE: 0}))
+    await fleet.add("d2", load=load_of)
+    await fleet.until_ready(decode=3, prefill=0)
+    await load(fleet)
+    cluster = fleet.frontend._cluster
+    assert cluster is not None
+    chosen = set()
+    for _ in range(8):
+        *_, finished = await fleet.ask(model="poems")
+        assert isinstance(finished, FinishedEvent)
+        assert finished.explanation is not None
+        costs = {c.decode_worker_id: c.adapter_ms for c in finished.explanation.candidates}
+        chosen |= {c.decode_worker_id for c in finished.explanation.candidates if c.chosen}
+        assert costs.keys() == {"d0", "d1"}, "d2 takes no adapters"
+        assert costs["d1"] == 0.0
+        assert costs["d0"] > 0.0
+    assert chosen == {"d1"}
+    record = fleet.record(
+        fleet.workers[1], **TAKES, load=WorkerLoad(num_running=40, decode_step_s=0.03, adapters={ONE: 40})
+    )
+    await fleet.store.put_worker(record, ttl_s=1000)
+    await fleet.until(lambda: any(view.record.load.num_running for view in cluster.snapshot().decode))
+    *_, finished = await fleet.ask(model="poems")
+    assert isinstance(finished, FinishedEvent)
+    assert finished.explanation is not None
+    assert [c.decode_worker_id for c in finished.explanation.candidates if c.chosen] == ["d0"]
+
+
+async def test_prefill_workers_without_adapters_are_not_chosen(fleet: Fleet) -> None:
+    await fleet.add("p0", "prefill")
+    await add(fleet, "p1", "prefill")
+    decode = await add(fleet, "d0")
+    await fleet.until_ready(prefill=2)
+    await load(fleet)
+    for _ in range(4):
+        await fleet.ask(model="poems")
+    assert {ref.worker_id for submit in decode.submits for ref in submit.placement.prefill} == {"p1"}
+
+
+async def test_a_rank_above_the_workers_is_refused_with_the_numbers(pair: tuple[Fleet, Any, Any]) -> None:
+    fleet, _, _ = pair
+    await load(fleet, folder="/lora/big")  # workers of another size were there
+    with pytest.raises(NoWorkerError, match="rank 16 at most .* this one has 32"):
+        await fleet.ask(model="poems")
+
+
+async def test_where_no_prefill_worker_takes_adapters_decode_computes_the_prompt(fleet: Fleet) -> None:
+    await fleet.add("p0", "prefill")
+    decode = await add(fleet, "d0")
+    await fleet.until_ready()
+    await load(fleet)
+    await fleet.ask(model="poems")
+    assert decode.submits[0].placement.local_prefill
+    await fleet.ask(model="tiny")
+    assert not decode.submits[1].placement.local_prefill
+
+
+async def test_more_adapters_than_slots_take_turns_and_the_base_model_does_not_wait(
+    pair: tuple[Fleet, Any, Any],
+) -> None:
+    fleet, _, decode = pair
+    for name, folder in (("a", "/lora/one"), ("b", "/lora/two")):
+        await load(fleet, name, folder)
+    decode.adapters["/lora/c"] = fleet.workers[0].adapters["/lora/c"] = worker_pb2.LoadAdapterResponse(
+        id="c" * 32, rank=4
+    )
+    await load(fleet, "c", "/lora/c")
+    decode.go.clear()
+    cluster = fleet.frontend._cluster
+    assert cluster is not None
+    running = [asyncio.create_task(fleet.ask(model=name)) for name in ("a", "b", "a")]
+    await fleet.until(lambda: len(decode.submits) == 3)
+    running += [asyncio.create_task(fleet.ask(model="c")) for _ in range(2)]
+    await fleet.until(lambda: len(cluster.adapter_turns) == 2)
+    running.append(asyncio.create_task(fleet.ask(model="tiny")))
+    await fleet.until(lambda: len(decode.submits) == 4)
+    assert decode.submits[-1].adapter == ""
+    decode.go.set()
+    answers = await asyncio.gather(*running)
+    assert [submit.adapter for submit in decode.submits[4:]] == ["c" * 32] * 2
+    waited = answers[3][-1]
+    assert isinstance(waited, FinishedEvent)
+    assert waited.explanation is not None
+    assert any("until a slot was free" in note for note in waited.explanation.notes)
+
+
+async def test_grpc_takes_an_admin_key_or_the_cluster_secret(pair: tuple[Fleet, Any, Any]) -> None:
+    fleet, _, decode = pair
+    server, key = new_server(), operator_key(fleet.secret)
+    port = bind(server, "127.0.0.1", 0)
+    operations = OperationsService(key, fleet.frontend.move_request, fleet.frontend.adapters)
+    server.add_generic_rpc_handlers((RouterService(fleet.frontend).handler(), operations.handler()))
+    await server.start()
+    body = router_pb2.AddAdapterRequest(name="poems", folder="/lora/one").SerializeToString()
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+
+        async def call(service: str, method: str, body: bytes, proof: str = "") -> Any:
+            answer = router_pb2.ListAdaptersResponse if method == "ListAdapters" else router_pb2.Adapter
+            made = channel.unary_unary(f"/{service}/{method}", response_deserializer=answer.FromString)
+            try:
+                return await made(body, metadata=((METADATA, proof),) if proof else None, timeout=60)
+            except grpc.aio.AioRpcError as error:
+                raise from_rpc_error(error) from None
+
+        try:
+            with pytest.raises(PermissionDeniedError, match="admin key"):
+                await call("diptych.rpc.v1.Router", "AddAdapter", body)
+            with pytest.raises(AuthenticationError):
+                await call(SERVICE, "AddAdapter", body, proof_of(key, "RemoveAdapter", body))
+            assert decode.loaded == []
+            added = await call(SERVICE, "AddAdapter", body, proof_of(key, "AddAdapter", body))
+            assert (added.name, added.stable, added.versions[0].id) == ("poems", 1, ONE)
+            listed = await call("diptych.rpc.v1.Router", "ListAdapters", b"")
+            assert list(listed.adapters) == [added]
+        finally:
+            await server.stop(0)
