@@ -12,11 +12,13 @@ from diptych.common.errors import InvalidRequestError, WorkerLostError
 from diptych.common.observe.metrics import ITL_BUCKETS_S, TOKEN_BUCKETS, Metrics
 from diptych.common.request import Prompt
 from diptych.common.sampling import FinishReason, SamplingParams
+from diptych.common.store.adapters import AdapterTable, ChosenAdapter
 from diptych.router.observe.explain import RequestTrace
 from diptych.router.observe.metrics import RequestTimer, RouterMetrics
 from diptych.router.placement.types import Placement, Terms, WorkerView
 from diptych.router.requests.messages import FinishedEvent, TokenEvent, UsageInfo, ValidatedRequest
 from diptych.rpc.v1 import types_pb2
+from diptych_tests.records import adapter_entry
 
 
 def request(arrived):
@@ -110,6 +112,10 @@ def test_every_series_moves(clock):
     served.facts = types_pb2.Explanation(reserved_s=0.1, first_token_s=0.5, kv_complete_s=0.6, kv_bytes=9)
     metrics.split(served, 1.5)
     metrics.count_deviations(served, ["WORKER_LOST"])
+    entry = adapter_entry("poems", "one", "two", canary=1, canary_share=0.5)
+    metrics.adapters.on_change(AdapterTable(1, {"poems": entry}))
+    metrics.adapters.ended(ChosenAdapter("poems", entry.versions[0]), "finished", 2, 2)
+    metrics.adapters.refused.inc()
     after = values(metrics)
     moved = {name.partition("[")[0] for name, value in after.items() if before.get(name) != value}
     families = {m.name for m in metrics.registry.collect()}

@@ -1,0 +1,41 @@
+"""Series by adapter: of a bounded number of names, which end with the name."""
+
+from __future__ import annotations
+
+from diptych.common.observe.metrics import Metrics
+from diptych.common.store.adapters import AdapterTable, ChosenAdapter
+from diptych.router.observe.adapter_metrics import FINISHED, MAX_NAMED, OTHER, AdapterMetrics
+from diptych_tests.records import adapter_entry, adapter_version
+
+
+def test_the_number_of_series_is_bounded_and_a_name_that_leaves_makes_room() -> None:
+    metrics = Metrics()
+    series = AdapterMetrics(metrics)
+    names = [f"adapter-{i:03}" for i in range(MAX_NAMED + 10)]
+    entries = {name: adapter_entry(name) for name in names}
+    series.on_change(AdapterTable(1, entries))
+    for name in (*names, "gone"):
+        series.ended(ChosenAdapter(name, entries.get(name, entries[names[0]]).versions[0]), FINISHED, 3, 5)
+    counted = metrics.totals()["adapter_requests"]
+    assert len(counted) == MAX_NAMED + 1
+    assert counted[f"{OTHER},finished"] == 11
+    assert metrics.totals()["adapter_generation_tokens"][names[0]] == 5
+    del entries[names[0]]
+    series.on_change(AdapterTable(2, entries))
+    assert f"{names[0]},finished" not in metrics.totals()["adapter_requests"]
+    assert names[0] not in metrics.totals()["adapter_prompt_tokens"]
+    series.ended(ChosenAdapter(names[-10], adapter_version(1)), "OVERLOADED")
+    assert metrics.totals()["adapter_requests"][f"{names[-10]},OVERLOADED"] == 1
+    assert metrics.value("adapters_registered") == MAX_NAMED + 9
+
+
+def test_requests_of_a_canary_are_counted_apart() -> None:
+    metrics = Metrics()
+    series = AdapterMetrics(metrics)
+    entry = adapter_entry("poems", "one", "two", canary=1, canary_share=0.5)
+    series.on_change(AdapterTable(1, {"poems": entry}))
+    for version in (*entry.versions, entry.versions[0]):
+        series.ended(ChosenAdapter("poems", version), FINISHED)
+    assert metrics.totals()["adapter_canary_requests"] == {"poems": 2}
+    series.ended(None, FINISHED)
+    assert metrics.totals()["adapter_requests"] == {"poems,finished": 3}
