@@ -123,6 +123,8 @@ def lines_of(why: Any) -> list[str]:
         lines += [f"restored: KV of {part.tokens} tokens from the tier {part.tier} of {worker}" for part in tiers]
     if why.HasField("claim"):
         lines.append(_claim_line(why.claim))
+    if why.HasField("adapter"):
+        lines.append(f"adapter:  {why.adapter.name}, version {why.adapter.version} ({why.adapter.id})")
     lines += [f"note: {note}" for note in why.notes]
     lines.append(
         f"  {'prefill':<14}{'decode':<14}{'total':>9}{'queue':>9}{'compute':>9}{'move':>9}{'load':>9}{'stall':>9}  ms"
@@ -138,6 +140,8 @@ def lines_of(why: Any) -> list[str]:
             + "".join(f"{charge:>9.1f}" for charge in charges)
             + f"    {terms.prefill_hit_tokens:>9}{terms.decode_hit_tokens:>7}"
         )
+        if terms.adapter_ms:
+            lines.append(f"    loads the adapter, or waits for a slot: {terms.adapter_ms:.1f} ms")
         if terms.HasField("pull"):
             pull = terms.pull
             lines.append(

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 from diptych.cli import BENCH_HELP, explain, move, observe, quantize
+from diptych.cli.adapters import app as adapters_app
 from diptych.cli.cache import app as cache_app
 from diptych.cli.chat import DEFAULT_MAX_TOKENS
 from diptych.cli.keys import app as keys_app
@@ -165,6 +166,7 @@ def build_app(only: str | None = None) -> typer.Typer:
     add_layers(app, LAYERED)
     app.add_typer(keys_app)
     app.add_typer(cache_app)
+    app.add_typer(adapters_app)
     return app
 
 

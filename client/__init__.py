@@ -9,6 +9,7 @@ Every call has a deadline (600 s unless you say otherwise), every failure is a D
 diptych.client.errors), and leaving an iteration cancels its request.
 """
 
+from diptych.client.adapters import Adapter, AdapterVersion
 from diptych.client.async_client import AsyncClient, AsyncSession, AsyncStream
 from diptych.client.errors import StreamBrokenError, UnreachableError
 from diptych.client.exchange import RetryPolicy
@@ -16,6 +17,7 @@ from diptych.client.request import GenerateOptions
 from diptych.client.sampling_options import SamplingOptions
 from diptych.client.sync_client import Client, Session, Stream
 from diptych.client.types import (
+    AdapterReport,
     CacheClaimReport,
     Choice,
     ClosedSession,
@@ -56,6 +58,9 @@ from diptych.common.errors import (
 __all__ = [
     "DEFAULT_ADDRESS",
     "DEFAULT_TIMEOUT_S",
+    "Adapter",
+    "AdapterReport",
+    "AdapterVersion",
     "AsyncClient",
     "AsyncSession",
     "AsyncStream",

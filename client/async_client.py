@@ -14,7 +14,9 @@ from typing import Any, Self, Unpack
 import grpc
 import grpc.aio
 
+from diptych.client import adapters as calls
 from diptych.client import wire
+from diptych.client.adapters import Adapter, adapter_from, adapters_from
 from diptych.client.errors import UnreachableError
 from diptych.client.exchange import CUT, Attempts, Exchange, ReadOnce, RetryPolicy
 from diptych.client.lookaside import Answer, DirectAnswer, Lookaside, RoutedAnswer, may_fall_back
@@ -123,6 +125,58 @@ class AsyncClient:
     async def list_models(self, *, timeout_s: float = wire.DEFAULT_LIST_TIMEOUT_S) -> list[ModelInfo]:
         """The models that the cluster serves now. Raises: DiptychError."""
         return models_from(await self._call(wire.list_models_method, router_pb2.ListModelsRequest(), timeout_s))
+
+    async def list_adapters(self, *, timeout_s: float = wire.DEFAULT_LIST_TIMEOUT_S) -> list[Adapter]:
+        """The adapters that this key may use, with their versions. Raises: DiptychError."""
+        return adapters_from(await self._call(calls.LIST, router_pb2.ListAdaptersRequest(), timeout_s))
+
+    async def load_adapter(
+        self,
+        name: str,
+        folder: str,
+        *,
+        model: str = "",
+        in_place: bool = False,
+        canary_share: float = 0.0,
+        timeout_s: float = calls.LOAD_TIMEOUT_S,
+    ) -> Adapter:
+        """Load a LoRA adapter at all workers and serve it under a name. Needs an admin key.
+
+        Args:
+            folder: an absolute path on the workers' machines, in one of their --lora-dir folders.
+            model: name of the base model; "": the only one.
+            in_place: replace the stable version of a name that exists.
+            canary_share: above 0: the loaded version answers this share of the requests, and the stable one the others.
+        Raises: InvalidRequestError naming what is wrong with the files or the name; DiptychError.
+        """
+        request = calls.add_request(name, folder, model, in_place, canary_share)
+        return adapter_from(await self._call(calls.ADD, request, timeout_s))
+
+    async def unload_adapter(self, name: str, *, timeout_s: float = wire.DEFAULT_LIST_TIMEOUT_S) -> Adapter:
+        """Serve the adapter no longer; answers that run end well. Needs an admin key. Returns: what it was. Raises:
+        ModelNotFoundError; DiptychError."""
+        return adapter_from(await self._call(calls.REMOVE, calls.remove_request(name), timeout_s))
+
+    async def set_adapter_canary(
+        self, name: str, version: int, share: float, *, timeout_s: float = wire.DEFAULT_LIST_TIMEOUT_S
+    ) -> Adapter:
+        """Have a kept version answer a share of the requests; share 0.0 ends the canary. Needs an admin key. Raises:
+        DiptychError."""
+        return adapter_from(await self._call(calls.ROUTE, calls.canary_request(name, version, share), timeout_s))
+
+    async def promote_adapter(self, name: str, *, timeout_s: float = wire.DEFAULT_LIST_TIMEOUT_S) -> Adapter:
+        """The canary answers all requests from now on. Needs an admin key. Raises: DiptychError."""
+        return adapter_from(await self._call(calls.ROUTE, calls.promotion_request(name), timeout_s))
+
+    async def roll_back_adapter(
+        self, name: str, version: int = 0, *, timeout_s: float = wire.DEFAULT_LIST_TIMEOUT_S
+    ) -> Adapter:
+        """End the canary; without one, serve the version again that was stable before. Nothing is loaded. Needs an admin key.
+
+        Args: version: above 0: this kept version becomes the stable one in any case.
+        Raises: DiptychError.
+        """
+        return adapter_from(await self._call(calls.ROUTE, calls.rollback_request(name, version), timeout_s))
 
     async def _call(self, method_of: Callable[[Any], Callable[..., Any]], request: object, timeout_s: float) -> Any:
         """A call with one answer, which may be made twice. Raises: DiptychError."""

@@ -279,6 +279,7 @@ class Exchange:
         if kind == "tokens" and self._state is State.STREAMING:
             return self._on_tokens(event, pieces)
         if kind == "started" and self._state in (State.WAITING, State.RESUMING):
+            self._pin_adapter(event)
             self._started = self._started or event
             self._resume_ref = event.resume_ref or self._resume_ref
             self._state = State.STREAMING
@@ -295,6 +296,17 @@ class Exchange:
             self._state = State.FINISHED
             return self._rest(0, pieces)
         raise self._broken(f"{kind or 'an unknown event'} arrived while the stream was {self._state.value}")
+
+    def _pin_adapter(self, started: router_pb2.Started) -> None:
+        """Further attempts of this answer name the version that began it. Raises: InvalidRequestError where the router ignored
+        the adapter."""
+        wanted = self._request.adapter
+        if wanted and started.adapter != wanted:
+            self._state = State.FAILED
+            text = f"adapter: the router knows no adapters (another version): {wanted!r} would be ignored"
+            raise InvalidRequestError(text, param="adapter")
+        if started.adapter:
+            self._request.adapter, self._request.adapter_version = started.adapter, started.adapter_version
 
     def on_unseen_tokens(self, tokens: router_pb2.TokenDelta) -> None:
         """As on_event, for tokens whose Delta is not delivered. Raises: as on_message."""
@@ -374,6 +386,8 @@ class Exchange:
             reasoning=choices[0].reasoning,
             tool_calls=choices[0].tool_calls,
             seed=started.seed,
+            adapter=started.adapter,
+            adapter_version=started.adapter_version,
         )
 
     def _rest(self, choice: int, pieces: Sequence[router_pb2.Piece]) -> Delta | None:

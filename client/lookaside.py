@@ -125,6 +125,8 @@ class DirectAnswer:
                 model=placed.model,
                 prompt_tokens=placed.prompt_tokens,
                 seed=placed.seed,
+                adapter=placed.adapter,
+                adapter_version=placed.adapter_version,
             )
         if kind != "end":
             return kind or "", getattr(event, kind) if kind else None

@@ -45,7 +45,10 @@ class GenerateOptions(SamplingOptions, total=False):
             Default: where the client has several addresses.
         resume_after: the answer's first tokens, from a stream that broke in another process: only later tokens are
             sent. Needs the seed of that stream.
-        model: name of the model; may be left out when the cluster serves one.
+        model: name of the model, or of an adapter; may be left out when the cluster serves one model.
+        adapter: name of a LoRA adapter that answers instead of the base model. Completion.adapter_version says which version of
+            it did: all of an answer comes from one.
+        adapter_version: this version of it, as in `list_adapters`; default: the one that its routing chooses.
         request_id: a label for logs (printable ASCII, at most 128 bytes).
         timeout_s: deadline of the whole call, retries included; default DEFAULT_TIMEOUT_S (600 s).
         explain: fill in Completion.explanation.
@@ -62,6 +65,8 @@ class GenerateOptions(SamplingOptions, total=False):
     token_ids: Sequence[int] | None
     messages: Sequence[Mapping[str, Any]] | None
     model: str
+    adapter: str
+    adapter_version: int
     request_id: str
     timeout_s: float | None
     explain: bool
@@ -96,7 +101,7 @@ _SAMPLING_LISTS = frozenset(
 _PLAIN = frozenset(
     (
         *("model", "request_id", "explain", "local_prefill_max_tokens", "priority", "idempotency_key", "split"),
-        *("cache_ttl_s", "cache_priority", "session_id"),
+        *("cache_ttl_s", "cache_priority", "session_id", "adapter", "adapter_version"),
     )
 )
 _TOOLS = frozenset(("tools", "tool_choice", "parallel_tool_calls"))

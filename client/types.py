@@ -147,6 +147,8 @@ class PlacementTerms:
     """Of the hit tokens on prefill, those that are copied from a lower tier first, by its name."""
     decode_tiers: dict[str, int] = field(default_factory=dict)
     """The same on decode."""
+    adapter_ms: float = 0.0
+    """Loading the request's adapter where it is missing, and waiting for room for it."""
     pull: PullTerms | None = None
     """What the worker that computes the prompt takes from another one; `prefill_ms` has its time."""
 
@@ -200,6 +202,16 @@ class ClosedSession:
 
 
 @dataclass(frozen=True, slots=True)
+class AdapterReport:
+    """The one version of an adapter that answered: by which name it was asked for, the version's number, and the hash of its
+    content."""
+
+    name: str
+    version: int
+    id: str
+
+
+@dataclass(frozen=True, slots=True)
 class Explanation:
     """How an answer was placed and computed.
 
@@ -211,7 +223,8 @@ class Explanation:
     with their blocks where there are several. `attempts` lists all, in order, if the request was placed again.
     `pulls` lists KV that workers took from each other's caches; on the reader it counts as cached. `cached_tiers_prefill` and
     `cached_tiers_decode`: of the tokens cached there, those whose KV came from a lower tier, by its name.
-    `claim` is what the request claimed of the caches, and what claims did for it; None: nothing.
+    `claim` is what the request claimed of the caches, and what claims did for it; None: nothing. `adapter` is the version of
+    the adapter that answered; None: the base model did.
     """
 
     request_id: str
@@ -247,6 +260,7 @@ class Explanation:
     cached_tiers_prefill: dict[str, int] = field(default_factory=dict)
     cached_tiers_decode: dict[str, int] = field(default_factory=dict)
     claim: CacheClaimReport | None = None
+    adapter: AdapterReport | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,7 +268,8 @@ class Completion:
     """A whole answer.
 
     `finish_reason` is "stop", "length" or "tool_calls". `stop_string` and `stop_token_id` name what ended the answer,
-    if one of the request's did. `seed` is the seed of the sampling. `explanation` is None unless requested. With n > 1
+    if one of the request's did. `seed` is the seed of the sampling. `adapter` and `adapter_version` name what answered instead
+    of the base model ("" and 0: nothing did). `explanation` is None unless requested. With n > 1
     these are of choice 0, and `choices` holds all of them. `prompt_logprobs` covers all prompt tokens but the first.
     `content`, `reasoning` and `tool_calls` are the parts of an answer that was split (`split`, tools); else they are
     empty.
@@ -276,15 +291,19 @@ class Completion:
     reasoning: str = ""
     tool_calls: tuple[ToolCall, ...] = ()
     seed: int = 0
+    adapter: str = ""
+    adapter_version: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """A served model. `max_model_len`: tokens of prompt and answer together; `created`: seconds since 1970."""
+    """A served model, or an adapter: then `parent` is its base model. `max_model_len`: tokens of prompt and answer together;
+    `created`: seconds since 1970."""
 
     id: str
     max_model_len: int
     created: int
+    parent: str = ""
 
 
 def logprobs_from(message: types_pb2.TokenLogprobs) -> TokenLogprobs:
@@ -299,15 +318,27 @@ def usage_from(message: types_pb2.Usage) -> Usage:
 def explanation_from(message: types_pb2.Explanation) -> Explanation:
     placement = tuple(_terms_from(candidate) for candidate in message.candidates)
     names = ("cached_tiers_prefill", "cached_tiers_decode")
-    same = same_fields(Explanation, message, but=("notes", "placement", "attempts", "pulls", "claim", *names))
+    same = same_fields(
+        Explanation, message, but=("notes", "placement", "attempts", "pulls", "claim", "adapter", *names)
+    )
     tiers: dict[str, Any] = {name: {part.tier: part.tokens for part in getattr(message, name)} for name in names}
     attempts = tuple(RequestAttempt(**same_fields(RequestAttempt, one)) for one in message.attempts)
     pulls = tuple(KvPull(**same_fields(KvPull, one)) for one in message.pulls)
     claim = None
     if message.HasField("claim"):
         claim = CacheClaimReport(**same_fields(CacheClaimReport, message.claim))
+    adapter = None
+    if message.HasField("adapter"):
+        adapter = AdapterReport(**same_fields(AdapterReport, message.adapter))
     return Explanation(
-        **same, **tiers, notes=tuple(message.notes), placement=placement, attempts=attempts, pulls=pulls, claim=claim
+        **same,
+        **tiers,
+        notes=tuple(message.notes),
+        placement=placement,
+        attempts=attempts,
+        pulls=pulls,
+        claim=claim,
+        adapter=adapter,
     )
 
 
@@ -316,7 +347,7 @@ def closed_from(message: router_pb2.CloseSessionResponse) -> ClosedSession:
 
 
 def models_from(message: router_pb2.ListModelsResponse) -> list[ModelInfo]:
-    return [ModelInfo(model.id, model.max_model_len, model.created) for model in message.models]
+    return [ModelInfo(model.id, model.max_model_len, model.created, model.parent) for model in message.models]
 
 
 def _terms_from(message: types_pb2.PlacementTerms) -> PlacementTerms:

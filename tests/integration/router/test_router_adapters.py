@@ -4,12 +4,20 @@ behind the router goes."""
 from __future__ import annotations
 
 import asyncio
+import json
+import time
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
-import grpc.aio
+import httpx
 import pytest
 
+from diptych.cli.adapters import lines_of
+from diptych.cli.operator_calls import ask
+from diptych.cli.router_access import RouterAccess
+from diptych.client import AdapterReport, AsyncClient
 from diptych.common.block_identity import block_keys, header_of_request
 from diptych.common.errors import (
     AuthenticationError,
@@ -23,6 +31,8 @@ from diptych.common.store.adapters import AdapterEntry
 from diptych.common.store.interface import KvEvent
 from diptych.common.store.worker_record import WorkerLoad
 from diptych.router.adapters.operations import LoadRequest
+from diptych.router.api.auth.authenticator import Authenticator
+from diptych.router.api.auth.keys import add_key
 from diptych.router.api.grpc.operations import OperationsService
 from diptych.router.api.grpc.service import RouterService
 from diptych.router.api.packed_ids import PackedIds
@@ -30,10 +40,10 @@ from diptych.router.placement.placer import PromptBlocks
 from diptych.router.requests.messages import FinishedEvent, StartedEvent, UncheckedRequest
 from diptych.router.requests.resume import Seen, SeenChoice, checksum
 from diptych.router.requests.submission import adapter_need
+from diptych.router.server import ApiServers
 from diptych.rpc.channels import bind, new_server
 from diptych.rpc.convert import prompt_fields, prompt_from_proto
-from diptych.rpc.errors import from_rpc_error
-from diptych.rpc.operator import METADATA, SERVICE, operator_key, proof_of
+from diptych.rpc.operator import operator_key
 from diptych.rpc.v1 import decode_pb2, router_pb2, worker_pb2
 from diptych_tests.router_fleet import Fleet, other_router
 
@@ -413,33 +423,152 @@ async def test_more_adapters_than_slots_take_turns_and_the_base_model_does_not_w
     assert any("until a slot was free" in note for note in waited.explanation.notes)
 
 
-async def test_grpc_takes_an_admin_key_or_the_cluster_secret(pair: tuple[Fleet, Any, Any]) -> None:
-    fleet, _, decode = pair
+@asynccontextmanager
+async def served(fleet: Fleet) -> AsyncIterator[str]:
+    """Both services over gRPC, at the address."""
     server, key = new_server(), operator_key(fleet.secret)
     port = bind(server, "127.0.0.1", 0)
     operations = OperationsService(key, fleet.frontend.move_request, fleet.frontend.adapters)
     server.add_generic_rpc_handlers((RouterService(fleet.frontend).handler(), operations.handler()))
     await server.start()
-    body = router_pb2.AddAdapterRequest(name="poems", folder="/lora/one").SerializeToString()
-    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+    try:
+        yield f"127.0.0.1:{port}"
+    finally:
+        await server.stop(0)
 
-        async def call(service: str, method: str, body: bytes, proof: str = "") -> Any:
-            answer = router_pb2.ListAdaptersResponse if method == "ListAdapters" else router_pb2.Adapter
-            made = channel.unary_unary(f"/{service}/{method}", response_deserializer=answer.FromString)
-            try:
-                return await made(body, metadata=((METADATA, proof),) if proof else None, timeout=60)
-            except grpc.aio.AioRpcError as error:
-                raise from_rpc_error(error) from None
 
-        try:
-            with pytest.raises(PermissionDeniedError, match="admin key"):
-                await call("diptych.rpc.v1.Router", "AddAdapter", body)
-            with pytest.raises(AuthenticationError):
-                await call(SERVICE, "AddAdapter", body, proof_of(key, "RemoveAdapter", body))
+async def test_operators_and_the_sdk_load_route_and_use_adapters(pair: tuple[Fleet, Any, Any]) -> None:
+    fleet, _, decode = pair
+    async with served(fleet) as address, AsyncClient(address) as client:
+
+        async def operate(method: str, request: Any, answer: Any = router_pb2.Adapter, secret: bytes = b"") -> Any:
+            access = RouterAccess(address)
+            return await asyncio.to_thread(ask, access, secret or fleet.secret, method, request, answer)
+
+        with pytest.raises(PermissionDeniedError, match="admin key"):
+            await client.load_adapter("poems", "/lora/one")
+        with pytest.raises(PermissionDeniedError):
+            await client.roll_back_adapter("poems")
+        add = router_pb2.AddAdapterRequest(name="poems", folder="/lora/one")
+        with pytest.raises(AuthenticationError):
+            await operate("AddAdapter", add, secret=b"x" * 32)
+        assert decode.loaded == []
+        await operate("AddAdapter", add)
+        again = router_pb2.AddAdapterRequest(name="poems", folder="/lora/two", canary_share=0.25)
+        added = await operate("AddAdapter", again)
+        assert lines_of(added) == [
+            f"poems  tiny  1  stable 75%  {ONE}  rank 8  0.0 MB  {day(added, 0)}  /lora/one",
+            f"poems  tiny  2  canary 25%  {TWO}  rank 16  0.0 MB  {day(added, 1)}  /lora/two",
+        ]
+        promote = router_pb2.RouteAdapterRequest(name="poems", promote=router_pb2.AdapterPromotion())
+        assert (await operate("RouteAdapter", promote)).stable == 2
+        (adapter,) = await client.list_adapters()
+        assert (adapter.stable, adapter.previous, [version.id for version in adapter.versions]) == (2, 1, [ONE, TWO])
+        answer = await client.generate(token_ids=[1] * 40, max_tokens=3, adapter="poems", explain=True)
+        assert (answer.model, answer.adapter, answer.adapter_version) == ("tiny", "poems", 2)
+        assert answer.explanation is not None
+        assert answer.explanation.adapter == AdapterReport("poems", 2, TWO)
+        old = await client.generate(token_ids=[1] * 40, max_tokens=3, adapter="poems", adapter_version=1)
+        assert (old.adapter_version, decode.submits[-1].adapter) == (1, ONE)
+        assert [(model.id, model.parent) for model in await client.list_models()] == [("tiny", ""), ("poems", "tiny")]
+        with pytest.raises(InvalidRequestError, match="change"):
+            await operate("RouteAdapter", router_pb2.RouteAdapterRequest(name="poems"))
+        await operate("RemoveAdapter", router_pb2.RemoveAdapterRequest(name="poems"))
+        with pytest.raises(ModelNotFoundError):
+            await client.generate(token_ids=[1] * 40, max_tokens=3, adapter="poems")
+
+
+def day(adapter: Any, index: int) -> str:
+    return time.strftime("%Y-%m-%d", time.gmtime(adapter.versions[index].created))
+
+
+async def test_the_sdk_with_an_admin_key_does_all_that_operators_do(
+    pair: tuple[Fleet, Any, Any], tmp_path: Path
+) -> None:
+    fleet, _, decode = pair
+    keys = tmp_path / "keys.json"
+    admin, _ = add_key(keys, "ops", now=1.0, admin=True)
+    poet, _ = add_key(keys, "poet", now=1.0, adapters=["poems"])
+    clerk, _ = add_key(keys, "clerk", now=1.0, adapters=["letters"])
+    authenticator = Authenticator(keys, now=time.monotonic)
+    fleet.frontend.use_adapter_limits(authenticator.may_use_adapter)
+    servers = ApiServers("127.0.0.1", 0, 0, keys=authenticator)
+    at = await servers.start(fleet.frontend, fleet.frontend.metrics)
+    try:
+        async with AsyncClient(at.grpc, api_key=admin) as client:
+            assert (await client.load_adapter("poems", "/lora/one")).stable == 1
+            await client.load_adapter("poems", "/lora/two", canary_share=0.5)
+            assert (await client.promote_adapter("poems")).stable == 2
+            assert (await client.set_adapter_canary("poems", 1, 0.5)).canary == 1
+            assert (await client.roll_back_adapter("poems")).canary == 0
+            assert (await client.roll_back_adapter("poems", 1)).stable == 1
+        async with httpx.AsyncClient(base_url=f"http://{at.http}", timeout=60) as http:
+
+            async def post(path: str, body: Any, key: str) -> tuple[int, str]:
+                answer = await http.post(path, json=body, headers={"authorization": f"Bearer {key}"})
+                return answer.status_code, answer.text
+
+            two = {"lora_name": "poems", "lora_path": "/lora/two"}
+            assert (await post("/v1/load_lora_adapter", two, poet))[0] == 403
+            assert (await post("/v1/load_lora_adapter", two, "nonsense"))[0] == 401
+            status, text = await post("/v1/load_lora_adapter", two, admin)
+            assert (status, "already been loaded" in text) == (400, True)
+            assert await post("/v1/load_lora_adapter", two | {"load_inplace": True}, admin) == (
+                200, "Success: LoRA adapter 'poems' added successfully.",
+            )  # fmt: skip
+            for body in (
+                {},
+                {"lora_name": "x"},
+                {"lora_path": "/x"},
+                two | {"load_inplace": "x"},
+                two | {"lora_path": "/lora/no"},
+            ):
+                assert (await post("/v1/load_lora_adapter", body, admin))[0] == 400
+            ask_model = {"model": "poems", "prompt": [[1] * 20, [2] * 20], "max_tokens": 2}
+            status, text = await post("/v1/completions", ask_model, poet)
+            assert (status, json.loads(text)["model"]) == (200, "poems")
+            assert [submit.adapter for submit in decode.submits] == [TWO] * 2
+            assert (await post("/v1/completions", ask_model, clerk))[0] == 404
+            listed = (await http.get("/v1/models", headers={"authorization": f"Bearer {poet}"})).json()["data"]
+            assert [(model["id"], model.get("parent"), model.get("root")) for model in listed] == [
+                ("tiny", None, None), ("poems", "tiny", "/lora/two"),
+            ]  # fmt: skip
+            hidden = await http.get("/v1/models/poems", headers={"authorization": f"Bearer {clerk}"})
+            assert hidden.status_code == 404
+            assert await post("/v1/unload_lora_adapter", {"lora_name": "poems"}, admin) == (
+                200, "Success: LoRA adapter 'poems' removed successfully.",
+            )  # fmt: skip
+            assert (await post("/v1/unload_lora_adapter", {"lora_name": "poems"}, admin))[0] == 404
+            assert (await post("/v1/unload_lora_adapter", {}, admin))[0] == 400
+            assert (await post("/v1/completions", ask_model, poet))[0] == 404
+    finally:
+        await servers.stop(1.0)
+
+
+async def test_without_keys_nobody_changes_adapters_over_http(pair: tuple[Fleet, Any, Any]) -> None:
+    fleet, _, decode = pair
+    servers = ApiServers("127.0.0.1", 0, 0)
+    at = await servers.start(fleet.frontend, fleet.frontend.metrics)
+    try:
+        async with httpx.AsyncClient(base_url=f"http://{at.http}", timeout=60) as http:
+            answer = await http.post("/v1/load_lora_adapter", json={"lora_name": "a", "lora_path": "/lora/one"})
+            assert (answer.status_code, "admin key" in answer.text) == (403, True)
             assert decode.loaded == []
-            added = await call(SERVICE, "AddAdapter", body, proof_of(key, "AddAdapter", body))
-            assert (added.name, added.stable, added.versions[0].id) == ("poems", 1, ONE)
-            listed = await call("diptych.rpc.v1.Router", "ListAdapters", b"")
-            assert list(listed.adapters) == [added]
-        finally:
-            await server.stop(0)
+    finally:
+        await servers.stop(1.0)
+
+
+async def test_one_answer_to_several_prompts_has_one_version(pair: tuple[Fleet, Any, Any]) -> None:
+    fleet, _, decode = pair
+    await load(fleet)
+    await load(fleet, folder="/lora/two", canary_share=0.5)
+    servers = ApiServers("127.0.0.1", 0, 0)
+    at = await servers.start(fleet.frontend, fleet.frontend.metrics)
+    try:
+        async with httpx.AsyncClient(base_url=f"http://{at.http}", timeout=60) as http:
+            for number in range(6):
+                body = {"model": "poems", "prompt": [[i] * 20 for i in range(1, 9)], "max_tokens": 1, "n": 1}
+                assert (await http.post("/v1/completions", json=body)).status_code == 200
+                assert len({submit.adapter for submit in decode.submits[8 * number :]}) == 1
+    finally:
+        await servers.stop(1.0)

@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from diptych.cli.main import build_app
-from diptych.cli.move import ask
+from diptych.cli.operator_calls import ask
 from diptych.cli.router_access import RouterAccess
 from diptych.common.errors import AuthenticationError, DiptychError, InvalidRequestError, NoWorkerError, OverloadedError
 from diptych.router.api.auth.authenticator import Authenticator
@@ -17,6 +17,7 @@ from diptych.router.api.auth.keys import add_key
 from diptych.router.requests.messages import FinishedEvent, StartedEvent, TokenEvent, UncheckedRequest
 from diptych.router.server import ApiServers
 from diptych.rpc.operator import operator_key
+from diptych.rpc.v1 import router_pb2
 
 NUM_TOKENS, AT = 8, 3
 
@@ -57,7 +58,9 @@ async def rest_of(events):
 
 async def moved(router, request_id, to="", secret=None):
     fleet, access = router
-    return await asyncio.to_thread(ask, access, fleet.secret if secret is None else secret, request_id, to)
+    request = router_pb2.MoveRequest(request_id=request_id, to=to)
+    key = fleet.secret if secret is None else secret
+    return await asyncio.to_thread(ask, access, key, "Move", request, router_pb2.MoveResponse)
 
 
 def words(events, choice=0):

@@ -55,7 +55,7 @@ def nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(top, "run_top", instead)
     monkeypatch.setattr(capacity, "run_capacity", instead)
     monkeypatch.setattr(explain, "_call", asked)
-    monkeypatch.setattr(move, "_secret", asked)
+    monkeypatch.setattr(move, "call_operator", asked)
     monkeypatch.setattr(bench_run, "serve", instead)
     monkeypatch.setattr(bench_run, "sweep", instead)
     monkeypatch.setattr("diptych.bench.cli.startup.run_startup", instead)

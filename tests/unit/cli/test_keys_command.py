@@ -31,6 +31,22 @@ def test_add_list_revoke(tmp_path: Path) -> None:
     assert isinstance(runner.invoke(build_app(), ["keys", "revoke", entry.id, *file]).exception, ConfigError)
 
 
+def test_a_key_names_its_adapters_and_may_be_an_admins(tmp_path: Path) -> None:
+    file = ["--keys-file", str(tmp_path / "keys.json")]
+    runner = CliRunner()
+    flags = ["--adapter", "poems", "--adapter", "prose", "--admin"]
+    assert runner.invoke(build_app(), ["keys", "add", "acme", *flags, *file]).exit_code == 0
+    keys = load_keys(tmp_path / "keys.json")
+    (entry,) = keys.entries.values()
+    assert (entry.adapters, entry.admin) == (("poems", "prose"), True)
+    assert "admin, adapters poems prose" in runner.invoke(build_app(), ["keys", "list", *file]).stdout
+    assert [keys.may_use_adapter("acme", name) for name in ("poems", "prose", "other")] == [True, True, False]
+    assert keys.may_use_adapter("another", "other"), "no key of this tenant lists any"
+    assert isinstance(
+        runner.invoke(build_app(), ["keys", "add", "acme", "--adapter", "../x", *file]).exception, ConfigError
+    )
+
+
 def test_up_is_not_reachable_by_accident() -> None:
     with pytest.raises(ConfigError, match="--insecure"):
         UpConfig(host="0.0.0.0")

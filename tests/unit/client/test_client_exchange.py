@@ -298,3 +298,25 @@ def test_the_rest_of_an_answer_that_another_stream_began() -> None:
     assert exchange.on_message(tokens(2, [7], "c")) == Delta(2, (7,), "c")
     exchange.on_error(UnreachableError("cut"))
     assert list(exchange.request.resume_after.token_ids) == [5, 6, 7]
+
+
+def begun(adapter: str = "", version: int = 0) -> router_pb2.GenerateResponse:
+    message = started()
+    message.started.adapter, message.started.adapter_version = adapter, version
+    return message
+
+
+@pytest.mark.parametrize("by", ["adapter", "model"])
+def test_what_goes_on_with_an_answer_names_the_version_that_began_it(by: str) -> None:
+    exchange = Exchange(make_attempts(), router_pb2.GenerateRequest(**{by: "poems"}), resume=True)
+    exchange.on_message(begun("poems", 3))
+    exchange.on_message(tokens(0, [5]))
+    exchange.on_error(UnreachableError("gone"))
+    assert (exchange.request.adapter, exchange.request.adapter_version) == ("poems", 3)
+
+
+def test_a_router_that_ignores_the_adapter_is_found_out() -> None:
+    exchange = Exchange(make_attempts(), router_pb2.GenerateRequest(adapter="poems"))
+    with pytest.raises(InvalidRequestError, match="knows no adapters") as caught:
+        exchange.on_message(begun())
+    assert caught.value.param == "adapter"

@@ -1,0 +1,166 @@
+"""`diptych adapters`: the LoRA adapters of a running cluster. Operators use the cluster secret, as `diptych move`."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from diptych.cli.operator_calls import call_operator
+from diptych.cli.router_access import SECRET_FILE, TLS_CA, TLS_SERVER_NAME
+from diptych.common.errors import ConfigError
+
+app = typer.Typer(
+    name="adapters",
+    help="LoRA adapters: names, versions, and which version answers. Workers need --enable-lora and --lora-dir.",
+    no_args_is_help=True,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+_ADDRESS = Annotated[str, typer.Option(help="host:port of a router's gRPC server; default: the cluster here.")]
+_NAME = Annotated[str, typer.Argument(metavar="NAME", help="Name of the adapter, as requests name it.")]
+_LOAD_TIMEOUT_S = 60.0
+
+
+@app.command("list")
+def show(
+    address: _ADDRESS = "", tls_ca: TLS_CA = None, tls_server_name: TLS_SERVER_NAME = "", secret_file: SECRET_FILE = ""
+) -> None:
+    """One line a version: name, number, what it answers, id, rank, size, day, folder."""
+    from diptych.rpc.v1 import router_pb2
+
+    question, kind = router_pb2.ListAdaptersRequest(), router_pb2.ListAdaptersResponse
+    answer = call_operator("ListAdapters", question, kind, address, tls_ca, tls_server_name, secret_file)
+    for adapter in answer.adapters:
+        print("\n".join(lines_of(adapter)))
+
+
+@app.command()
+def load(
+    name: _NAME,
+    folder: Annotated[str, typer.Argument(help="Folder of its files, as the workers open it.")],
+    model: Annotated[str, typer.Option(help="Name of the base model; default: the only one.")] = "",
+    in_place: Annotated[
+        bool, typer.Option("--in-place", help="Replace the version that answers, of a name that exists.")
+    ] = False,
+    canary_share: Annotated[
+        float,
+        typer.Option(help="The new version answers this share of the requests, 0 to 1; the stable one the others."),
+    ] = 0.0,
+    address: _ADDRESS = "",
+    tls_ca: TLS_CA = None,
+    tls_server_name: TLS_SERVER_NAME = "",
+    secret_file: SECRET_FILE = "",
+) -> None:
+    """Load an adapter at all workers, and serve it under a name."""
+    from diptych.rpc.v1 import router_pb2
+
+    if not folder:
+        raise ConfigError("folder", folder, "must be the folder of an adapter")
+    path = str(Path(folder).absolute())
+    request = router_pb2.AddAdapterRequest(
+        name=name, folder=path, model=model, in_place=in_place, canary_share=canary_share
+    )
+    _change("AddAdapter", request, address, tls_ca, tls_server_name, secret_file)
+
+
+@app.command()
+def unload(
+    name: _NAME,
+    address: _ADDRESS = "",
+    tls_ca: TLS_CA = None,
+    tls_server_name: TLS_SERVER_NAME = "",
+    secret_file: SECRET_FILE = "",
+) -> None:
+    """Serve an adapter no longer. Answers that run end well."""
+    from diptych.rpc.v1 import router_pb2
+
+    question, kind = router_pb2.RemoveAdapterRequest(name=name), router_pb2.Adapter
+    gone = call_operator("RemoveAdapter", question, kind, address, tls_ca, tls_server_name, secret_file)
+    print(f"{gone.name} is unloaded; it had version {gone.stable}")
+
+
+@app.command()
+def canary(
+    name: _NAME,
+    version: Annotated[int, typer.Argument(min=0, help="Number of a version in `diptych adapters list`.")],
+    share: Annotated[float, typer.Argument(min=0.0, max=1.0, help="Of the requests, 0 to 1; 0 ends the canary.")],
+    address: _ADDRESS = "",
+    tls_ca: TLS_CA = None,
+    tls_server_name: TLS_SERVER_NAME = "",
+    secret_file: SECRET_FILE = "",
+) -> None:
+    """Have a version answer a share of the requests."""
+    from diptych.rpc.v1 import router_pb2
+
+    change = router_pb2.AdapterCanary(version=version, share=share)
+    request = router_pb2.RouteAdapterRequest(name=name, canary=change)
+    _change("RouteAdapter", request, address, tls_ca, tls_server_name, secret_file)
+
+
+@app.command()
+def promote(
+    name: _NAME,
+    address: _ADDRESS = "",
+    tls_ca: TLS_CA = None,
+    tls_server_name: TLS_SERVER_NAME = "",
+    secret_file: SECRET_FILE = "",
+) -> None:
+    """The canary answers all requests."""
+    from diptych.rpc.v1 import router_pb2
+
+    request = router_pb2.RouteAdapterRequest(name=name, promote=router_pb2.AdapterPromotion())
+    _change("RouteAdapter", request, address, tls_ca, tls_server_name, secret_file)
+
+
+@app.command()
+def rollback(
+    name: _NAME,
+    to: Annotated[
+        int, typer.Option(min=0, help="Number of the version; default: without the canary, or the one before.")
+    ] = 0,
+    address: _ADDRESS = "",
+    tls_ca: TLS_CA = None,
+    tls_server_name: TLS_SERVER_NAME = "",
+    secret_file: SECRET_FILE = "",
+) -> None:
+    """End the canary; without one, return to the version before. Nothing is loaded."""
+    from diptych.rpc.v1 import router_pb2
+
+    change = router_pb2.AdapterRollback(version=to)
+    request = router_pb2.RouteAdapterRequest(name=name, roll_back=change)
+    _change("RouteAdapter", request, address, tls_ca, tls_server_name, secret_file)
+
+
+def _change(
+    method: str, request: Any, address: str, tls_ca: Path | None, tls_server_name: str, secret_file: str
+) -> None:
+    from diptych.rpc.v1 import router_pb2
+
+    timeout_s = _LOAD_TIMEOUT_S
+    adapter = call_operator(
+        method, request, router_pb2.Adapter, address, tls_ca, tls_server_name, secret_file, timeout_s=timeout_s
+    )
+    print("\n".join(lines_of(adapter)))
+
+
+def lines_of(adapter: Any) -> list[str]:
+    """A router.proto Adapter as text, a line a version."""
+    lines = []
+    for version in adapter.versions:
+        share = 0.0
+        if version.number == adapter.stable:
+            share = 1.0 - (adapter.canary_share if adapter.canary else 0.0)
+        elif version.number == adapter.canary:
+            share = adapter.canary_share
+        kind = {adapter.stable: "stable", adapter.canary: "canary", adapter.previous: "previous"}
+        state = f"{kind.get(version.number, 'kept')} {share:.0%}" if share else kind.get(version.number, "kept")
+        day = time.strftime("%Y-%m-%d", time.gmtime(version.created))
+        size = f"{version.num_bytes / 1e6:.1f} MB"
+        name = f"{adapter.name}  {adapter.model}"
+        lines.append(
+            f"{name}  {version.number}  {state}  {version.id}  rank {version.rank}  {size}  {day}  {version.folder}"
+        )
+    return lines
