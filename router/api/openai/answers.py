@@ -14,12 +14,13 @@ PING = b": ping\n"
 """A comment line, and no blank one: after an event with an id the openai client would take that for the end of an empty event."""
 
 _TIERS = ("cached_tiers_prefill", "cached_tiers_decode")
-_BY_HAND = ("notes", "candidates", "attempts", "pulls", "claim", *_TIERS)
+_BY_HAND = ("notes", "candidates", "attempts", "pulls", "claim", "adapter", *_TIERS)
 _EXPLAINED = [f.name for f in Explanation.DESCRIPTOR.fields if f.name not in _BY_HAND]
 _ATTEMPT = [f.name for f in types_pb2.RequestAttempt.DESCRIPTOR.fields]
 _TERMS = [f.name for f in types_pb2.PlacementTerms.DESCRIPTOR.fields if f.name != "pull"]
 _PULL_TERMS = [f.name for f in types_pb2.PullTerms.DESCRIPTOR.fields]
 _CLAIM = [f.name for f in types_pb2.CacheClaimReport.DESCRIPTOR.fields]
+_ADAPTER = [f.name for f in types_pb2.AdapterReport.DESCRIPTOR.fields]
 _PULL = [f.name for f in types_pb2.KvPull.DESCRIPTOR.fields]
 
 
@@ -49,6 +50,8 @@ def explanation_object(explanation: Explanation) -> dict[str, Any]:
         facts[name] = {part.tier: part.tokens for part in getattr(explanation, name)}
     claim = explanation.claim
     facts["claim"] = {name: getattr(claim, name) for name in _CLAIM} if explanation.HasField("claim") else None
+    adapter = explanation.adapter
+    facts["adapter"] = {name: getattr(adapter, name) for name in _ADAPTER} if explanation.HasField("adapter") else None
     return facts
 
 
