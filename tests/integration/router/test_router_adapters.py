@@ -530,7 +530,7 @@ async def test_the_sdk_with_an_admin_key_does_all_that_operators_do(
             assert [submit.adapter for submit in decode.submits] == [TWO] * 2
             assert (await post("/v1/completions", ask_model, clerk))[0] == 404
             headers = {"authorization": f"Bearer {poet}", "x-diptych-explain": "1"}
-            for model, report in (("poems", {"name": "poems", "version": 2, "id": TWO}), ("tiny", None)):
+            for model, report in (("poems", {"name": "poems", "version": 3, "id": TWO}), ("tiny", None)):
                 body = {"model": model, "prompt": [1] * 20, "max_tokens": 2}
                 explained = (await http.post("/v1/completions", json=body, headers=headers)).json()
                 assert (explained["model"], explained["diptych"]["adapter"]) == (model, report)
