@@ -25,7 +25,7 @@ from diptych.common.errors import ConfigError, DiptychError
 from diptych.common.observe.metrics import PREFIX, TOKEN_BUCKETS, Metrics
 from diptych.common.observe.series import Counter, Histogram
 from diptych.engine.messages import EngineStats
-from diptych.engine.stats import AGE_BUCKETS_S, Ages, ClaimStats, TierStats
+from diptych.engine.stats import AGE_BUCKETS_S, AdapterStats, Ages, ClaimStats, TierStats
 from diptych.kvtransfer.api import PeerRef, ReceivedSlab, SlabReader, TakeOffer, Transfer, TransferAudit
 from diptych.kvtransfer.slabs.handle import SlabHandle
 from diptych.worker.adapters import AdapterLibrary
@@ -205,7 +205,7 @@ class WorkerMetrics(Metrics):
                 waited.add_metric([reason], count - before.get(reason, 0))
             yield waited
         if self.library is not None:
-            yield from _adapter_families(self.library)
+            yield from _adapter_families(self.library, now.adapters, since.adapters)
 
     def transfer_families(self) -> Iterator[Metric]:
         """Nothing when the transfer thread does not answer: a missing series is noticed, a stale one is not."""
@@ -241,7 +241,7 @@ class WorkerMetrics(Metrics):
             return None
 
 
-def _adapter_families(library: AdapterLibrary) -> Iterator[Metric]:
+def _adapter_families(library: AdapterLibrary, now: AdapterStats, since: AdapterStats) -> Iterator[Metric]:
     """From any thread: nothing is changed while another one reads it."""
     resident, counts = library.resident(), library.counts
     yield _gauge("lora_resident", "Adapters in host memory", len(resident))
@@ -253,6 +253,12 @@ def _adapter_families(library: AdapterLibrary) -> Iterator[Metric]:
         loads.add_metric([outcome], count)
     yield loads
     yield _counter("lora_evictions", "Adapters that left host memory for others", counts.evicted)
+    yield _gauge("lora_slots_used", "Adapters in slots of the device", len(now.resident))
+    yield _gauge("lora_running", "Adapters that running requests compute with", len(now.running))
+    yield _counter("lora_installs", "Copies of an adapter into a slot of the device", now.installs - since.installs)
+    yield _counter(
+        "lora_slot_evictions", "Adapters that left a slot of the device for others", now.evictions - since.evictions
+    )
 
 
 class _Snapshot(Collector):

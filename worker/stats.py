@@ -34,7 +34,11 @@ def engine_numbers(stats: EngineStats) -> dict[str, float]:
     """Every numeric field by its name; unknown ones (None) are left out."""
     values = {field.name: getattr(stats, field.name) for field in dataclasses.fields(stats)}
     numbers = {name: float(value) for name, value in values.items() if isinstance(value, int | float)}
-    return numbers | {f"{tier}_usage": usage for tier, usage in stats.tier_usage}
+    adapters = {
+        "adapter_installs": float(stats.adapters.installs),
+        "adapter_evictions": float(stats.adapters.evictions),
+    }
+    return numbers | adapters | {f"{tier}_usage": usage for tier, usage in stats.tier_usage}
 
 
 def settings_of(config: WorkerConfig, kernels: str = "", refused: str = "", method: str = "") -> dict[str, str]:

@@ -175,7 +175,7 @@ def convert(key: str, value: Any, hint: Any) -> Any:
     if typing.get_origin(hint) is tuple:
         if not isinstance(value, (str, list, tuple)):
             raise ConfigError(key, value, "must be a list")
-        items = value.split(",") if isinstance(value, str) else value
+        items = value.split(",") if isinstance(value, str) and value else value
         return tuple(convert(key, item, typing.get_args(hint)[0]) for item in items)
     if hint is Path:
         if not isinstance(value, (str, Path)):

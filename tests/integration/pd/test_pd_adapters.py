@@ -16,7 +16,7 @@ import grpc
 import pytest
 
 from diptych.common.adapters.peft import AdapterFacts, read_adapter
-from diptych.common.errors import AdapterError, InvalidRequestError, NoWorkerError
+from diptych.common.errors import AdapterError, InvalidRequestError, NoWorkerError, OverloadedError
 from diptych.common.store.codec import decode_record, encode_record
 from diptych.engine.fake_runner import FakeRunner
 from diptych.engine.messages import LoadedAdapter
@@ -24,7 +24,9 @@ from diptych.rpc.errors import from_rpc_error
 from diptych.rpc.stubs import WorkerStub
 from diptych.rpc.v1 import decode_pb2, router_pb2, worker_pb2
 from diptych.worker.runtime import WorkerRuntime
+from diptych_tests import waiting
 from diptych_tests.lora import write_adapter
+from diptych_tests.prefill import Prefill
 
 PROMPT = [(7 * i + 3) % 1000 for i in range(40)]
 SHAPES = {"model.layers.0.self_attn.q_proj": (8, 6)}
@@ -37,7 +39,7 @@ class Folders:
     def __init__(self, root: Path) -> None:
         self.root = root
         self.ids = {BASE: ""}
-        for seed, name in enumerate(("french", "german")):
+        for seed, name in enumerate(("french", "german", "dutch")):
             write_adapter(root / name, SHAPES, seed=seed)
             self.ids[name] = read_adapter(root / name).id
 
@@ -302,6 +304,32 @@ async def test_a_load_that_takes_too_long_ends_typed(pd: ModuleType, folders: Fo
         held.gate.set()
 
 
+async def test_a_worker_that_is_killed_in_the_middle_of_a_load_leaves_the_prompt_to_decode(
+    pd: ModuleType, folders: Folders
+) -> None:
+    """A process of its own, over UCX."""
+    want = await alone(pd, folders)
+    settings = folders.settings(transport="ucx")
+    prefill = await Prefill.start("prefill-0", **settings)
+    try:
+        async with cluster_of(pd, folders, num_prefill=0, decode_config=settings) as (cluster, router):
+            first = folders.ask(cluster.submit_message(attempt="a", prompt=PROMPT, prefill=[prefill]), "french")
+            answer = await router.run(first)
+            assert answer.explanation.prefill == "prefill-0"
+            assert answer.token_ids == want["french"]
+            await prefill.ask("hold-load")
+            message = cluster.submit_message(attempt="b", prompt=PROMPT, prefill=[prefill])
+            answer = router.submit(folders.ask(message, "german"))
+            await prefill.held()
+            prefill.process.kill()
+            await router.ended("b")
+            assert answer.token_ids == want["german"]
+            assert answer.explanation.local_prefill
+            assert "prefill-0 failed" in answer.explanation.notes[0]
+    finally:
+        await prefill.stop()
+
+
 async def test_an_operator_loads_an_adapter_and_the_lease_says_so(pd: ModuleType, folders: Folders) -> None:
     async with cluster_of(pd, folders, num_prefill=0) as (cluster, _):
         worker, french = cluster.decode, folders.ids["french"]
@@ -325,6 +353,50 @@ async def test_an_operator_loads_an_adapter_and_the_lease_says_so(pd: ModuleType
         for wrong in ("", "french", "/a\0"):
             with pytest.raises(InvalidRequestError, match="folder"):
                 await load(wrong)
+
+
+def series_of(worker: WorkerRuntime) -> dict[str, float]:
+    """Its series of adapters, by name and label. Not on the event loop, which answers a part of it."""
+    return {
+        f"{sample.name} {sample.labels.get('outcome', '')}".strip(): sample.value
+        for family in worker.metrics.registry.collect()
+        for sample in family.samples
+        if "_lora_" in sample.name and not sample.name.endswith(("_created", "_bucket"))
+    }
+
+
+async def test_every_series_of_adapters_moves(pd: ModuleType, folders: Folders) -> None:
+    gate = pd.Gate(after=1)
+    model = lambda: pd.fake_model(max_loras=1, before_execute=gate)  # noqa: E731
+    settings = folders.settings(max_loras=1, max_cpu_loras=2, lora_load_timeout_s=0.05)
+    async with cluster_of(pd, folders, num_prefill=0, decode=model, decode_config=settings) as (cluster, router):
+        worker = cluster.decode
+        before = await asyncio.to_thread(series_of, worker)
+        assert set(before.values()) == {0.0}
+        worker.library._timeout_s = pd.DEADLINE_S
+        names = ("french", "german")
+        for name in names:
+            router.submit(folders.ask(cluster.submit_message(attempt=name, prompt=PROMPT), name))
+        await gate.wait()
+        await waiting.until(lambda: len(worker.library.resident()) == 2)
+        during = await asyncio.to_thread(series_of, worker)
+        worker.library._timeout_s = 0.05
+        full = await router.run(folders.ask(cluster.submit_message(attempt="full", prompt=PROMPT), "dutch"))
+        assert isinstance(full.error, OverloadedError)
+        worker.library._timeout_s = pd.DEADLINE_S
+        gate.open()
+        for name in names:
+            await router.ended(name)
+        assert (await router.run(folders.ask(cluster.submit_message(attempt="c", prompt=PROMPT), "dutch"))).finished
+        shutil.rmtree(folders.root / "french")
+        gone = await router.run(folders.ask(cluster.submit_message(attempt="d", prompt=PROMPT), "french"))
+        assert isinstance(gone.error, NoWorkerError)
+        after = await asyncio.to_thread(series_of, worker)
+        moved = {name for name in after if len({one.get(name) for one in (before, during, after)}) > 1}
+        assert set(after) - moved == {f"diptych_lora_loads_total {outcome}" for outcome in ("failed", "timeout")}
+        assert after["diptych_lora_requests"] == after["diptych_lora_running"] == 0
+        assert during["diptych_lora_running"] == during["diptych_lora_slots_used"] == 1
+        assert during["diptych_lora_requests"] == 2
 
 
 async def test_a_worker_without_adapters_says_so(pd: ModuleType) -> None:
