@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -66,3 +68,17 @@ def gate_mul_ref(gate_up: Tensor, activation: str = "silu") -> Tensor:
         return gate * 0.5 * (1 + torch.erf(gate * 0.5**0.5)) * up
     inner = (2 / torch.pi) ** 0.5 * (gate + 0.044715 * gate**3)
     return gate * 0.5 * (1 + torch.tanh(inner)) * up
+
+
+def lora_ref(x: Tensor, a: Tensor, b: Tensor, adapters: Tensor, part_outputs: Sequence[int]) -> Tensor:
+    """What adapters add to a layer's rows, fp32; zeros for rows without one.
+
+    Args: x: [rows, inputs]. a: [slots, parts, max_rank, inputs]. b: [slots, outputs, max_rank]. adapters: [rows], -1: none.
+    """
+    out = torch.zeros(x.shape[0], b.shape[1], device=x.device)
+    for row, slot in enumerate(adapters.tolist()):
+        if slot >= 0:
+            t = x[row].float() @ a[slot].float().transpose(1, 2)  # [parts, max_rank]
+            parts = b[slot].float().split(list(part_outputs))
+            out[row] = torch.cat([rows @ t[i] for i, rows in enumerate(parts)])
+    return out

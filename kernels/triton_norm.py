@@ -133,7 +133,7 @@ def _launch_norm(
 
 
 @triton.jit
-def _gated(gate, up, ACTIVATION: tl.constexpr):
+def gated(gate, up, ACTIVATION: tl.constexpr):
     """activation(gate) * up, fp32."""
     if ACTIVATION == "silu":
         gate = gate / (1.0 + tl.exp(-gate))
@@ -147,7 +147,7 @@ def _gated(gate, up, ACTIVATION: tl.constexpr):
 
 
 @triton.jit
-def _summed(at, mask, stride_split, SPLITS: tl.constexpr, dtype: tl.constexpr):
+def summed(at, mask, stride_split, SPLITS: tl.constexpr, dtype: tl.constexpr):
     """The sum over the splits, rounded to the model's dtype, in fp32."""
     x = tl.load(at, mask=mask, other=0.0)
     for split in tl.static_range(1, SPLITS):
@@ -172,9 +172,9 @@ def _gate_mul_kernel(
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = at < size
     dtype: tl.constexpr = out_ptr.dtype.element_ty
-    gate = _summed(x_ptr + row * stride_x + at, mask, stride_split, SPLITS, dtype)
-    up = _summed(x_ptr + row * stride_x + size + at, mask, stride_split, SPLITS, dtype)
-    tl.store(out_ptr + row * size + at, _gated(gate, up, ACTIVATION).to(dtype), mask=mask)
+    gate = summed(x_ptr + row * stride_x + at, mask, stride_split, SPLITS, dtype)
+    up = summed(x_ptr + row * stride_x + size + at, mask, stride_split, SPLITS, dtype)
+    tl.store(out_ptr + row * size + at, gated(gate, up, ACTIVATION).to(dtype), mask=mask)
 
 
 def gate_mul(gate_up: Tensor, activation: str = "silu", dtype: torch.dtype | None = None) -> Tensor:
@@ -229,7 +229,7 @@ def _gate_quantize_kernel(
     mask = at < size
     gate = tl.load(x_ptr + row * stride_x + at, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(x_ptr + row * stride_x + size + at, mask=mask, other=0.0).to(tl.float32)
-    y = _gated(gate, up, ACTIVATION).to(x_ptr.dtype.element_ty).to(tl.float32)
+    y = gated(gate, up, ACTIVATION).to(x_ptr.dtype.element_ty).to(tl.float32)
     store_quantized(y, codes_ptr, scales_ptr, row, 0, size, stride_scale, BLOCK, BLOCKS, tl.max(tl.abs(y), 0))
 
 

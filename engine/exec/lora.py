@@ -57,14 +57,12 @@ class LayerAdapter:
 
     Args:
         a: [parts, rank, inputs]; b: [outputs, rank], with the scale. rank: the largest of the parts.
+        ranks: of each part; 0: it is left alone.
     """
 
     a: Tensor
     b: Tensor
-
-    @property
-    def rank(self) -> int:
-        return self.b.shape[1]
+    ranks: tuple[int, ...]
 
 
 class LoraSlots:
@@ -74,7 +72,7 @@ class LoraSlots:
         part_outputs: of each part, in the order of the outputs.
     """
 
-    __slots__ = ("a", "b", "part_outputs", "_ranks")
+    __slots__ = ("a", "b", "part_outputs", "ranks", "_ranks")
 
     def __init__(self, part_outputs: tuple[int, ...], inputs: int, sizes: LoraSizes, like: Tensor) -> None:
         """Args: like: of the dtype and on the device of the computation."""
@@ -82,9 +80,11 @@ class LoraSlots:
         self.part_outputs = part_outputs
         self.a = like.new_zeros((sizes.slots, parts, sizes.max_rank, inputs))
         """[slots, parts, max_rank, inputs]"""
-        self.b = like.new_zeros((sizes.slots, outputs, sizes.max_rank))
-        """[slots, outputs, max_rank]"""
-        self._ranks = [0] * sizes.slots
+        self.b = like.new_zeros((sizes.slots, sizes.max_rank, outputs)).transpose(1, 2)
+        """[slots, outputs, max_rank]; in memory the outputs of a rank follow each other, as kernels read them."""
+        self.ranks = torch.zeros((sizes.slots, parts), dtype=torch.int32, device=like.device)
+        """[slots, parts]: how many kernels look at; 0: the part is left alone."""
+        self._ranks = [(0,) * parts] * sizes.slots
 
     @property
     def num_slots(self) -> int:
@@ -100,14 +100,17 @@ class LoraSlots:
 
     def install(self, slot: int, adapter: LayerAdapter | None) -> None:
         """Args: adapter: at most of max_rank; None: the layer is left alone."""
-        rank = 0 if adapter is None else adapter.rank
-        if self._ranks[slot] > rank:
+        ranks = (0,) * len(self.part_outputs) if adapter is None else adapter.ranks
+        rank = max(ranks)
+        if max(self._ranks[slot]) > rank:
             self.a[slot, :, rank:].zero_()
             self.b[slot, :, rank:].zero_()
         if adapter is not None:
             self.a[slot, :, :rank].copy_(adapter.a, non_blocking=True)
             self.b[slot, :, :rank].copy_(adapter.b, non_blocking=True)
-        self._ranks[slot] = rank
+        if self._ranks[slot] != ranks:
+            self.ranks[slot].copy_(torch.tensor(ranks, dtype=torch.int32), non_blocking=True)
+            self._ranks[slot] = ranks
 
 
 class LoraLinear:
@@ -202,7 +205,8 @@ class LoraModel:
     def _layer(
         self, layer: Linear, slots: LoraSlots, modules: Mapping[str, AdapterModule], adapter: Adapter
     ) -> LayerAdapter | None:
-        rank = max((modules[part.name].rank for part in layer.parts if part.name in modules), default=0)
+        ranks = tuple(modules[part.name].rank if part.name in modules else 0 for part in layer.parts)
+        rank = max(ranks)
         if not rank:
             return None
         a = torch.zeros((len(layer.parts), rank, slots.a.shape[3]), dtype=slots.a.dtype)
@@ -217,7 +221,7 @@ class LoraModel:
             first += outputs
         if self._pinned:
             a, b = a.pin_memory(), b.pin_memory()
-        return LayerAdapter(a, b)
+        return LayerAdapter(a, b, ranks)
 
 
 def _check_fit(module: AdapterModule, place: tuple[Linear, Part] | None) -> None:

@@ -32,6 +32,8 @@ GROUP_STEP = 16
 """Groups of inputs are a multiple of this."""
 MAX_INT8_INPUTS = (2**31 - 1) // (127 * 128)
 """Whose products' sum int32 holds."""
+LORA_PARTS = 3
+"""Of a layer with adapters, at most."""
 
 
 class WeightFormat(IntEnum):
@@ -51,15 +53,30 @@ class WeightFormat(IntEnum):
     """bfloat16 weights, and rows that are rounded to it: see bf16.h."""
 
 
+class Lora(ctypes.Structure):
+    """The slots of a layer's adapters, see lora.h: a [slots, parts, max_rank, inputs] and b [slots, max_rank, outputs].
+
+    ranks: [slots, parts] int32, those in use. bfloats: 1: elements are bfloat16, 0: float32. ends: of each part's outputs, which
+    are multiples of Library.lanes.
+    """
+
+    _fields_: ClassVar[Any] = [
+        *((name, c_void_p) for name in ("a", "b", "ranks")),
+        *((name, c_int64) for name in ("bfloats", "parts", "max_rank", "outputs")),
+        ("ends", c_int64 * LORA_PARTS),
+    ]
+
+
 class Weights(ctypes.Structure):
     """A linear layer: packed weights (Library.pack), and a bias or None; or a part of its outputs in one format.
 
     order: input order[k] of x meets input k of the weights; None: as they are. next: address of the Weights of the outputs that
-    follow, or None. format: of WeightFormat. group: inputs that share a scale; 0: the format has no groups.
+    follow, or None. lora: address of the layer's Lora, in its first part; None: it has none. format: of WeightFormat. group:
+    inputs that share a scale; 0: the format has no groups.
     """
 
     _fields_: ClassVar[Any] = [
-        *((name, c_void_p) for name in ("packed", "bias", "order", "next")),
+        *((name, c_void_p) for name in ("packed", "bias", "order", "next", "lora")),
         *((name, c_int64) for name in ("format", "group", "outputs")),
     ]
 
@@ -114,7 +131,8 @@ class Group(ctypes.Structure):
 class Step(ctypes.Structure):
     """x .. up: [rows, ...] buffers; tiles: [num_tiles, 4] as in attention.h; groups: as many as the layers name.
 
-    prepared: [rows, the most Library.prepared_bytes of a linear layer].
+    prepared: [rows, the most Library.prepared_bytes of a linear layer]. slots: [rows] int32, of each row's adapter, -1: none; or
+    None: no row has one. shrunk: [rows, the most parts * max_rank of a Lora], with slots.
     max_len: tokens of the longest sequence, rounded up to 64. scores: [threads, scores_step], scores_step at least
     Library.tile * max_len.
     """
@@ -125,7 +143,7 @@ class Step(ctypes.Structure):
             for name in ("x", "normed", "qkv", "attended", "gate", "up", "positions", "tiles")
         ),
         ("groups", POINTER(Group)),
-        *((name, c_void_p) for name in ("scores", "prepared")),
+        *((name, c_void_p) for name in ("scores", "prepared", "slots", "shrunk")),
         *((name, c_int64) for name in ("rows", "num_tiles", "max_len", "scores_step", "num_threads")),
     ]  # fmt: skip
 
@@ -150,7 +168,7 @@ class Library:
         """Queries that go through the KV together."""
         self.lanes: int = function("lanes", returns=c_int64)()
         size_of = function("struct_size", c_int64, returns=c_int64)
-        ours = [ctypes.sizeof(kind) for kind in (Weights, Layer, Model, Group, Step)]
+        ours = [ctypes.sizeof(kind) for kind in (Weights, Layer, Model, Group, Step, Lora)]
         assert [size_of(i) for i in range(len(ours))] == ours, "a struct differs between api.py and decoder.c"
         self._tile_rows = function("tile_rows", c_int64, returns=c_int64)
         self._packed_bytes = function("packed_bytes", *[c_int64] * 4, returns=c_int64)
@@ -160,7 +178,7 @@ class Library:
         self._use_tiles = function("use_tiles", c_int64, returns=c_int64)
         self._norm = function("norm", *[c_void_p] * 3, c_int64, c_int64, c_float)
         self._softcap = function("softcap", c_void_p, c_int64, c_float)
-        self._linear = function("linear", POINTER(Weights), *[c_void_p] * 3, *[c_int64] * 4)
+        self._linear = function("linear", POINTER(Weights), *[c_void_p] * 5, *[c_int64] * 4)
         step = (POINTER(Model), POINTER(Step))
         self.layers = function("layers", *step, c_int64, c_int64)
         self.attention_part = function("attention_part", *step, c_int64)
@@ -227,12 +245,20 @@ class Library:
                 return f"{name} {value} is no multiple of {step}"
         return None if head_dim <= MAX_HEAD_DIM else f"head_dim {head_dim} is above {MAX_HEAD_DIM}"
 
-    def linear(self, x: Tensor, weights: Weights, outputs: int, num_threads: int) -> Tensor:
-        """x: [rows, inputs], contiguous. Returns: [rows, outputs]."""
+    def linear(
+        self, x: Tensor, weights: Weights, outputs: int, num_threads: int, slots: Tensor | None = None, width: int = 0
+    ) -> Tensor:
+        """
+        Args:
+            x: [rows, inputs], contiguous. slots: [rows] int32, contiguous, see Step; width: parts * max_rank of its Lora.
+        Returns: [rows, outputs].
+        """
         rows, inputs = x.shape
         out = torch.empty(rows, outputs)
         prepared = torch.empty(rows * self.prepared_bytes(weights, inputs), dtype=torch.uint8)
-        places = x.data_ptr(), prepared.data_ptr(), out.data_ptr()
+        shrunk = torch.empty(rows * width)
+        at = None if slots is None else slots.data_ptr()
+        places = x.data_ptr(), prepared.data_ptr(), at, shrunk.data_ptr(), out.data_ptr()
         self._linear(ctypes.byref(weights), *places, rows, inputs, outputs, num_threads)
         return out
 

@@ -106,6 +106,39 @@ INLINE void block_values(const int codes, const int queries, const float *p, lon
         for (int i = 0; i < VECS; i++) store(sums + j * sums_step + i * LANES, sum[j][i]);
 }
 
+/* By kind of codes and number of queries: both attend_heads and attend_row call them, so that each is compiled once. */
+typedef void (*scores_function)(const float *q, long q_step, const float *k, long step, long dim, long count, struct ahead ahead,
+                                float *scores, long scores_step);
+typedef void (*values_function)(const float *p, long p_step, const float *v, long step, long count, struct ahead ahead, float *sums,
+                                long sums_step);
+#define BLOCK_OF(KIND, CODES, Q) \
+    static void scores_##KIND##_##Q(const float *q, long q_step, const float *k, long step, long dim, long count, \
+                                    struct ahead ahead, float *scores, long scores_step) { \
+        block_scores(CODES, Q, q, q_step, k, step, dim, count, ahead, scores, scores_step); \
+    } \
+    static void values_##KIND##_##Q(const float *p, long p_step, const float *v, long step, long count, struct ahead ahead, \
+                                    float *sums, long sums_step) { \
+        block_values(CODES, Q, p, p_step, v, step, count, ahead, sums, sums_step); \
+    }
+#define OF_FLOATS(Q) BLOCK_OF(floats, FLOATS, Q)
+#define OF_BFLOATS(Q) BLOCK_OF(bfloats, BFLOATS, Q)
+EACH_COUNT(OF_FLOATS)
+EACH_COUNT(OF_BFLOATS)
+#undef OF_FLOATS
+#undef OF_BFLOATS
+#define NAME(Q) scores_floats_##Q,
+static const scores_function float_scores[] = {0, EACH_COUNT(NAME)};
+#undef NAME
+#define NAME(Q) scores_bfloats_##Q,
+static const scores_function bfloat_scores[] = {0, EACH_COUNT(NAME)};
+#undef NAME
+#define NAME(Q) values_floats_##Q,
+static const values_function float_values[] = {0, EACH_COUNT(NAME)};
+#undef NAME
+#define NAME(Q) values_bfloats_##Q,
+static const values_function bfloat_values[] = {0, EACH_COUNT(NAME)};
+#undef NAME
+
 /* Scores to weights that add up to the returned sum. A NaN among them makes the sum NaN. */
 static float soften(float *scores, long count) {
     float highest = scores[0];
@@ -190,7 +223,7 @@ INLINE struct stretch head_rows(const struct attention *a, const int64_t *table,
 }
 
 /* One row and `heads` query heads of a KV head, from `head` on. */
-INLINE void attend_heads(const int heads, const struct attention *a, const int64_t *table, long kv_head, long head, long row,
+static void attend_heads(long heads, const struct attention *a, const int64_t *table, long kv_head, long head, long row,
                          long position, float *scores) {
     float q[TILE][MAX_HEAD_DIM], sums[TILE][MAX_HEAD_DIM], totals[TILE], room[DECODED * MAX_HEAD_DIM];
     long dim = a->head_dim, end = position + 1;
@@ -205,14 +238,14 @@ INLINE void attend_heads(const int heads, const struct attention *a, const int64
     }
     for (long t = first; t < end;) {
         struct stretch k = head_rows(a, table, kv_head, 0, t, end - t, room);
-        block_scores(FLOATS, heads, q[0], MAX_HEAD_DIM, k.rows, k.step, dim, k.count, none, scores + t, a->max_len);
+        float_scores[heads](q[0], MAX_HEAD_DIM, k.rows, k.step, dim, k.count, none, scores + t, a->max_len);
         t += k.count;
     }
     for (int j = 0; j < heads; j++) totals[j] = weigh(scores + j * a->max_len, first, end, first, end, a->softcap);
     for (long t = first; t < end;) {
         struct stretch v = head_rows(a, table, kv_head, a->v_offset, t, end - t, room);
         for (long d = 0; d < dim; d += PANEL)
-            block_values(FLOATS, heads, scores + t, a->max_len, v.rows + d, v.step, v.count, none, sums[0] + d, MAX_HEAD_DIM);
+            float_values[heads](scores + t, a->max_len, v.rows + d, v.step, v.count, none, sums[0] + d, MAX_HEAD_DIM);
         t += v.count;
     }
     for (int j = 0; j < heads; j++) {
@@ -223,8 +256,10 @@ INLINE void attend_heads(const int heads, const struct attention *a, const int64
 
 /* One row with all its heads, of a pool without scales: a block's K of all KV heads is one stretch of memory, and so is its V.
  * `together` query heads of a KV head go through it at a time. */
-INLINE void attend_row(const int codes, const int together, const struct attention *a, const int64_t *table, long row, long position,
-                       float *scores) {
+static void attend_row(const struct attention *a, long together, const int64_t *table, long row, long position, float *scores) {
+    const int codes = a->codes;
+    const scores_function scores_of_block = (codes == BFLOATS ? bfloat_scores : float_scores)[together];
+    const values_function values_of_block = (codes == BFLOATS ? bfloat_values : float_values)[together];
     float q[MAX_ROW], totals[MAX_ROW_HEADS], *out = a->out + row * a->out_step;
     long dim = a->head_dim, step = a->slot, size = a->block_size, heads = a->kv_heads * a->group;
     long end = position + 1, first = first_seen(a, position);
@@ -242,7 +277,7 @@ INLINE void attend_row(const int codes, const int together, const struct attenti
         for (long head = 0; head < heads; head += together) {
             long at = plain_floats(codes, head / a->group * dim);
             struct ahead part = {ahead.rows + at, ahead.count};
-            block_scores(codes, together, q + head * dim, dim, k + at, step, dim, count, part, scores + head * end + t, end);
+            scores_of_block(q + head * dim, dim, k + at, step, dim, count, part, scores + head * end + t, end);
         }
         t = next;
     }
@@ -257,7 +292,7 @@ INLINE void attend_row(const int codes, const int together, const struct attenti
             for (long d = 0; d < dim; d += PANEL) {
                 long at = plain_floats(codes, head / a->group * dim + d);
                 struct ahead part = {ahead.rows + at, ahead.count};
-                block_values(codes, together, scores + head * end + t, end, v + at, step, count, part, out + head * dim + d, dim);
+                values_of_block(scores + head * end + t, end, v + at, step, count, part, out + head * dim + d, dim);
             }
         t = next;
     }
@@ -270,21 +305,11 @@ static void attend_single(const struct attention *a, const int64_t *table, long 
     long heads = heads_together(a->group), all = a->kv_heads * a->group;
     if (a->whole_rows && is_plain(a->codes) && all * (position + 1) <= min_long(ROW_SCORES, a->scores_step) &&
         all <= MAX_ROW_HEADS && all * a->head_dim <= MAX_ROW) {
-        if (kv_head) return;
-#define ROW(H) \
-    case H: \
-        if (a->codes == BFLOATS) attend_row(BFLOATS, H, a, table, row, position, scores); \
-        else attend_row(FLOATS, H, a, table, row, position, scores); \
-        break;
-        switch (heads) { EACH_COUNT(ROW) }
-#undef ROW
+        if (!kv_head) attend_row(a, heads, table, row, position, scores);
         return;
     }
-    for (long head = kv_head * a->group; head < (kv_head + 1) * a->group; head += heads) {
-#define HEADS(H) case H: attend_heads(H, a, table, kv_head, head, row, position, scores); break;
-        switch (heads) { EACH_COUNT(HEADS) }
-#undef HEADS
-    }
+    for (long head = kv_head * a->group; head < (kv_head + 1) * a->group; head += heads)
+        attend_heads(heads, a, table, kv_head, head, row, position, scores);
 }
 
 #endif

@@ -83,7 +83,7 @@ INLINE void pack_values(const struct sequence *s, long t, long count, float *to)
 }
 
 /* Every LANES-th dimension from `lane` on. */
-INLINE void lane_scores(const int queries, const int lane, const float *q, const float *k, long dim, vec sum[TILE][VECS]) {
+INLINE void lane_scores(const int queries, int lane, const float *q, const float *k, long dim, vec sum[TILE][VECS]) {
 #pragma GCC unroll 16
     for (int j = 0; j < queries; j++)
 #pragma GCC unroll 4
@@ -108,10 +108,12 @@ INLINE void add_scores(const int queries, vec sum[TILE][VECS], vec more[TILE][VE
         for (int v = 0; v < VECS; v++) sum[j][v] += more[j][v];
 }
 
-/* scores[j][i] = q[j] . k[i] of a panel's tokens i */
-INLINE void panel_scores(const int queries, const float *q, const float *k, long dim, float *scores, long step) {
+typedef void (*lane_function)(int lane, const float *q, const float *k, long dim, vec sum[TILE][VECS]);
+
+/* scores[j][i] = q[j] . k[i] of a panel's tokens i. lane_of: lane_scores, compiled once for all lanes. */
+INLINE void panel_scores(const int queries, lane_function lane_of, const float *q, const float *k, long dim, float *scores, long step) {
     vec a[TILE][VECS], b[TILE][VECS], c[TILE][VECS];
-#define LANE(L, TO) lane_scores(queries, L, q, k, dim, TO)
+#define LANE(L, TO) lane_of(L, q, k, dim, TO)
 #define ADD(TO, MORE) add_scores(queries, TO, MORE)
 /* the sums of lanes L, L + LANES / 4, ... in TO */
 #define FOUR(L, W, TO, B, C) LANE(L, TO); LANE(L + 2 * W, B); ADD(TO, B); LANE(L + W, B); LANE(L + 3 * W, C); ADD(B, C); ADD(TO, B);
@@ -136,27 +138,19 @@ INLINE void panel_scores(const int queries, const float *q, const float *k, long
 }
 
 #define TILE_SCORES(Q) \
+    static __attribute__((noinline)) void lane_##Q(int lane, const float *q, const float *k, long dim, vec sum[TILE][VECS]) { \
+        lane_scores(Q, lane, q, k, dim, sum); \
+    } \
     static void scores_##Q(const float *q, const float *k, long dim, float *scores, long step) { \
-        panel_scores(Q, q, k, dim, scores, step); \
-    }
-#define TILE_VALUES(Q) \
-    static void values_##Q(const float *p, long step, const float *v, long dim, long count, float *sums) { \
-        struct ahead none = {v, 0}; \
-        for (long d = 0; d < dim; d += PANEL) block_values(FLOATS, Q, p, step, v + d, dim, count, none, sums + d, dim); \
+        panel_scores(Q, lane_##Q, q, k, dim, scores, step); \
     }
 EACH_COUNT(TILE_SCORES)
-EACH_COUNT(TILE_VALUES)
 #undef TILE_SCORES
-#undef TILE_VALUES
 
-typedef void (*scores_function)(const float *, const float *, long, float *, long);
-typedef void (*values_function)(const float *, long, const float *, long, long, float *);
+typedef void (*tile_scores_function)(const float *, const float *, long, float *, long);
 #define SCORES_OF(Q) scores_##Q,
-#define VALUES_OF(Q) values_##Q,
-static const scores_function scores_of[] = {0, EACH_COUNT(SCORES_OF)};
-static const values_function values_of[] = {0, EACH_COUNT(VALUES_OF)};
+static const tile_scores_function scores_of[] = {0, EACH_COUNT(SCORES_OF)};
 #undef SCORES_OF
-#undef VALUES_OF
 
 /* Queries [first, first + count) of a tile whose row 0 stands at `position`; query j is head j % group of row j / group.
  * Scores count from `begin`, where the first query's lanes begin. */
@@ -165,6 +159,7 @@ static void attend_queries(const struct sequence *s, long row, long position, lo
     const struct attention *a = s->a;
     long dim = a->head_dim, group = a->group, end = position + (first + count - 1) / group + 1 - begin;
     float q[QUERY_FLOATS], sums[QUERY_FLOATS], packed[KEYS * MAX_HEAD_DIM], totals[TILE_QUERIES];
+    struct ahead none = {packed, 0};
     for (long j = 0; j < count; j++) {
         const float *from = a->q + (row + (first + j) / group) * a->q_step + (s->head * group + (first + j) % group) * dim;
         for (long d = 0; d < dim; d += LANES) {
@@ -188,7 +183,8 @@ static void attend_queries(const struct sequence *s, long row, long position, lo
         pack_values(s, begin + t, min_long(KEYS, end - t), packed);
         for (long j = 0; j < count; j += TILE) {
             long some = min_long(TILE, count - j), last = position + (first + j + some - 1) / group + 1 - begin;
-            if (t < last) values_of[some](scores + j * step + t, step, packed, dim, min_long(KEYS, last - t), sums + j * dim);
+            for (long d = 0; d < dim && t < last; d += PANEL)
+                float_values[some](scores + j * step + t, step, packed + d, dim, min_long(KEYS, last - t), none, sums + j * dim + d, dim);
         }
     }
     for (long j = 0; j < count; j++) {

@@ -22,6 +22,7 @@ SOURCES = CSources(
         "int8.h",
         "grouped.h",
         "bf16.h",
+        "lora.h",
         "decoder.c",
     ),
     ("-O2", "-march=native", "-shared", "-fPIC", "-fvisibility=hidden", "-ffp-contract=fast", "-pthread"),

@@ -5,7 +5,7 @@
  */
 #include "attention_tile.h"
 #include "bf16.h"
-#include "grouped.h"
+#include "lora.h"
 
 #define EXPORT __attribute__((visibility("default")))
 #define NORM_ROWS 16
@@ -19,12 +19,14 @@ static const struct format *const formats[] = {
 };
 
 /* A linear layer, or the first part of one whose outputs are kept in several formats. order: input order[k] of x meets input k of
- * the weights; NULL: as they are. group: inputs that share a scale, where the format has groups. */
+ * the weights; NULL: as they are. lora: of the whole layer, in its first part; NULL: it has none. group: inputs that share a scale,
+ * where the format has groups. */
 struct weights {
     const char *packed;
     const float *bias;
     const int32_t *order;
     const struct weights *next;
+    const struct lora *lora;
     int64_t format, group, outputs;
 };
 
@@ -58,6 +60,8 @@ struct step {
     const struct group *groups;
     float *scores;
     char *prepared; /* rows as the format of a layer reads them: prepared_bytes of the widest each */
+    const int32_t *slots; /* of each row's adapter, -1: none; NULL: no row has one */
+    float *shrunk;  /* [rows][parts * max_rank of the widest layer], with slots; see lora.h */
     int64_t rows, num_tiles, max_len, scores_step, num_threads;
 };
 
@@ -106,58 +110,65 @@ INLINE long row_bytes(long format, long inputs, long group) {
     return format == WEIGHTS_INT8 ? int8_row_bytes(inputs) : grouped_row_bytes(inputs, group);
 }
 
-/* Rows of x in the form that a format reads. */
+/* Rows in the form that a format reads. */
 struct preparation {
     const struct weights *weights;
-    const float *x;
-    char *to;
-    long rows, inputs, step;
+    const struct rows *rows;
+    long step;
 };
 
 static void prepare_task(const void *context, long task, int thread) {
     const struct preparation *job = context;
     const struct weights *w = job->weights;
+    const struct rows *rows = job->rows;
     (void)thread;
-    for (long r = task * NORM_ROWS; r < min_long(job->rows, (task + 1) * NORM_ROWS); r++) {
-        const float *from = job->x + r * job->inputs;
-        char *to = job->to + r * job->step;
-        if (w->format == WEIGHTS_BF16) round_row(from, job->inputs, to);
-        else if (w->format == WEIGHTS_INT8) quantize_row(from, job->inputs, to);
-        else group_row(from, w->order, job->inputs, w->group, w->format != WEIGHTS_BFLOAT16, to);
+    for (long r = task * NORM_ROWS; r < min_long(rows->count, (task + 1) * NORM_ROWS); r++) {
+        const float *from = rows->x + r * rows->inputs;
+        char *to = rows->prepared + r * job->step;
+        if (w->format == WEIGHTS_BF16) round_row(from, rows->inputs, to);
+        else if (w->format == WEIGHTS_INT8) quantize_row(from, rows->inputs, to);
+        else group_row(from, w->order, rows->inputs, w->group, w->format != WEIGHTS_BFLOAT16, to);
     }
 }
 
-/* Of a layer, or a part: with x prepared. x: [rows][inputs]; prepared: room for the rows as the format reads them. */
-static struct linear linear_of(const struct weights *w, const float *x, char *prepared, long rows, long inputs, long outputs,
-                               float *y, long y_step, int add, int threads) {
+/* Of a layer, or a part, with its rows prepared. */
+static struct linear linear_of(const struct weights *w, const struct rows *rows, long outputs, float *y, long y_step, int add) {
     const struct format *format = formats[w->format];
     struct linear job = {
-        .format = format, .x = (const char *)x, .weight = w->packed, .bias = w->bias, .y = y, .rows = rows, .inputs = inputs,
-        .outputs = outputs, .group = w->group, .x_step = row_bytes(w->format, inputs, w->group), .y_step = y_step,
-        .add = add,
+        .format = format, .x = (const char *)rows->x, .weight = w->packed, .bias = w->bias, .y = y, .rows = rows->count,
+        .inputs = rows->inputs, .outputs = outputs, .group = w->group, .x_step = row_bytes(w->format, rows->inputs, w->group),
+        .y_step = y_step, .add = add, .lora = rows->slots ? w->lora : 0, .slots = rows->slots, .shrunk = rows->shrunk,
     };
-    job.panel_bytes = lay_out_panel(format, inputs, w->group, job.planes);
+    job.panel_bytes = lay_out_panel(format, rows->inputs, w->group, job.planes);
     if (w->format != WEIGHTS_PLAIN) {
-        struct preparation preparation = {w, x, prepared, rows, inputs, job.x_step};
-        run_tasks(prepare_task, &preparation, ceil_div(rows, NORM_ROWS), threads);
-        job.x = prepared;
+        struct preparation preparation = {w, rows, job.x_step};
+        run_tasks(prepare_task, &preparation, ceil_div(rows->count, NORM_ROWS), rows->threads);
+        job.x = rows->prepared;
     }
+    if (job.lora) shrink(job.lora, rows);
     return job;
 }
 
 /* y (+)= x W^T + bias, of all parts one after the other. y: [rows][y_step] */
-static void apply(const struct weights *w, const float *x, char *prepared, long rows, long inputs, float *y, long y_step, int add,
-                  int threads) {
-    for (; w; y += w->outputs, w = w->next) {
-        struct linear job = linear_of(w, x, prepared, rows, inputs, w->outputs, y, y_step, add, threads);
-        linear_run(&job, threads);
+static void apply(const struct weights *w, const struct rows *rows, float *y, long y_step, int add) {
+    const struct lora *lora = 0;
+    for (long column = 0; w; column += w->outputs, w = w->next) {
+        struct linear job = linear_of(w, rows, w->outputs, y + column, y_step, add);
+        if (!column) lora = job.lora;
+        job.lora = lora, job.lora_column = column;
+        linear_run(&job, rows->threads);
     }
+}
+
+static struct rows rows_of(const struct step *s, const float *x, long inputs) {
+    return (struct rows){x, s->prepared, s->slots, s->shrunk, s->rows, inputs, (int)s->num_threads};
 }
 
 /* y = x W^T + bias is added to the step's rows, or with a post norm left in `normed`, for norm_task to add. */
 static void project(const struct model *m, const struct step *s, const float *x, long inputs, const struct weights *w,
                     const float *post) {
-    apply(w, x, s->prepared, s->rows, inputs, post ? s->normed : s->x, m->hidden, !post, (int)s->num_threads);
+    struct rows rows = rows_of(s, x, inputs);
+    apply(w, &rows, post ? s->normed : s->x, m->hidden, !post);
 }
 
 struct turn {
@@ -209,7 +220,8 @@ static void attention_part(const struct model *m, long index, const struct step 
     int threads = (int)s->num_threads;
     struct norm norm = {s->x, 0, layer->input_norm, s->normed, s->rows, m->hidden, m->eps};
     norm_run(&norm, threads);
-    apply(&layer->qkv, s->normed, s->prepared, s->rows, m->hidden, s->qkv, all, 0, threads);
+    struct rows normed = rows_of(s, s->normed, m->hidden);
+    apply(&layer->qkv, &normed, s->qkv, all, 0);
     struct turn turn = {m, s, layer};
     run_tasks(turn_task, &turn, ceil_div(s->rows, NORM_ROWS), threads);
     struct attention attention = {
@@ -260,6 +272,8 @@ static void feed_task(const void *context, long task, int thread) {
     (void)thread;
     linear_share(&job->gate, share, job->up.weight + share.p * size);
     linear_share(&job->up, share, job->gate.weight + share.end * size);
+    add_adapters(&job->gate, share);
+    add_adapters(&job->up, share);
     for (long r = share.first; r < share.last; r++) {
         float *gate = job->gate.y + r * outputs, *up = job->up.y + r * outputs;
         long end = min_long(outputs, share.end * PANEL);
@@ -277,10 +291,12 @@ static void feed_part(const struct model *m, long index, const struct step *s) {
     project(m, s, s->attended, m->heads * m->head_dim, &layer->o, layer->post_attention_norm);
     struct norm before = {s->x, layer->post_attention_norm, layer->pre_feedforward_norm, s->normed, rows, hidden, m->eps};
     norm_run(&before, threads);
-    struct linear gate = linear_of(&layer->gate_up, s->normed, s->prepared, rows, hidden, ffn, s->gate, ffn, 0, threads), up = gate;
+    struct rows normed = rows_of(s, s->normed, hidden);
+    struct linear gate = linear_of(&layer->gate_up, &normed, ffn, s->gate, ffn, 0), up = gate;
     up.weight += num_panels(ffn) * gate.panel_bytes;
     if (gate.bias) up.bias += ffn;
     up.y = s->up;
+    up.lora_column = ffn;
     struct feed feed = {gate, up, layer->activation};
     run_tasks(feed_task, &feed, num_shares(&feed.gate), threads);
     project(m, s, s->gate, ffn, &layer->down, layer->post_feedforward_norm);
@@ -299,6 +315,7 @@ EXPORT int64_t diptych_tile_rows(int64_t group) { return tile_rows(group); }
 EXPORT int64_t diptych_struct_size(int64_t which) {
     const int64_t sizes[] = {
         sizeof(struct weights), sizeof(struct layer), sizeof(struct model), sizeof(struct group), sizeof(struct step),
+        sizeof(struct lora),
     };
     return sizes[which];
 }
@@ -353,8 +370,9 @@ EXPORT void diptych_norm(const float *x, const float *weight, float *y, int64_t 
 /* values[i] = cap * tanh(values[i] / cap), in place: each as if it were alone. */
 EXPORT void diptych_softcap(float *values, int64_t count, float cap) { cap_values(values, count, cap); }
 
-/* y: [rows][outputs of all parts] = x W^T + bias. prepared: [rows][prepared_bytes] */
-EXPORT void diptych_linear(const struct weights *weights, const float *x, char *prepared, float *y, int64_t rows, int64_t inputs,
-                           int64_t outputs, int64_t num_threads) {
-    apply(weights, x, prepared, rows, inputs, y, outputs, 0, (int)num_threads);
+/* y: [rows][outputs of all parts] = x W^T + bias. prepared: [rows][prepared_bytes]; slots, shrunk: see struct step. */
+EXPORT void diptych_linear(const struct weights *weights, const float *x, char *prepared, const int32_t *slots, float *shrunk,
+                           float *y, int64_t rows, int64_t inputs, int64_t outputs, int64_t num_threads) {
+    struct rows some = {x, prepared, slots, shrunk, rows, inputs, (int)num_threads};
+    apply(weights, &some, y, outputs, 0);
 }

@@ -50,7 +50,7 @@ struct format {
 #define GROUP (-1)
 
 /* x: the rows as the format reads them, x_step bytes apart. group: inputs that share a scale, where the format has groups.
- * planes: where they begin in a panel, in bytes. */
+ * planes: where they begin in a panel, in bytes. lora, or NULL, with slots, shrunk and the place of output 0 in lora's: see lora.h. */
 struct linear {
     const struct format *format;
     const char *x, *weight;
@@ -58,6 +58,10 @@ struct linear {
     float *y;
     long rows, inputs, outputs, group, x_step, y_step, panel_bytes, planes[MAX_PLANES];
     int add;
+    const struct lora *lora;
+    const int32_t *slots;
+    const float *shrunk;
+    long lora_column;
 };
 
 #define LINE 64 /* bytes; rows and panels begin at one */
@@ -237,11 +241,14 @@ static void linear_share(const struct linear *job, struct share share, const cha
         some_rows(job, first, min_long(share.last, first + block), share.p, share.end, first + block < share.last ? again : then);
 }
 
+static void add_adapters(const struct linear *job, struct share share);
+
 static void linear_task(const void *context, long task, int thread) {
     (void)thread;
     const struct linear *job = context;
     struct share share = share_of(job, task);
     linear_share(job, share, job->weight + share.end * job->panel_bytes); /* the matrices of a layer lie one behind the other */
+    add_adapters(job, share);
 }
 
 static void linear_run(const struct linear *job, int num_threads) {

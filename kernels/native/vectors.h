@@ -75,8 +75,8 @@ INLINE float sum_lanes(vec v) {
     return v[0] + v[1];
 }
 
-/* The sums of LANES vectors, each in sum_lanes' order. */
-INLINE vec sum_each(const vec *v) {
+/* The sums of LANES vectors, each in sum_lanes' order. Not inlined: at many places it would be a good part of all code. */
+static __attribute__((noinline)) vec sum_each(const vec *v) {
 #if LANES == 8
     vec half[4], quarter[2];
     for (int i = 0; i < 4; i++)

@@ -15,7 +15,7 @@ from diptych.engine.exec.lora import LoraSizes, LoraSlots
 from diptych.engine.exec.methods.base import LinearMethod, LinearWeights, LoadedLinear
 from diptych.engine.exec.models.description import ModelDescription
 from diptych.engine.exec.native.decoder import NativeRuntime
-from diptych.engine.exec.native.weights import Packer
+from diptych.engine.exec.native.weights import PackedLinear, Packer
 from diptych.engine.exec.weights import ModelWeights
 from diptych.kernels.dispatch import NATIVE
 from diptych.kernels.native.api import GROUP_STEP, KV_CODES, MAX_INT8_INPUTS, Library
@@ -72,12 +72,13 @@ class NativeBackend:
         return self._packer(weights)
 
     def lora_refusal(self, block: DecoderBlock, sizes: LoraSizes) -> str | None:
-        """See Backend.lora_refusal."""
-        return "it has no slots for adapters"
+        """See Backend.lora_refusal. Whatever the kernels take, they take with adapters."""
+        return None
 
     def keep_lora(self, linear: LoadedLinear, slots: LoraSlots) -> LoadedLinear:
         """See Backend.keep_lora."""
-        raise TypeError("adapters were refused")
+        assert isinstance(linear, PackedLinear), "what keep returned"
+        return linear.with_lora(slots)
 
     def runtime(self, weights: ModelWeights, pool: KvPool, max_model_len: int) -> NativeRuntime:
         """See Backend.runtime."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from diptych.engine.exec.attention import blocks_read, check_step
+from diptych.engine.exec.attention import blocks_read, check_step, row_adapters
 from diptych.engine.exec.kv_pool import KvPool
 from diptych.engine.messages import ScheduledSeq
 
@@ -26,6 +26,7 @@ class NativeBatch:
         slots: of each KV group: [num_rows] int64, where its first layer's K of the row's token goes.
         max_len: tokens of the longest sequence.
         sample_rows: rows whose logits are wanted; sample_seqs: the sequence index of each.
+        adapters: [num_rows] int32, the slot of each row's adapter, -1: none; None: no row has one.
     """
 
     order: list[int]
@@ -38,6 +39,7 @@ class NativeBatch:
     sample_rows: list[int]
     sample_seqs: list[int]
     decode_only: bool
+    adapters: Ints | None
 
 
 class NativeBatchBuilder:
@@ -67,6 +69,7 @@ class NativeBatchBuilder:
         entries = np.repeat(tables, counts) + positions // size
         blocks = [self._blocks(seqs, index, sizes) for index in range(len(self._pool.groups))]
         tiles_of = -(-counts // step)
+        adapters = row_adapters(seqs)
         offset = _ramps(tiles_of) * step  # of the tile's first row within its sequence
         tiles = np.empty((len(offset), 4), dtype=np.int64)
         tiles[:, 0] = np.repeat(first_rows, tiles_of) + offset
@@ -87,6 +90,7 @@ class NativeBatchBuilder:
             sample_rows=sample_rows,
             sample_seqs=sample_seqs,
             decode_only=len(token_ids) == len(seqs),
+            adapters=None if adapters is None else np.array(adapters, dtype=np.int32),
         )
 
     def _blocks(self, seqs: Sequence[ScheduledSeq], index: int, sizes: Ints) -> Ints:

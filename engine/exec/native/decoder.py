@@ -77,7 +77,7 @@ class NativeRuntime:
             kv_codes=_codes(pool),
             eps=first.attention_norm.eps,
         )
-        self._buffers = _Buffers(first, library, prepared_bytes=_prepared_bytes(library, weights, owned))
+        self._buffers = _Buffers(first, library, prepared_bytes=_prepared_bytes(library, weights, owned), shrunk_floats=_shrunk_floats(weights, owned))
 
     def lay_out(self, seqs: Sequence[ScheduledSeq]) -> NativeBatch:
         """See Runtime.lay_out."""
@@ -129,6 +129,8 @@ class NativeRuntime:
         rows = torch.tensor(batch.sample_rows)
         x, attended = x[rows], self._buffers.attended(batch)[rows]
         step.x, step.attended, step.rows = x.data_ptr(), attended.data_ptr(), len(rows)
+        adapters = None if batch.adapters is None else batch.adapters[batch.sample_rows]
+        step.slots = None if adapters is None else adapters.ctypes.data
         library.feed_part(model, ctypes.byref(step), end)
         return x
 
@@ -160,6 +162,12 @@ def _prepared_bytes(library: Library, weights: ModelWeights, layers: Sequence[in
         for i in layers
         for linear, layer in zip(weights.blocks[i].linears, declared[i].linears, strict=True)
     )
+
+
+def _shrunk_floats(weights: ModelWeights, layers: Sequence[int]) -> int:
+    """Of a row with an adapter, for that linear layer of these layers that needs the most."""
+    linears = [linear for i in layers for linear in weights.blocks[i].linears]
+    return max(linear.shrunk_floats for linear in linears if isinstance(linear, PackedLinear))
 
 
 class _Scales:
@@ -217,7 +225,7 @@ class _Buffers:
     """What a step computes into; it grows to the largest step and is then used again: fresh memory costs a page fault a
     page."""
 
-    def __init__(self, block: DecoderBlock, library: Library, *, prepared_bytes: int) -> None:
+    def __init__(self, block: DecoderBlock, library: Library, *, prepared_bytes: int, shrunk_floats: int) -> None:
         self._tile = library.tile
         attention, mlp = block.attention, block.mlp
         self._widths = {
@@ -228,6 +236,7 @@ class _Buffers:
             "up": mlp.size,
         }
         self._widths["prepared"] = -(-prepared_bytes // FLOAT_BYTES)
+        self._widths["shrunk"] = shrunk_floats
         self._q_size = attention.q_size
         self._tensors: dict[str, Tensor] = {}
         self._scores = torch.empty(0)
@@ -254,6 +263,7 @@ class _Buffers:
                 *(Group(a.ctypes.data, b.ctypes.data) for a, b in zip(batch.blocks, batch.slots, strict=True))
             ),
             scores=self._scores.data_ptr(),
+            slots=None if batch.adapters is None else batch.adapters.ctypes.data,
             rows=rows,
             num_tiles=len(batch.tiles),
             max_len=max_len,

@@ -71,7 +71,7 @@ def _choose_tiles(library: Library) -> None:
         return
     size, pages = _PROBE_SIZE, HugePages()
     packed = library.pack(WeightFormat.BF16, torch.ones(size, size, dtype=torch.bfloat16), pages)
-    weights = Weights(packed.data_ptr(), None, None, None, WeightFormat.BF16, 0, size)
+    weights = Weights(packed=packed.data_ptr(), format=WeightFormat.BF16, outputs=size)
     best = {True: float("inf"), False: float("inf")}
     for _ in range(_PROBE_TURNS):
         for tiles in best:

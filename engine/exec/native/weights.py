@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from copy import copy
+from ctypes import c_int64
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
+from diptych.engine.exec.lora import LoraSlots
 from diptych.engine.exec.methods.base import LinearWeights, StepRows
 from diptych.engine.exec.methods.gguf_blocks import decoded, half_at, q4_k_bytes
 from diptych.engine.exec.methods.gguf_kinds import KINDS
 from diptych.engine.exec.methods.plain import PlainWeights
 from diptych.engine.exec.methods.quantized import GgufParts, GgufWeights, Int4Weights, Int8Weights, unpacked
-from diptych.kernels.native.api import HugePages, Library, Memory, WeightFormat, Weights
+from diptych.kernels.native.api import LORA_PARTS, HugePages, Library, Lora, Memory, WeightFormat, Weights
 
 _BIT_7 = 0x80
 """Flipped, it adds 128 to a signed byte."""
@@ -23,8 +27,9 @@ _MIDDLE_OF_FOUR_BITS = 8
 class PackedLinear:
     """y = x @ weight.T + bias on torch's number of threads. weights: what the kernels are given."""
 
-    __slots__ = ("weights", "_library", "_kept", "_next")
+    __slots__ = ("weights", "slots", "_library", "_kept", "_next", "_lora")
     weights: Weights
+    slots: LoraSlots | None
 
     def __init__(
         self, library: Library, kind: WeightFormat, packed: Tensor, bias: Tensor | None, outputs: int,
@@ -32,10 +37,24 @@ class PackedLinear:
     ) -> None:  # fmt: skip
         """Args: then: of the outputs that follow."""
         self._library, self._next = library, then
+        self.slots, self._lora = None, Lora()
         self._kept = [tensor for tensor in (packed, bias, order) if tensor is not None]
         bias_at, order_at = (None if tensor is None else tensor.data_ptr() for tensor in (bias, order))
         next_at = None if then is None else ctypes.addressof(then.weights)
-        self.weights = Weights(packed.data_ptr(), bias_at, order_at, next_at, kind, group, outputs)
+        self.weights = Weights(packed.data_ptr(), bias_at, order_at, next_at, None, kind, group, outputs)
+
+    def with_lora(self, slots: LoraSlots) -> PackedLinear:
+        """The same layer, to whose rows the adapters in these slots add."""
+        linear = copy(self)
+        linear.slots, linear._lora = slots, lora_of(slots)
+        linear.weights = Weights.from_buffer_copy(self.weights)
+        linear.weights.lora = ctypes.addressof(linear._lora)
+        return linear
+
+    @property
+    def shrunk_floats(self) -> int:
+        """Of a row with an adapter: what Step.shrunk holds for this layer."""
+        return self._lora.parts * self._lora.max_rank
 
     @property
     def num_bytes(self) -> int:
@@ -48,7 +67,22 @@ class PackedLinear:
 
     def __call__(self, x: Tensor, step: StepRows) -> Tensor:
         """See LoadedLinear."""
-        return self._library.linear(x.contiguous(), self.weights, self.outputs, torch.get_num_threads())
+        slots = None if self.slots is None or step.adapters is None else step.adapters.contiguous()
+        return self._library.linear(
+            x.contiguous(), self.weights, self.outputs, torch.get_num_threads(), slots, self.shrunk_floats
+        )
+
+
+def lora_of(slots: LoraSlots) -> Lora:
+    """As the kernels are given them. They read the slots' own memory: what is installed there is seen by the next step."""
+    a, b, ranks = slots.a, slots.b, slots.ranks
+    rows = b.transpose(1, 2)
+    assert a.is_contiguous() and rows.is_contiguous() and ranks.is_contiguous(), "kernels read whole rows"
+    num_slots, parts, max_rank, _ = a.shape
+    ends = (c_int64 * LORA_PARTS)(*accumulate(slots.part_outputs))
+    return Lora(
+        a.data_ptr(), b.data_ptr(), ranks.data_ptr(), a.dtype == torch.bfloat16, parts, max_rank, b.shape[1], ends
+    )
 
 
 class Packer:

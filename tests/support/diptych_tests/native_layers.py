@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.functional import gelu, silu
 
 from diptych.engine.exec.layers.linear import PLAIN
+from diptych.engine.exec.lora import LayerAdapter, LoraSizes, LoraSlots
 from diptych.engine.exec.methods.base import LinearWeights
 from diptych.engine.exec.methods.plain import PlainWeights
 from diptych.engine.exec.methods.quantized import Int4Weights, Int8Weights
@@ -121,6 +122,28 @@ METHODS = {
 }
 
 
+MAX_RANK = 12
+"""Of random adapters. Whole stretches of ranks on no machine."""
+
+
+def random_adapter(rng: random.Random, slots: LoraSlots, inputs: int) -> LayerAdapter:
+    """For a layer with these slots: of another rank in every part, some of which are left alone."""
+    ranks = tuple(rng.choice((0, 1, 5, 8, MAX_RANK)) for _ in slots.part_outputs)
+    a, b = torch.zeros(len(ranks), max(ranks), inputs), torch.zeros(sum(slots.part_outputs), max(ranks))
+    first = 0
+    for part, (rank, outputs) in enumerate(zip(ranks, slots.part_outputs, strict=True)):
+        a[part, :rank] = torch.randn(rank, inputs) * inputs**-0.5
+        b[first : first + outputs, :rank] = torch.randn(outputs, rank) * 0.5
+        first += outputs
+    return LayerAdapter(a.to(slots.a.dtype), b.to(slots.b.dtype), ranks)
+
+
+def dense_delta(slots: LoraSlots, slot: int) -> Tensor:
+    """What a slot adds to a layer's weight: [outputs, inputs], float64."""
+    parts = slots.b[slot].double().split(list(slots.part_outputs))
+    return torch.cat([b @ a for a, b in zip(slots.a[slot].double(), parts, strict=True)])
+
+
 class Exact:
     """Memory of exactly the size asked for."""
 
@@ -130,11 +153,12 @@ class Exact:
 
 @dataclass
 class Prompt:
-    """tables: one for each group. done: tokens whose KV is in the pool."""
+    """tables: one for each group. done: tokens whose KV is in the pool. slot: of its adapter, -1: none."""
 
     x: Tensor
     tables: list[list[int]]
     done: int = 0
+    slot: int = -1
     outputs: list[Tensor] = field(default_factory=list)
 
     @property
@@ -148,12 +172,13 @@ class Layers:
     nowhere: what a block table holds for blocks behind every window.
     codes: dtype of a quantized pool, or bfloat16; None: it holds floats.
     method: of the linear layers, of METHODS.
+    loras: slots of adapters in every linear layer, filled with random ones of different ranks; 0: none.
     """
 
     def __init__(
         self, library: Library, features: Sequence[Features], sizes: Sizes = Sizes(), *, num_blocks: int = 64,
         max_len: int = 256, seed: int = 0, nowhere: int = NOWHERE, codes: torch.dtype | None = None,
-        method: str = PLAIN,
+        method: str = PLAIN, loras: int = 0,
     ) -> None:  # fmt: skip
         self.method = METHODS[method]
         self.library, self.features, self.sizes = library, tuple(features), sizes
@@ -162,6 +187,7 @@ class Layers:
         s, self.nowhere, self.codes = sizes, nowhere, codes
         qkv = (s.heads + 2 * s.kv_heads) * s.head_dim
         self.weights: list[dict[str, Tensor]] = []
+        self.loras: list[dict[str, LoraSlots]] = []
         self.tables = []
         for f in self.features:
             w = {name: torch.rand(s.hidden) + 0.5 for name in NORMS if f.post_norms or not name.startswith("post")}
@@ -175,6 +201,7 @@ class Layers:
                 if f.bias:
                     w[f"{name}_bias"] = torch.randn(outputs) * 0.5
             self.weights.append(w)
+            self.loras.append(self._random_loras(loras, qkv) if loras else {})
             inverse = f.theta ** -(torch.arange(0, s.head_dim, 2, dtype=torch.float64) / s.head_dim) / f.stretch
             angles = torch.outer(torch.arange(max_len, dtype=torch.float64), inverse)
             self.tables.append((angles.cos().float(), angles.sin().float()))
@@ -187,16 +214,34 @@ class Layers:
         self.pools = [torch.full((num_blocks, count, page), float("nan")) for count in counts]
         self.free = [self.rng.sample(range(1, num_blocks), num_blocks - 1) for _ in counts]
         self._kept: list[object] = []
-        self._prepared_bytes = 0
+        self._prepared_bytes = self._shrunk = 0
         self._model = self.make_model()
+
+    def _random_loras(self, count: int, qkv: int) -> dict[str, LoraSlots]:
+        """Of one layer. Some adapters leave parts alone."""
+        s, made = self.sizes, {}
+        kv = s.kv_heads * s.head_dim
+        dtype = torch.bfloat16 if self.codes == torch.bfloat16 else torch.float32
+        for name, parts, inputs in (
+            ("qkv", (qkv - 2 * kv, kv, kv), s.hidden), ("o", (s.hidden,), s.heads * s.head_dim),
+            ("gate_up", (s.ffn, s.ffn), s.hidden), ("down", (s.hidden,), s.ffn),
+        ):  # fmt: skip
+            slots = LoraSlots(parts, inputs, LoraSizes(count, MAX_RANK), torch.empty(0, dtype=dtype))
+            for slot in range(count):
+                slots.install(slot, random_adapter(self.rng, slots, inputs))
+            made[name] = slots
+        return made
 
     def make_model(self) -> Model:
         s, at = self.sizes, [0] * self.groups
         layers = (Layer * len(self.features))()
-        for layer, f, w, (cosines, sines) in zip(layers, self.features, self.weights, self.tables, strict=True):
+        every = zip(layers, self.features, self.weights, self.tables, self.loras, strict=True)
+        for layer, f, w, (cosines, sines), loras in every:
             kept = {name: self.method.keep(w[name], w.get(f"{name}_bias")) for name in LINEARS}
             packer = Packer(self.library, Exact())
             packed = {name: packer(weights) for name, weights in kept.items()}
+            packed |= {name: packed[name].with_lora(slots) for name, slots in loras.items()}
+            self._shrunk = max([self._shrunk, *(linear.shrunk_floats for linear in packed.values())])
             self._kept.append((w, packed))
             for name, linear in packed.items():
                 room = self.library.prepared_bytes(linear.weights, w[name].shape[1])
@@ -263,6 +308,8 @@ class Layers:
         buffers = [torch.empty(rows * n) for n in (s.hidden, qkv, s.heads * s.head_dim, s.ffn, s.ffn)]
         scores = torch.empty(threads * self.library.tile * longest)
         prepared = torch.empty(rows * self._prepared_bytes, dtype=torch.uint8)
+        rows_of = [sequence.slot for sequence, count in parts for _ in range(count)]
+        adapters, shrunk = torch.tensor(rows_of, dtype=torch.int32), torch.full((rows * self._shrunk,), float("nan"))
         numbers = [torch.tensor(values) for values in (positions, tiles, *blocks, *slots)]
         at_blocks, at_slots = numbers[2 : 2 + self.groups], numbers[2 + self.groups :]
         step = Step(
@@ -270,7 +317,8 @@ class Layers:
             (Group * self.groups)(
                 *(Group(b.data_ptr(), i.data_ptr()) for b, i in zip(at_blocks, at_slots, strict=True))
             ),
-            scores.data_ptr(), prepared.data_ptr(), rows, len(tiles), longest, self.library.tile * longest, threads,
+            scores.data_ptr(), prepared.data_ptr(), adapters.data_ptr() if max(rows_of) >= 0 else None,
+            shrunk.data_ptr(), rows, len(tiles), longest, self.library.tile * longest, threads,
         )  # fmt: skip
         self.library.layers(ctypes.byref(self._model), ctypes.byref(step), 0, len(self.features))
         for (sequence, count), out in zip(parts, x.split([count for _, count in parts]), strict=True):
@@ -288,11 +336,14 @@ class Layers:
         codes = slots[..., : s.kv_heads * s.head_dim // 4].contiguous().view(self.codes)
         return dequantize(codes.unflatten(-1, (s.kv_heads, s.head_dim)), slots[..., -s.kv_heads :])
 
-    def reference(self, x: Tensor, kept: Sequence[Tensor] = ()) -> Tensor:
-        """The same layers in float64, over one whole sequence. kept: K and V to attend to, of each layer; empty: its own."""
+    def reference(self, x: Tensor, kept: Sequence[Tensor] = (), *, slot: int = -1) -> Tensor:
+        """The same layers in float64, over one whole sequence. kept: K and V to attend to, of each layer; empty: its own.
+        slot: of the sequence's adapter."""
         x = x.double()
         for i, (f, weights, tables) in enumerate(zip(self.features, self.weights, self.tables, strict=True)):
             w = {name: value.double() for name, value in weights.items()}
+            if slot >= 0:
+                w |= {f"{name}_delta": dense_delta(slots, slot) for name, slots in self.loras[i].items()}
             own = kept[i] if kept else None
             attended = self._attention(f, w, tables, self._norm(x, w["input_norm"]), own)
             x = x + self._post(w, "post_attention_norm", attended)
@@ -340,12 +391,15 @@ class Layers:
 
     def _linear(self, x: Tensor, w: dict[str, Tensor], name: str) -> Tensor:
         y = self.method.product(x, w[name])
+        if f"{name}_delta" in w:
+            y = y + x @ w[f"{name}_delta"].T
         return y + w[f"{name}_bias"] if f"{name}_bias" in w else y
 
 
-def in_chunks(layers: Layers, chunk: int, length: int) -> Prompt:
+def in_chunks(layers: Layers, chunk: int, length: int, *, slot: int = -1) -> Prompt:
     """A prompt of `length` tokens that ran alone, `chunk` of them a step; its blocks are free again."""
     sequence = layers.sequence(length)
+    sequence.slot = slot
     while sequence.done < length:
         layers.run((sequence, min(chunk, length - sequence.done)))
     layers.release(sequence)

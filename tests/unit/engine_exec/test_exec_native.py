@@ -77,7 +77,7 @@ def test_a_row_of_a_product_depends_on_nothing_else(library, outputs, inputs):
     torch.manual_seed(0)
     weight, bias, x = torch.randn(outputs, inputs), torch.randn(outputs), torch.randn(160, inputs)
     packed = library.pack(WeightFormat.PLAIN, weight, HugePages())
-    weights = Weights(packed.data_ptr(), bias.data_ptr(), None, None, WeightFormat.PLAIN, 0, outputs)
+    weights = Weights(packed=packed.data_ptr(), bias=bias.data_ptr(), format=WeightFormat.PLAIN, outputs=outputs)
     alone = torch.cat([library.linear(x[i : i + 1], weights, outputs, 1) for i in range(len(x))])
     torch.testing.assert_close(alone, torch.nn.functional.linear(x, weight, bias), atol=1e-4, rtol=1e-4)
     for rows in (2, 3, 4, 5, 6, 7, 13, 160):

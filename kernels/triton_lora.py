@@ -1,0 +1,440 @@
+"""What adapters (LoRA) add to a linear layer, in Triton, for any mixture of adapters and rows without one.
+
+    t = x @ a[slot].T          lora_shrink: of all parts of a merged layer in one launch
+    y += t @ b[slot].T         lora_expand, in place; or lora_gate_mul, which applies the activation of gate and up as well
+
+A program has a tile of rows and one slot (or a range of them) and ends at once where no row of the tile has it, so that nothing is
+sorted and a CUDA graph serves every mixture. Rows of a prompt have one adapter, so in a large step nearly all programs end so;
+rows that decode have several, and each slot's weights are read once for all of its rows.
+
+What a row gets depends on its x, its slot's weights and the launch's shape alone. With `invariant` this shape is one for any number
+of rows, so that neither does a bit depend on the rest of the step. Rows without an adapter keep their bits.
+
+The inputs are cut into shares; `lora_expand` adds their sums up in order.
+"""
+
+# mypy: disable-error-code="no-untyped-def,untyped-decorator"
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from diptych.kernels.pdl import begin, use_pdl
+from diptych.kernels.triton_norm import ACTIVATIONS, gated, summed
+
+MAX_PARTS = 3
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _shrink_kernel(
+    x_ptr,
+    a_ptr,
+    ranks_ptr,
+    adapters_ptr,
+    out_ptr,
+    num_rows,
+    size,
+    share,
+    stride_x,
+    PARTS: tl.constexpr,
+    RANK: tl.constexpr,
+    RANKS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    slot, split = tl.program_id(2), tl.program_id(1)
+    part = tl.program_id(0) % PARTS
+    row = tl.program_id(0) // PARTS * BLOCK_M + tl.arange(0, BLOCK_M)
+    # What no kernel of the step writes is read before the wait.
+    mine = tl.load(adapters_ptr + row, mask=row < num_rows, other=-1) == slot
+    rank = tl.load(ranks_ptr + slot * PARTS + part)
+    begin(PDL)
+    if (tl.sum(mine.to(tl.int32), 0) == 0) | (rank == 0):
+        return
+    r, k = tl.arange(0, RANKS), tl.arange(0, BLOCK_K)
+    x_at = x_ptr + row[:, None].to(tl.int64) * stride_x + k[None, :]
+    a_at = a_ptr + ((slot.to(tl.int64) * PARTS + part) * RANK + r[:, None]) * size + k[None, :]
+    low = split * share
+    high = tl.minimum(low + share, size)
+    acc = tl.zeros([BLOCK_M, RANKS], tl.float32)
+    for start in tl.range(low, high, BLOCK_K):
+        inside = (start + k < high)[None, :]
+        x = tl.load(x_at + start, mask=mine[:, None] & inside, other=0.0)
+        a = tl.load(a_at + start, mask=(r < RANK)[:, None] & inside, other=0.0)
+        acc = tl.dot(x, tl.trans(a), acc, input_precision="ieee")
+    width = PARTS * RANK
+    out_at = out_ptr + split.to(tl.int64) * num_rows * width + row[:, None].to(tl.int64) * width + part * RANK + r[None, :]
+    tl.store(out_at, acc, mask=mine[:, None] & (r < RANK)[None, :])
+
+
+@triton.jit
+def _expanded(
+    acc, t_ptr, b_ptr, row, mine, column, part, rank, slot, num_rows, columns, splits, width,
+    RANK: tl.constexpr, RANKS: tl.constexpr, real_column,
+):  # fmt: skip
+    """acc, with what the slot adds to `column`s of a part where rows are `mine`."""
+    r = tl.arange(0, RANKS)
+    known = mine[:, None] & (r < rank)[None, :]
+    row_64 = row[:, None].to(tl.int64)
+    at = part * RANK + r[None, :]
+    t = tl.load(t_ptr + row_64 * width + at, mask=known, other=0.0)
+    for split in tl.range(1, splits):
+        t += tl.load(t_ptr + (row_64 + split * num_rows) * width + at, mask=known, other=0.0)
+    b_at = b_ptr + (r[:, None].to(tl.int64) + slot * RANK) * columns + column[None, :]
+    b = tl.load(b_at, mask=(r < rank)[:, None] & real_column[None, :], other=0.0)
+    some = tl.dot(t.to(b.dtype), b, input_precision="ieee")
+    return tl.where(mine[:, None], some, acc)
+
+
+@triton.jit(do_not_specialize=["num_rows", "splits"])
+def _expand_kernel(
+    out_ptr,
+    t_ptr,
+    b_ptr,
+    ranks_ptr,
+    adapters_ptr,
+    num_rows,
+    columns,
+    splits,
+    slots,
+    end_0,
+    end_1,
+    PARTS: tl.constexpr,
+    RANK: tl.constexpr,
+    RANKS: tl.constexpr,
+    SLOTS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """SLOTS: of one program. Tiles of columns do not cross from one part to the next."""
+    tile, first_slot = tl.program_id(0), tl.program_id(2) * SLOTS
+    tiles_0 = tl.cdiv(end_0, BLOCK_N)
+    tiles_1 = tiles_0 + tl.cdiv(end_1 - end_0, BLOCK_N)
+    part = (tile >= tiles_0).to(tl.int32) + (tile >= tiles_1).to(tl.int32)
+    first_tile = tl.where(part == 0, 0, tl.where(part == 1, tiles_0, tiles_1))
+    first_column = tl.where(part == 0, 0, tl.where(part == 1, end_0, end_1))
+    last_column = tl.where(part == 0, end_0, tl.where(part == 1, end_1, columns))
+    column = first_column + (tile - first_tile) * BLOCK_N + tl.arange(0, BLOCK_N)
+    row = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    adapter = tl.load(adapters_ptr + row, mask=row < num_rows, other=-1)
+    mine = (adapter >= first_slot) & (adapter < first_slot + SLOTS)
+    begin(PDL)
+    if tl.sum(mine.to(tl.int32), 0) == 0:
+        return
+    real_column = column < last_column
+    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for slot in tl.range(first_slot, tl.minimum(first_slot + SLOTS, slots)):
+        its = adapter == slot
+        rank = tl.load(ranks_ptr + slot * PARTS + part)
+        if (tl.sum(its.to(tl.int32), 0) != 0) & (rank != 0):
+            acc = _expanded(
+                acc, t_ptr, b_ptr, row, its, column, part, rank, slot, num_rows, columns, splits, PARTS * RANK,
+                RANK, RANKS, real_column,
+            )  # fmt: skip
+    out_at = out_ptr + row[:, None].to(tl.int64) * columns + column[None, :]
+    mask = mine[:, None] & real_column[None, :]
+    y = tl.load(out_at, mask=mask, other=0.0).to(tl.float32) + acc
+    tl.store(out_at, y.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["num_rows", "splits", "stride_split"])
+def _gate_mul_kernel(
+    x_ptr,
+    out_ptr,
+    t_ptr,
+    b_ptr,
+    ranks_ptr,
+    adapters_ptr,
+    num_rows,
+    size,
+    stride_split,
+    splits,
+    slots,
+    RANK: tl.constexpr,
+    RANKS: tl.constexpr,
+    SLOTS: tl.constexpr,
+    BASE_SPLITS: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Slots begin with -1: rows without an adapter pass, too."""
+    first_slot = tl.program_id(2) * SLOTS - 1
+    column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    row = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    adapter = tl.load(adapters_ptr + row, mask=row < num_rows, other=-2)
+    mine = (adapter >= first_slot) & (adapter < first_slot + SLOTS)
+    begin(PDL)
+    if tl.sum(mine.to(tl.int32), 0) == 0:
+        return
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    real_column = column < size
+    gate_more = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    up_more = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for slot in tl.range(tl.maximum(first_slot, 0), tl.minimum(first_slot + SLOTS, slots)):
+        its = adapter == slot
+        present = tl.sum(its.to(tl.int32), 0) != 0
+        gate_rank, up_rank = tl.load(ranks_ptr + slot * 2), tl.load(ranks_ptr + slot * 2 + 1)
+        if present & (gate_rank != 0):
+            gate_more = _expanded(
+                gate_more, t_ptr, b_ptr, row, its, column, 0, gate_rank, slot, num_rows, 2 * size, splits, 2 * RANK,
+                RANK, RANKS, real_column,
+            )  # fmt: skip
+        if present & (up_rank != 0):
+            up_more = _expanded(
+                up_more, t_ptr, b_ptr, row, its, size + column, 1, up_rank, slot, num_rows, 2 * size, splits, 2 * RANK,
+                RANK, RANKS, real_column,
+            )  # fmt: skip
+    mask = mine[:, None] & real_column[None, :]
+    at = x_ptr + row[:, None].to(tl.int64) * (2 * size) + column[None, :]
+    gate = summed(at, mask, stride_split, BASE_SPLITS, dtype)
+    up = summed(at + size, mask, stride_split, BASE_SPLITS, dtype)
+    with_one = (adapter >= 0)[:, None]
+    # Rounded to the model's dtype before the activation, as the unfused projection is.
+    gate = tl.where(with_one, (gate + gate_more).to(dtype).to(tl.float32), gate)
+    up = tl.where(with_one, (up + up_more).to(dtype).to(tl.float32), up)
+    out_at = out_ptr + row[:, None].to(tl.int64) * size + column[None, :]
+    tl.store(out_at, gated(gate, up, ACTIVATION).to(dtype), mask=mask)
+
+
+@dataclass(frozen=True, slots=True)
+class LoraWeights:
+    """Of one layer; see engine.exec.lora.LoraSlots.
+
+    Args:
+        a: [slots, parts, max_rank, inputs], contiguous. b: [slots, outputs, max_rank], whose outputs follow each other in memory.
+        ranks: [slots, parts] int32: what of the ranks is looked at.
+        part_outputs: of each part.
+    """
+
+    a: Tensor
+    b: Tensor
+    ranks: Tensor
+    part_outputs: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        num_slots, parts, max_rank, _ = self.a.shape
+        outputs = sum(self.part_outputs)
+        if parts != len(self.part_outputs) or parts > MAX_PARTS or self.b.shape != (num_slots, outputs, max_rank):
+            raise ValueError(f"a {tuple(self.a.shape)} does not fit b {tuple(self.b.shape)} of {self.part_outputs}")
+        if not (self.a.is_contiguous() and self.b.transpose(1, 2).is_contiguous() and self.ranks.is_contiguous()):
+            raise ValueError("rows of a and b.transpose(1, 2) must follow each other in memory")
+        if self.ranks.shape != (num_slots, parts) or self.ranks.dtype != torch.int32:
+            raise ValueError(f"ranks {tuple(self.ranks.shape)} {self.ranks.dtype} are not {num_slots} x {parts} int32")
+
+    @property
+    def num_slots(self) -> int:
+        return self.a.shape[0]
+
+    @property
+    def max_rank(self) -> int:
+        return self.a.shape[2]
+
+    @property
+    def inputs(self) -> int:
+        return self.a.shape[3]
+
+    @property
+    def outputs(self) -> int:
+        return self.b.shape[1]
+
+
+@dataclass(frozen=True, slots=True)
+class LoraShape:
+    """How launches are cut.
+
+    Args:
+        block_m, block_n: rows and columns of a tile. slots: of one program of the second launch.
+    """
+
+    block_m: int
+    block_n: int
+    slots: int
+
+
+_BLOCK_K = 128
+_SHARE = 512
+"""Inputs of one program."""
+_FEW_INPUTS = 4096
+"""Of more, a program takes twice as many: else there would be more sums to add up than programs are worth."""
+_FEW_ROWS = 16
+_DECODE = 64
+_INVARIANT = LoraShape(64, 64, 1)
+
+
+def lora_shape(num_rows: int, num_slots: int, *, invariant: bool) -> LoraShape:
+    """Args: num_slots: of the weights. invariant: a row's bits depend on no other row."""
+    if invariant:
+        # Neither the number of columns nor that of slots changes a bit.
+        return _INVARIANT if num_rows <= _DECODE else LoraShape(_INVARIANT.block_m, 128, num_slots + 1)
+    if num_rows <= _FEW_ROWS:
+        return LoraShape(16, 64, 1)
+    return LoraShape(32, 64, 1) if num_rows <= _DECODE else LoraShape(64, 128, num_slots + 1)
+
+
+def share_of(inputs: int) -> int:
+    """Inputs of one program of the first launch: by the layer alone."""
+    return _SHARE if inputs <= _FEW_INPUTS else 2 * _SHARE
+
+
+def _ranks(max_rank: int) -> int:
+    return max(16, triton.next_power_of_2(max_rank))
+
+
+def _check_rows(rows: int, adapters: Tensor) -> None:
+    if adapters.shape != (rows,) or adapters.dtype != torch.int32 or not adapters.is_contiguous():
+        raise ValueError(f"{rows} rows, adapters {tuple(adapters.shape)} {adapters.dtype}")
+
+
+def lora_shrink(x: Tensor, weights: LoraWeights, adapters: Tensor, *, invariant: bool = False) -> Tensor:
+    """x @ a[slot].T of each row, in shares of the inputs.
+
+    Args:
+        x: [rows, inputs], weights' dtype, contiguous in the last dim. adapters: [rows] int32: the slot of each row, -1: none.
+        invariant: see lora_shape.
+    Returns: [shares, rows, parts * max_rank] fp32, whose sum over the shares is meant. Rows without an adapter, and parts that
+        the adapter leaves alone, hold anything.
+    Raises: ValueError on a shape or dtype mismatch.
+    """
+    num_rows, size = x.shape
+    num_slots, parts, max_rank, inputs = weights.a.shape
+    if size != inputs or x.dtype != weights.a.dtype or x.stride(1) != 1:
+        raise ValueError(f"x {tuple(x.shape)} {x.dtype} does not fit a {tuple(weights.a.shape)} {weights.a.dtype}")
+    _check_rows(num_rows, adapters)
+    shape, share, pdl = lora_shape(num_rows, num_slots, invariant=invariant), share_of(size), use_pdl(x.device, num_rows)
+    shares = triton.cdiv(size, share)
+    out = torch.empty((shares, num_rows, parts * max_rank), dtype=torch.float32, device=x.device)
+    _shrink_kernel[(triton.cdiv(num_rows, shape.block_m) * parts, shares, num_slots)](
+        x,
+        weights.a,
+        weights.ranks,
+        adapters,
+        out,
+        num_rows,
+        size,
+        share,
+        x.stride(0),
+        PARTS=parts,
+        RANK=max_rank,
+        RANKS=_ranks(max_rank),
+        BLOCK_M=shape.block_m,
+        BLOCK_K=_BLOCK_K,
+        PDL=pdl,
+        num_warps=4,
+        num_stages=3,
+        launch_pdl=pdl,
+    )
+    return out
+
+
+def lora_expand(out: Tensor, t: Tensor, weights: LoraWeights, adapters: Tensor, *, invariant: bool = False) -> None:
+    """out += t @ b[slot].T, in place, of rows with an adapter.
+
+    Args:
+        out: [rows, outputs], contiguous; or [splits, rows, outputs] fp32, whose sum is meant: the first gets it all.
+        t: what lora_shrink returned for the same rows. adapters, invariant: see there.
+    Raises: ValueError on a shape or dtype mismatch.
+    """
+    rows, columns = out.shape[-2:]
+    splits, parts = t.shape[0], len(weights.part_outputs)
+    if columns != weights.outputs or not out.is_contiguous() or t.shape[1:] != (rows, parts * weights.max_rank):
+        raise ValueError(f"out {tuple(out.shape)}, t {tuple(t.shape)}: they do not fit b {tuple(weights.b.shape)}")
+    _check_rows(rows, adapters)
+    shape, pdl = lora_shape(rows, weights.num_slots, invariant=invariant), use_pdl(out.device, rows)
+    tiles = sum(triton.cdiv(n, shape.block_n) for n in weights.part_outputs)
+    ends = _ends(weights.part_outputs)
+    _expand_kernel[(tiles, triton.cdiv(rows, shape.block_m), triton.cdiv(weights.num_slots, shape.slots))](
+        out,
+        t,
+        weights.b,
+        weights.ranks,
+        adapters,
+        rows,
+        columns,
+        splits,
+        weights.num_slots,
+        *ends,
+        PARTS=parts,
+        RANK=weights.max_rank,
+        RANKS=_ranks(weights.max_rank),
+        SLOTS=shape.slots,
+        BLOCK_M=shape.block_m,
+        BLOCK_N=shape.block_n,
+        PDL=pdl,
+        num_warps=4,
+        launch_pdl=pdl,
+    )
+
+
+def _ends(part_outputs: Sequence[int]) -> tuple[int, int]:
+    """Of the first two parts."""
+    first = part_outputs[0]
+    return first, first + (part_outputs[1] if len(part_outputs) > 1 else 0)
+
+
+def lora_gate_mul(
+    gate_up: Tensor,
+    t: Tensor,
+    weights: LoraWeights,
+    adapters: Tensor,
+    activation: str,
+    *,
+    dtype: torch.dtype | None = None,
+    invariant: bool = False,
+) -> Tensor:
+    """activation(gate) * up of all rows, where to gate and up is added t @ b[slot].T of rows with an adapter.
+
+    Args:
+        gate_up: [rows, 2 * size], contiguous, without what adapters add; or [splits, rows, 2 * size] fp32, whose sum, rounded
+            to `dtype`, is meant. t, adapters, invariant: see lora_expand.
+        activation: one of triton_norm.ACTIVATIONS. dtype: of the result; None: gate_up's.
+    Returns: [rows, size].
+    Raises: ValueError on a shape or dtype mismatch, or another activation.
+    """
+    rows, width = gate_up.shape[-2:]
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"no activation {activation!r}; known: {', '.join(ACTIVATIONS)}")
+    if weights.part_outputs != (width // 2, width // 2) or not gate_up.is_contiguous():
+        raise ValueError(f"gate_up {tuple(gate_up.shape)} is not of parts {weights.part_outputs}")
+    if t.shape[1:] != (rows, 2 * weights.max_rank):
+        raise ValueError(f"t {tuple(t.shape)} does not fit {rows} rows of two parts of {weights.max_rank} ranks")
+    _check_rows(rows, adapters)
+    shape, pdl = lora_shape(rows, weights.num_slots, invariant=invariant), use_pdl(gate_up.device, rows)
+    out = torch.empty((rows, width // 2), dtype=dtype or gate_up.dtype, device=gate_up.device)
+    grid = (
+        triton.cdiv(width // 2, shape.block_n),
+        triton.cdiv(rows, shape.block_m),
+        triton.cdiv(weights.num_slots + 1, shape.slots),
+    )
+    _gate_mul_kernel[grid](
+        gate_up,
+        out,
+        t,
+        weights.b,
+        weights.ranks,
+        adapters,
+        rows,
+        width // 2,
+        gate_up.stride(0) if gate_up.dim() == 3 else 0,
+        t.shape[0],
+        weights.num_slots,
+        RANK=weights.max_rank,
+        RANKS=_ranks(weights.max_rank),
+        SLOTS=shape.slots,
+        BASE_SPLITS=gate_up.shape[0] if gate_up.dim() == 3 else 1,
+        ACTIVATION=activation,
+        BLOCK_M=shape.block_m,
+        BLOCK_N=shape.block_n,
+        PDL=pdl,
+        num_warps=4,
+        launch_pdl=pdl,
+    )
+    return out
