@@ -1,14 +1,14 @@
 """What adapters (LoRA) add to a linear layer, in Triton, for any mixture of adapters and rows without one.
 
     t = x @ a[slot].T          lora_shrink: of all parts of a merged layer in one launch
-    y += t @ b[slot].T         lora_expand, in place; or lora_gate_mul, which applies the activation of gate and up as well
+    y += t @ b[slot].T         lora_expand, in place; or lora_gate_mul, which applies the activation of gate and up, too
 
-A program has a tile of rows and one slot (or a range of them) and ends at once where no row of the tile has it, so that nothing is
-sorted and a CUDA graph serves every mixture. Rows of a prompt have one adapter, so in a large step nearly all programs end so;
-rows that decode have several, and each slot's weights are read once for all of its rows.
+A program has a tile of rows and one slot (or a range of them) and ends at once where no row of the tile has it, so that
+nothing is sorted and a CUDA graph serves every mixture. Rows of a prompt have one adapter, so in a large step nearly all
+programs end so; rows that decode have several, and each slot's weights are read once for all of its rows.
 
-What a row gets depends on its x, its slot's weights and the launch's shape alone. With `invariant` this shape is one for any number
-of rows, so that neither does a bit depend on the rest of the step. Rows without an adapter keep their bits.
+What a row gets depends on its x, its slot's weights and the launch's shape alone. With `invariant` this shape is one for any
+number of rows, so that no bit depends on the rest of the step either. Rows without an adapter keep their bits.
 
 The inputs are cut into shares; `lora_expand` adds their sums up in order.
 """
@@ -69,7 +69,9 @@ def _shrink_kernel(
         a = tl.load(a_at + start, mask=(r < RANK)[:, None] & inside, other=0.0)
         acc = tl.dot(x, tl.trans(a), acc, input_precision="ieee")
     width = PARTS * RANK
-    out_at = out_ptr + split.to(tl.int64) * num_rows * width + row[:, None].to(tl.int64) * width + part * RANK + r[None, :]
+    out_at = (
+        out_ptr + split.to(tl.int64) * num_rows * width + row[:, None].to(tl.int64) * width + part * RANK + r[None, :]
+    )
     tl.store(out_at, acc, mask=mine[:, None] & (r < RANK)[None, :])
 
 
@@ -309,7 +311,11 @@ def lora_shrink(x: Tensor, weights: LoraWeights, adapters: Tensor, *, invariant:
     if size != inputs or x.dtype != weights.a.dtype or x.stride(1) != 1:
         raise ValueError(f"x {tuple(x.shape)} {x.dtype} does not fit a {tuple(weights.a.shape)} {weights.a.dtype}")
     _check_rows(num_rows, adapters)
-    shape, share, pdl = lora_shape(num_rows, num_slots, invariant=invariant), share_of(size), use_pdl(x.device, num_rows)
+    shape, share, pdl = (
+        lora_shape(num_rows, num_slots, invariant=invariant),
+        share_of(size),
+        use_pdl(x.device, num_rows),
+    )
     shares = triton.cdiv(size, share)
     out = torch.empty((shares, num_rows, parts * max_rank), dtype=torch.float32, device=x.device)
     _shrink_kernel[(triton.cdiv(num_rows, shape.block_m) * parts, shares, num_slots)](

@@ -92,7 +92,7 @@ class MatmulShape:
 
 
 _PLAIN = MatmulShape(32, 128, 4, 6)
-_FEW_ROWS = 16
+FEW_ROWS = 16
 _SPLIT_COLUMNS, _SPLIT_BLOCK = 32, 256
 
 
@@ -100,9 +100,9 @@ def choose_shape(num_rows: int, num_columns: int, size: int, *, silu: bool) -> M
     """The shape that was the fastest inside a decode step (see docs/measurements/gpu-kernels.md): enough programs for
     every multiprocessor, and some 100 KB in flight on each. None: cuBLAS is as fast."""
     if silu:
-        return MatmulShape(64, 128, 4, 3) if num_rows <= _FEW_ROWS else MatmulShape(64, 64, 8, 4)
+        return MatmulShape(64, 128, 4, 3) if num_rows <= FEW_ROWS else MatmulShape(64, 64, 8, 4)
     splits = 4 if size >= 8192 else 2
-    if num_rows > _FEW_ROWS or num_columns % _SPLIT_COLUMNS or size % (splits * _SPLIT_BLOCK):
+    if num_rows > FEW_ROWS or num_columns % _SPLIT_COLUMNS or size % (splits * _SPLIT_BLOCK):
         return None
     return MatmulShape(_SPLIT_COLUMNS, _SPLIT_BLOCK, 4, 3, splits)
 

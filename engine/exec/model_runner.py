@@ -92,17 +92,18 @@ def _fused_backend(
 
 
 def _trial_graphs(
-    sizes: Sequence[int] | None, shapes: Sequence[tuple[int, int]] | None, row_bytes: int
+    sizes: Sequence[int] | None, shapes: Sequence[tuple[int, int]] | None, row_bytes: int, *, slots: bool = False
 ) -> tuple[list[int], list[tuple[int, int]], int]:
     """Graphs that a trial captures: the largest of each kind, into whose memory the others fit. Args: row_bytes: of a row's
-    logits. Returns: also the bytes of what the others put out, which each keeps for itself."""
+    logits. slots: for adapters: there are more graphs then. Returns: also the bytes of what the others put out, which each
+    keeps for itself."""
     from diptych.engine.exec.cuda.chunk_graphs import CHUNK_GRAPHS, MAX_CHUNKS
-    from diptych.engine.exec.cuda.graphs import GRAPH_SIZES, output_bytes
+    from diptych.engine.exec.cuda.graphs import GRAPH_SIZES, kinds_of, output_bytes
 
     sizes = GRAPH_SIZES if sizes is None else sizes
     ascending = sorted(CHUNK_GRAPHS if shapes is None else shapes, key=sum)
     others = [*sizes[:-1], *(rows + MAX_CHUNKS for rows, _ in ascending[:-1])]
-    return list(sizes[-1:]), ascending[-1:], output_bytes(others, row_bytes)
+    return list(sizes[-1:]), ascending[-1:], output_bytes(others, row_bytes) * len(kinds_of(slots))
 
 
 def _prepare_kernels() -> None:
@@ -332,7 +333,9 @@ class TorchModelRunner:
             trial_sizes, trial_shapes = graph_sizes, chunk_graphs
             if plan.names == (TRITON,):
                 row_bytes = description.vocab_size * dtype_bytes(dtype)
-                trial_sizes, trial_shapes, outputs = _trial_graphs(graph_sizes, chunk_graphs, row_bytes)
+                trial_sizes, trial_shapes, outputs = _trial_graphs(
+                    graph_sizes, chunk_graphs, row_bytes, slots=loras.slots > 0
+                )
                 budget = replace(budget, reserve_bytes=budget.reserve_bytes + outputs)
             num_blocks = profile(lambda n: make(n, sizes=trial_sizes, shapes=trial_shapes), budget, kv, demand)
         try:

@@ -108,29 +108,38 @@ INLINE void add_scores(const int queries, vec sum[TILE][VECS], vec more[TILE][VE
         for (int v = 0; v < VECS; v++) sum[j][v] += more[j][v];
 }
 
-typedef void (*lane_function)(int lane, const float *q, const float *k, long dim, vec sum[TILE][VECS]);
+/* sum = lanes L, L + LANES / 4, ... of the four: (L + third) + (second + fourth) */
+INLINE void four_lanes(const int queries, int lane, const float *q, const float *k, long dim, vec sum[TILE][VECS]) {
+    const int step = LANES / 4;
+    vec b[TILE][VECS], c[TILE][VECS];
+    lane_scores(queries, lane, q, k, dim, sum);
+    lane_scores(queries, lane + 2 * step, q, k, dim, b);
+    add_scores(queries, sum, b);
+    lane_scores(queries, lane + step, q, k, dim, b);
+    lane_scores(queries, lane + 3 * step, q, k, dim, c);
+    add_scores(queries, b, c);
+    add_scores(queries, sum, b);
+}
+typedef void (*four_function)(int lane, const float *q, const float *k, long dim, vec sum[TILE][VECS]);
 
-/* scores[j][i] = q[j] . k[i] of a panel's tokens i. lane_of: lane_scores, compiled once for all lanes. */
-INLINE void panel_scores(const int queries, lane_function lane_of, const float *q, const float *k, long dim, float *scores, long step) {
-    vec a[TILE][VECS], b[TILE][VECS], c[TILE][VECS];
-#define LANE(L, TO) lane_of(L, q, k, dim, TO)
+/* scores[j][i] = q[j] . k[i] of a panel's tokens i. four: four_lanes, compiled once for all lanes. */
+INLINE void panel_scores(const int queries, four_function four, const float *q, const float *k, long dim, float *scores,
+                         long step) {
+    vec a[TILE][VECS];
+#define FOUR(L, TO) four(L, q, k, dim, TO)
 #define ADD(TO, MORE) add_scores(queries, TO, MORE)
-/* the sums of lanes L, L + LANES / 4, ... in TO */
-#define FOUR(L, W, TO, B, C) LANE(L, TO); LANE(L + 2 * W, B); ADD(TO, B); LANE(L + W, B); LANE(L + 3 * W, C); ADD(B, C); ADD(TO, B);
+    FOUR(0, a);
 #if LANES == 16
-    vec d[TILE][VECS], e[TILE][VECS];
-    FOUR(0, 4, a, b, c) FOUR(2, 4, b, c, d) ADD(a, b);
-    FOUR(1, 4, b, c, d) FOUR(3, 4, c, d, e) ADD(b, c);
+    vec b[TILE][VECS], c[TILE][VECS];
+    FOUR(2, b); ADD(a, b);
+    FOUR(1, b); FOUR(3, c); ADD(b, c);
     ADD(a, b);
 #elif LANES == 8
-    vec d[TILE][VECS];
-    FOUR(0, 2, a, b, c) FOUR(1, 2, b, c, d) ADD(a, b);
-#else
-    FOUR(0, 1, a, b, c)
+    vec b[TILE][VECS];
+    FOUR(1, b); ADD(a, b);
 #endif
 #undef FOUR
 #undef ADD
-#undef LANE
 #pragma GCC unroll 16
     for (int j = 0; j < queries; j++)
 #pragma GCC unroll 4
@@ -138,11 +147,11 @@ INLINE void panel_scores(const int queries, lane_function lane_of, const float *
 }
 
 #define TILE_SCORES(Q) \
-    static __attribute__((noinline)) void lane_##Q(int lane, const float *q, const float *k, long dim, vec sum[TILE][VECS]) { \
-        lane_scores(Q, lane, q, k, dim, sum); \
+    static __attribute__((noinline)) void four_##Q(int lane, const float *q, const float *k, long dim, vec sum[TILE][VECS]) { \
+        four_lanes(Q, lane, q, k, dim, sum); \
     } \
     static void scores_##Q(const float *q, const float *k, long dim, float *scores, long step) { \
-        panel_scores(Q, lane_##Q, q, k, dim, scores, step); \
+        panel_scores(Q, four_##Q, q, k, dim, scores, step); \
     }
 EACH_COUNT(TILE_SCORES)
 #undef TILE_SCORES

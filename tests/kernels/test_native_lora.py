@@ -1,4 +1,4 @@
-"""Adapters on the compiled kernels: against plain torch in float64, and the same bits in any company, at every width of vectors."""
+"""Adapters on the compiled kernels, at every width of vectors: against torch in float64, and the same bits in any company."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from diptych.engine.exec.methods.quantized import GgufParts, GgufWeights
 from diptych.engine.exec.native.weights import Packer
 from diptych.kernels.native.api import Library
 from diptych.kernels.native.build import build
-from diptych_tests.native_layers import GEMMA2, LINEARS, LLAMA, QWEN3, Layers, dense_delta, in_chunks
+from diptych_tests.native_layers import GEMMA2, LLAMA, QWEN3, Layers, dense_delta, in_chunks
 
 LENGTH = 41
 SLOTS = 4
@@ -134,5 +134,7 @@ def test_parts_in_several_formats_have_one_adapter(library):
     slots, x, rows = loaded_slots(library, 96), torch.randn(5, 96), torch.tensor([0, -1, 1, 1, 0], dtype=torch.int32)
     linear = Packer(library)(GgufParts(tuple(parts)))
     added = linear.with_lora(slots)(x, StepRows(rows)) - linear(x, PLAIN_ROWS)
-    expected = torch.stack([x[i].double() @ dense_delta(slots, s).T if s >= 0 else torch.zeros(64) for i, s in enumerate(rows.tolist())])
+    expected = torch.stack(
+        [x[i].double() @ dense_delta(slots, s).T if s >= 0 else torch.zeros(64) for i, s in enumerate(rows.tolist())]
+    )
     torch.testing.assert_close(added.double(), expected.double(), atol=1e-4, rtol=1e-4)

@@ -66,7 +66,10 @@ def mixed(rows, slots, device="cpu"):
 def check_added(rows, inputs, parts, rank, *, slots=3, dtype=torch.float32, device="cpu", invariant=False):
     """Into rows of the model's dtype, and into sums in fp32 of several splits."""
     weights, adapters = some_weights(slots, parts, rank, inputs, dtype=dtype, device=device), mixed(rows, slots, device)
-    x, base = torch.randn(rows, 2 * inputs, device=device).to(dtype)[:, :inputs], torch.randn(rows, sum(parts), device=device)
+    x, base = (
+        torch.randn(rows, 2 * inputs, device=device).to(dtype)[:, :inputs],
+        torch.randn(rows, sum(parts), device=device),
+    )
     more = lora_ref(x, *finite(weights), adapters, parts)
     t = lora_shrink(x, weights, adapters, invariant=invariant)
     out, splits = base.to(dtype, copy=True), torch.stack((base, torch.zeros_like(base)))
@@ -143,7 +146,8 @@ def test_weights_that_are_not_finite_reach_their_own_rows_only(small):
     lora_expand(alone, lora_shrink(x[:1], weights, adapters[:1]), weights, adapters[:1])
     lora_expand(out, lora_shrink(x, weights, adapters), weights, adapters)
     torch.testing.assert_close(out[:1], alone)
-    assert out[2].isfinite().all() and not out[1].isfinite().any()
+    assert out[2].isfinite().all()
+    assert not out[1].isfinite().any()
 
 
 def test_what_does_not_fit_is_refused():

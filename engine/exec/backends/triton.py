@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from diptych.common.kv_format import QUANTIZED_KV, KvFormat
 from diptych.engine.exec.backends.base import DENSE, AnyBlock, field_refusal, kv_refusal, method_refusal
+from diptych.engine.exec.cuda.adapted import AdaptedLinear
 from diptych.engine.exec.cuda.quantized import keep_quantized
 from diptych.engine.exec.cuda.runtime import CudaRuntime
 from diptych.engine.exec.kv_pool import KvPool
@@ -56,12 +57,12 @@ class TritonBackend:
         return keep_linear(method, weights)
 
     def lora_refusal(self, block: DecoderBlock, sizes: LoraSizes) -> str | None:
-        """See Backend.lora_refusal."""
-        return "it has no slots for adapters"
+        """See Backend.lora_refusal. Whatever the kernels take, they take with adapters."""
+        return None
 
     def keep_lora(self, linear: LoadedLinear, slots: LoraSlots) -> LoadedLinear:
         """See Backend.keep_lora."""
-        raise TypeError("adapters were refused")
+        return AdaptedLinear(linear, slots)
 
     def runtime(self, weights: ModelWeights, pool: KvPool, max_model_len: int) -> CudaRuntime:
         """See Backend.runtime. Kernel by kernel, for steps that another back end shares; alone: engine.exec.cuda.backend."""

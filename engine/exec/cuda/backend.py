@@ -61,6 +61,7 @@ class CudaBackend:
                 "num_groups": len(pool.groups),
                 "num_kv_heads": weights.description.num_kv_heads,
                 "num_programs": self._runtime.num_programs,
+                "slots": weights.lora is not None,
             }
             if graph_sizes:
                 self._graphs = DecodeGraphs(self._runtime.decoder, device, self._draw.drawn, sizes=graph_sizes, **sizes)

@@ -12,6 +12,7 @@ the last of these, and the rows whose logits are wanted with row 0.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -19,8 +20,9 @@ from torch import Tensor
 from diptych.engine.exec.backends.base import Hooks
 from diptych.engine.exec.cuda.batch import CudaBatch, StepTensors
 from diptych.engine.exec.cuda.decoder import CudaDecoder
+from diptych.engine.exec.cuda.graphs import kinds_of
 from diptych.engine.exec.cuda.upload import ALIGN, Section, Upload
-from diptych.engine.exec.methods.base import StepRows
+from diptych.engine.exec.methods.base import PLAIN_ROWS, StepRows
 from diptych.kernels.triton_decode import choose_splits
 from diptych.kernels.triton_prefill import prefill_tiles
 from diptych.kernels.triton_sample import feed_ids
@@ -43,7 +45,7 @@ _SECTIONS = 9
 
 
 class ChunkGraphs:
-    """Captured at construction: before readiness. Args: drawn: see DecodeGraphs."""
+    """Captured at construction: before readiness. Args: drawn, slots: see DecodeGraphs."""
 
     def __init__(
         self,
@@ -55,16 +57,19 @@ class ChunkGraphs:
         num_kv_heads: int,
         num_programs: int,
         shapes: Sequence[Shape] = CHUNK_GRAPHS,
+        slots: bool = False,
     ) -> None:
         self._decoder, self._num_groups = decoder, num_groups
         self._shapes = sorted(shapes, key=sum)
         capacity = max(sum(-(-len(s) // ALIGN) * ALIGN for s in self._empty(shape)) for shape in shapes)
         self._upload = Upload(device, capacity)
-        self._graphs: dict[Shape, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        self._kinds = kinds_of(slots)
+        self._graphs: dict[tuple[Shape, bool], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
         pool = None
-        for shape in sorted(shapes, key=sum, reverse=True):  # the others then fit into the first one's memory
+        largest_first = sorted(shapes, key=sum, reverse=True)  # the others then fit into the first one's memory
+        for shape, adapted in product(largest_first, self._kinds):
             splits = choose_splits(max(1, shape[0]), num_kv_heads, num_programs)
-            step, sources = self._tensors(self._upload.send(self._empty(shape)), splits)
+            step, sources = self._tensors(self._upload.send(self._empty(shape)), splits, adapted)
             if shape[0]:
                 feed_ids(step.token_ids[: shape[0]], sources, drawn)
             decoder.forward(step, Hooks(), want_logits=True)  # compiles kernels, and lets cuBLAS choose its own
@@ -77,7 +82,7 @@ class ChunkGraphs:
                 logits = decoder.forward(step, Hooks(), want_logits=True)
             if logits is None:
                 raise AssertionError("a step with sampled rows has logits")
-            self._graphs[shape] = (graph, logits)
+            self._graphs[shape, adapted] = (graph, logits)
             pool = pool or graph.pool()
 
     def shape_of(self, batch: CudaBatch) -> Shape | None:
@@ -96,7 +101,7 @@ class ChunkGraphs:
         """Args: table_rows: of the block tables, of each decode row and chunk. shape: shape_of(batch). sources: of decode
         rows, see DecodeGraphs. Returns: logits of batch.sample_rows, valid until the next replay."""
         self._upload.send(self._sections(shape, batch, table_rows, sources))
-        graph, logits = self._graphs[shape]
+        graph, logits = self._graphs[shape, batch.adapters is not None or len(self._kinds) == 1]
         graph.replay()
         return logits[: len(batch.sample_rows)]
 
@@ -137,7 +142,7 @@ class ChunkGraphs:
         ]
 
     @staticmethod
-    def _tensors(sections: Sequence[Tensor], splits: int) -> tuple[StepTensors, Tensor]:
+    def _tensors(sections: Sequence[Tensor], splits: int, adapted: bool) -> tuple[StepTensors, Tensor]:
         """Returns: also the sources of the decode rows."""
         ids, positions, lens, rows, chunks, tiles, samples, adapters, sources = sections[:_SECTIONS]
         step = StepTensors(
@@ -150,6 +155,6 @@ class ChunkGraphs:
             tiles=tiles.view(-1, 2),
             sample_rows=samples,
             splits=splits,
-            rows=StepRows(adapters),
+            rows=StepRows(adapters) if adapted else PLAIN_ROWS,
         )
         return step, sources

@@ -10,14 +10,15 @@ from torch import Tensor
 
 from diptych.common.errors import InternalError
 from diptych.engine.exec.backends.base import Hooks, Segment
+from diptych.engine.exec.cuda.adapted import ROWS_OF_LORA_LAUNCHES, AdaptedLinear, wanted_by
 from diptych.engine.exec.cuda.batch import StepTensors
-from diptych.engine.exec.cuda.quantized import ROWS_OF_LAUNCHES, QuantizedLinear, Rows, wanted_by
+from diptych.engine.exec.cuda.quantized import ROWS_OF_LAUNCHES, QuantizedLinear, Rows
 from diptych.engine.exec.ends import cap, embed
 from diptych.engine.exec.kv_pool import KvPool
 from diptych.engine.exec.layers.attention import Attention
 from diptych.engine.exec.layers.block import DecoderBlock
 from diptych.engine.exec.linear import DenseLinear
-from diptych.engine.exec.methods.base import LoadedLinear, StepRows
+from diptych.engine.exec.methods.base import PLAIN_ROWS, LoadedLinear, StepRows
 from diptych.engine.exec.norm import RmsNorm
 from diptych.engine.exec.rope import table_of_each
 from diptych.engine.exec.weights import BlockWeights, ModelWeights
@@ -25,7 +26,7 @@ from diptych.engine.runner import StepAborted
 from diptych.kernels.triton_decode import paged_decode
 from diptych.kernels.triton_invariant_attention import invariant_decode, invariant_prefill, invariant_rows
 from diptych.kernels.triton_invariant_matmul import chains_of, distinct_launches, invariant_matmul
-from diptych.kernels.triton_matmul import MAX_ROWS, MatmulShape, choose_shape, small_matmul
+from diptych.kernels.triton_matmul import FEW_ROWS, MAX_ROWS, MatmulShape, choose_shape, small_matmul
 from diptych.kernels.triton_norm import gate_mul, rms_norm, rms_norm_quantized
 from diptych.kernels.triton_prefill import paged_prefill, prefill_rows
 from diptych.kernels.triton_quantize import quantize_rows
@@ -104,7 +105,7 @@ class CudaDecoder:
         if segment.first == segment.last:
             return self._head(self._final(residual), rows.only(step.sample_rows)) if segment.head else residual
         first = weights.blocks[segment.first]
-        normed = _norm(residual, first.attention_norm, wanted=wanted_by(first.qkv))
+        normed = _norm(residual, first.attention_norm, wanted=wanted_by(first.qkv, rows))
         last = description.num_layers - 1
         for index in range(segment.first, segment.last):
             layer, block = weights.blocks[index], description.blocks[index]
@@ -119,18 +120,18 @@ class CudaDecoder:
                 attended, residual = (t.index_select(0, step.sample_rows) for t in (attended, residual))
                 rows = rows.only(step.sample_rows)
             out = self._linear("o", layer.o, attended, rows)
-            normed = _added(out, layer.attention_output_norm, layer.mlp_norm, residual, wanted_by(layer.gate_up))
+            normed = _added(out, layer.attention_output_norm, layer.mlp_norm, residual, wanted_by(layer.gate_up, rows))
             out = self._linear("down", layer.down, self._gate_up(block, layer, normed, rows), rows)
             if index + 1 < segment.last:
                 following = weights.blocks[index + 1]
-                after, wanted = following.attention_norm, wanted_by(following.qkv)
+                after, wanted = following.attention_norm, wanted_by(following.qkv, rows)
             else:  # who comes after the segment norms for itself
-                after, wanted = weights.norm, wanted_by(weights.lm_head)
+                after, wanted = weights.norm, wanted_by(weights.lm_head, rows)
             normed = _added(out, layer.mlp_output_norm, after, residual, wanted)
         return self._head(normed, rows) if segment.head else residual
 
     def _final(self, residual: Tensor) -> Rows:
-        return _norm(residual, self._weights.norm, wanted=wanted_by(self._weights.lm_head))
+        return _norm(residual, self._weights.norm, wanted=wanted_by(self._weights.lm_head, PLAIN_ROWS))
 
     def _head(self, x: Rows, rows: StepRows) -> Tensor:
         return cap(self._linear("lm_head", self._weights.lm_head, x, rows), self._description.head.softcap)
@@ -158,6 +159,16 @@ class CudaDecoder:
     def _linear(self, name: str, layer: LoadedLinear, x: Rows, rows: StepRows) -> Tensor:
         """Returns: [rows, columns]; of qkv, o and down maybe [splits, rows, columns], see small_matmul and
         invariant_matmul."""
+        if not isinstance(layer, AdaptedLinear):
+            return self._without_adapters(name, layer, x, rows)
+        out = self._without_adapters(name, layer.base, x, rows)
+        if rows.adapters is not None:
+            assert isinstance(x, Tensor)  # see wanted_by
+            layer.add(out, x, rows.adapters, invariant=self._invariant)
+        return out
+
+    def _without_adapters(self, name: str, layer: LoadedLinear, x: Rows, rows: StepRows) -> Tensor:
+        """See _linear."""
         if isinstance(layer, QuantizedLinear):
             return layer.project(x, summed=name in _SUMMED, invariant=self._invariant)
         assert isinstance(x, Tensor)  # see wanted_by
@@ -169,12 +180,30 @@ class CudaDecoder:
         return layer(x, rows)
 
     def _gate_up(self, block: DecoderBlock, layer: BlockWeights, x: Rows, rows: StepRows) -> Rows:
-        activation, wanted, linear = block.mlp.activation, wanted_by(layer.down), layer.gate_up
+        activation, wanted, linear = block.mlp.activation, wanted_by(layer.down, rows), layer.gate_up
+        if isinstance(linear, AdaptedLinear):
+            if rows.adapters is not None:
+                assert isinstance(x, Tensor)  # see wanted_by
+                return self._adapted_gate_up(activation, linear, x, rows.adapters)
+            linear = linear.base
         if isinstance(linear, QuantizedLinear):
             return linear.gated(x, activation, wanted, invariant=self._invariant)
         assert isinstance(x, Tensor)  # see wanted_by
         out = self._dense_gate_up(activation, linear, x, rows)
         return out if wanted is None else quantize_rows(out, wanted)
+
+    def _adapted_gate_up(self, activation: str, layer: AdaptedLinear, x: Tensor, adapters: Tensor) -> Tensor:
+        """What adapters add lies before the activation, so that the projection is not fused with it: the kernel that adds is."""
+        base, rows = layer.base, x.shape[0]
+        if isinstance(base, QuantizedLinear):
+            out = base.project(x, summed=not self._invariant, invariant=self._invariant)
+        elif self._invariant:
+            out = self._invariant_linear("gate_up", base, x)
+        elif isinstance(base, DenseLinear) and self._shape("gate_up", base, x) is not None and rows <= FEW_ROWS:
+            out = small_matmul(x, base.weight)
+        else:
+            out = base(x, StepRows(adapters))
+        return layer.gated(out, x, adapters, activation, invariant=self._invariant)
 
     def _dense_gate_up(self, activation: str, layer: LoadedLinear, x: Tensor, rows: StepRows) -> Tensor:
         if self._invariant:
@@ -194,15 +223,19 @@ class CudaDecoder:
         """Those which have other kernels for other numbers of rows: each that a step may need."""
         layer, block = self._weights.blocks[0], self._description.blocks[0]
         like = self._weights.embedding
-        for name, linear in (
+        for name, loaded in (
             ("qkv", layer.qkv), ("o", layer.o), ("gate_up", layer.gate_up), ("down", layer.down),
             ("lm_head", self._weights.lm_head),
         ):  # fmt: skip
+            linear = loaded.base if isinstance(loaded, AdaptedLinear) else loaded
+            if isinstance(loaded, AdaptedLinear):
+                self._compile_adapted(name, block, loaded)
             if isinstance(linear, QuantizedLinear):
                 for rows in ROWS_OF_LAUNCHES:
                     x = torch.zeros((rows, linear.inputs), dtype=like.dtype, device=like.device)
                     if name == "gate_up":
-                        linear.gated(x, block.mlp.activation, wanted_by(layer.down), invariant=self._invariant)
+                        wanted = wanted_by(layer.down, PLAIN_ROWS)
+                        linear.gated(x, block.mlp.activation, wanted, invariant=self._invariant)
                     else:
                         linear.project(x, summed=name in _SUMMED, invariant=self._invariant)
                 continue
@@ -215,6 +248,16 @@ class CudaDecoder:
             for rows in distinct_launches(columns, silu=silu, chains=chains, half=half, most_rows=_MOST_ROWS):
                 x = torch.zeros((rows, weight.shape[1]), dtype=weight.dtype, device=weight.device)
                 invariant_matmul(x, weight, dense.bias, silu=silu, chains=chains)
+
+    def _compile_adapted(self, name: str, block: DecoderBlock, layer: AdaptedLinear) -> None:
+        like = self._weights.embedding
+        for rows in ROWS_OF_LORA_LAUNCHES:
+            x = torch.zeros((rows, layer.weights.inputs), dtype=like.dtype, device=like.device)
+            adapters = torch.full((rows,), -1, dtype=torch.int32, device=like.device)
+            if name == "gate_up":
+                self._adapted_gate_up(block.mlp.activation, layer, x, adapters)
+            else:
+                self._linear(name, layer, x, StepRows(adapters))
 
     def _shape(self, name: str, layer: LoadedLinear, x: Tensor) -> MatmulShape | None:
         """How our kernel is cut for this projection; None: cuBLAS takes it."""

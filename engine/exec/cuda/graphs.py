@@ -1,13 +1,16 @@
-"""CUDA graphs of the decode step, one for each padded batch size.
+"""CUDA graphs of the decode step, one for each padded batch size; two where layers have slots for adapters.
 
 A step of n sequences replays the least graph of at least n rows; rows past n are padded: slot -1 stores nothing, length 0
 attends to nothing. Everything that changes from step to step lies in one static buffer, sent as one copy.
+
+A step in which no row has an adapter replays a graph without what adapters add: it costs what it costs without slots.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
+from itertools import product
 
 import numpy as np
 import torch
@@ -17,7 +20,7 @@ from diptych.engine.exec.backends.base import Hooks
 from diptych.engine.exec.cuda.batch import CudaBatch, StepTensors
 from diptych.engine.exec.cuda.decoder import CudaDecoder
 from diptych.engine.exec.cuda.upload import ALIGN, Upload
-from diptych.engine.exec.methods.base import StepRows
+from diptych.engine.exec.methods.base import PLAIN_ROWS, StepRows
 from diptych.kernels.triton_decode import choose_splits
 from diptych.kernels.triton_sample import feed_ids
 
@@ -28,6 +31,14 @@ _SECTIONS = 6
 
 _UNIT = 2 << 20
 """Tensors of more than a megabyte are rounded up to it (torch's allocator)."""
+
+
+def kinds_of(slots: bool) -> tuple[bool, ...]:
+    """Of graphs of one size: whether adapters of rows are read. Without slots for adapters a method of weights may read them.
+
+    Args: slots: the layers have slots for adapters. Returns: what takes most memory first.
+    """
+    return (True, False) if slots else (True,)
 
 
 def output_bytes(sizes: Sequence[int], row_bytes: int) -> int:
@@ -41,6 +52,7 @@ class DecodeGraphs:
     Args:
         drawn: [at least max(sizes)] int32, at one address for ever: the tokens that the last step drew.
         sizes: ascending.
+        slots: the layers have slots for adapters.
     """
 
     def __init__(
@@ -53,15 +65,19 @@ class DecodeGraphs:
         num_kv_heads: int,
         num_programs: int,
         sizes: Sequence[int] = GRAPH_SIZES,
+        slots: bool = False,
     ) -> None:
         self._sizes = list(sizes)
         self._sections = _SECTIONS + num_groups
         self._no_adapters = np.full(max(sizes), -1, dtype=np.int32)
         self._upload = Upload(device, self._sections * (max(sizes) + ALIGN))
-        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        self._kinds = kinds_of(slots)
+        self._graphs: dict[tuple[int, bool], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
         pool = None
-        for size in reversed(self._sizes):  # the largest first: the others then fit into its memory
-            step, sources = self._step(size, choose_splits(size, num_kv_heads, num_programs))
+        for size, adapted in product(
+            reversed(self._sizes), self._kinds
+        ):  # the largest first: the others then fit into its memory
+            step, sources = self._step(size, choose_splits(size, num_kv_heads, num_programs), adapted)
             feed_ids(step.token_ids, sources, drawn)
             decoder.forward(step, Hooks(), want_logits=True)  # compiles kernels, and lets cuBLAS choose its own
             torch.cuda.synchronize(device)
@@ -71,7 +87,7 @@ class DecodeGraphs:
                 logits = decoder.forward(step, Hooks(), want_logits=True)
             if logits is None:
                 raise AssertionError("a decode step has logits")
-            self._graphs[size] = (graph, logits)
+            self._graphs[size, adapted] = (graph, logits)
             pool = pool or graph.pool()
 
     @property
@@ -81,7 +97,7 @@ class DecodeGraphs:
     def _stride(self, size: int) -> int:
         return -(-size // ALIGN) * ALIGN
 
-    def _step(self, size: int, splits: int) -> tuple[StepTensors, Tensor]:
+    def _step(self, size: int, splits: int, adapted: bool) -> tuple[StepTensors, Tensor]:
         """Returns: also, by row, where in `drawn` its token is; -1: in token_ids."""
         words, stride = self._upload.device_words, self._stride(size)
         words.zero_()
@@ -90,7 +106,8 @@ class DecodeGraphs:
         )
         for padded in (sources, adapters, *slots):
             padded.fill_(-1)
-        return StepTensors(ids, positions, slots, lens, rows, None, None, None, splits, StepRows(adapters)), sources
+        of_rows = StepRows(adapters) if adapted else PLAIN_ROWS
+        return StepTensors(ids, positions, slots, lens, rows, None, None, None, splits, of_rows), sources
 
     def replay(self, batch: CudaBatch, table_rows: Sequence[int], sources: Sequence[int] = ()) -> Tensor:
         """Args: batch: at most max_rows decode rows and no chunk. sources: see ModelRunner.launch.
@@ -109,6 +126,6 @@ class DecodeGraphs:
                 *(slots + [-1] * (size - count) for slots in batch.slots),
             )
         )
-        graph, logits = self._graphs[size]
+        graph, logits = self._graphs[size, batch.adapters is not None or len(self._kinds) == 1]
         graph.replay()
         return logits[:count]

@@ -164,8 +164,3 @@ def keep_quantized(weights: LinearWeights) -> QuantizedLinear | None:
         packed = pack_int4(weights.codes, weights.scales, weights.zeros, weights.group_size)
         return Int4Linear(packed, weights.order, weights.bias)
     return None
-
-
-def wanted_by(layer: object) -> str | None:
-    """The kind of quantized rows that a layer reads; None: plain ones."""
-    return layer.activations if isinstance(layer, QuantizedLinear) else None

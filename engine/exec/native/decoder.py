@@ -77,7 +77,12 @@ class NativeRuntime:
             kv_codes=_codes(pool),
             eps=first.attention_norm.eps,
         )
-        self._buffers = _Buffers(first, library, prepared_bytes=_prepared_bytes(library, weights, owned), shrunk_floats=_shrunk_floats(weights, owned))
+        self._buffers = _Buffers(
+            first,
+            library,
+            prepared_bytes=_prepared_bytes(library, weights, owned),
+            shrunk_floats=_shrunk_floats(weights, owned),
+        )
 
     def lay_out(self, seqs: Sequence[ScheduledSeq]) -> NativeBatch:
         """See Runtime.lay_out."""

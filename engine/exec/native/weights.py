@@ -77,8 +77,8 @@ def lora_of(slots: LoraSlots) -> Lora:
     """As the kernels are given them. They read the slots' own memory: what is installed there is seen by the next step."""
     a, b, ranks = slots.a, slots.b, slots.ranks
     rows = b.transpose(1, 2)
-    assert a.is_contiguous() and rows.is_contiguous() and ranks.is_contiguous(), "kernels read whole rows"
-    num_slots, parts, max_rank, _ = a.shape
+    assert all(tensor.is_contiguous() for tensor in (a, rows, ranks)), "kernels read whole rows"
+    _, parts, max_rank, _ = a.shape
     ends = (c_int64 * LORA_PARTS)(*accumulate(slots.part_outputs))
     return Lora(
         a.data_ptr(), b.data_ptr(), ranks.data_ptr(), a.dtype == torch.bfloat16, parts, max_rank, b.shape[1], ends

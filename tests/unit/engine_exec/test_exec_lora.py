@@ -14,6 +14,7 @@ from diptych.common.kv_format import Shard
 from diptych.engine.exec.layers.linear import Linear, Part, ShardBy
 from diptych.engine.exec.lora import LayerAdapter, LoraLinear, LoraModel, LoraSizes, LoraSlots, lora_delta, slot_bytes
 from diptych.engine.exec.methods.base import PLAIN_ROWS, StepRows
+from diptych_tests import quantized
 from diptych_tests.lora import linear_shapes, merge_adapter, write_adapter
 
 PROMPTS = [[5, 9, 17, 250, 31, 8, 77, 120, 3], [44, 12, 90], [200, 201, 202, 203, 9, 9], [7, 300, 11, 2, 5]]
@@ -58,21 +59,50 @@ def adapters(model_dir_of, tmp_path):
     return model, folders
 
 
-def test_rows_of_one_batch_have_the_results_of_merged_weights(adapters, driver_of, tmp_path):
+@pytest.mark.parametrize("backend", ["torch", "native"])
+def test_rows_of_one_batch_have_the_results_of_merged_weights(adapters, driver_of, tmp_path, compiler, backend):
     model, folders = adapters
-    driver = driver_of(model, backend="torch", max_loras=3, max_lora_rank=8)
-    plain = run(driver_of(model, backend="torch"), PROMPTS[:1], [-1])
+    driver = driver_of(model, backend=backend, max_loras=3, max_lora_rank=8)
+    plain = run(driver_of(model, backend=backend), PROMPTS[:1], [-1])
     for slot, folder in zip((2, 0, 1), folders, strict=True):
         kept(driver, folder, slot)
     ids, logprobs = run(driver, PROMPTS, [2, 0, -1, 1])
     for i, folder in ((0, folders[0]), (1, folders[1]), (3, folders[2])):
-        merged = driver_of(merge_adapter(model, folder, tmp_path / f"merged{i}"), backend="torch")
+        merged = driver_of(merge_adapter(model, folder, tmp_path / f"merged{i}"), backend=backend)
         expected, known = run(merged, PROMPTS[i : i + 1], [-1])
         assert ids[i] == expected[0]
         np.testing.assert_allclose(logprobs[i], known[0], atol=2e-4)
-    untouched = run(driver_of(model, backend="torch"), PROMPTS[2:3], [-1])
+    untouched = run(driver_of(model, backend=backend), PROMPTS[2:3], [-1])
     np.testing.assert_allclose(logprobs[2], untouched[1][0], atol=1e-5)
     assert np.abs(logprobs[0] - plain[1][0]).max() > 1e-2, "the adapters change something"
+    if backend == "native":
+        for i, slot in enumerate([2, 0, -1, 1]):
+            alone, same = run(driver, PROMPTS[i : i + 1], [slot])
+            assert alone[0] == ids[i]
+            assert np.array_equal(same[0], logprobs[i]), "in any company"
+        assert np.array_equal(untouched[1][0], logprobs[2])
+
+
+@pytest.mark.usefixtures("compiler")
+@pytest.mark.parametrize("method", ["bfloat16", "int8"])
+def test_the_compiled_layers_add_adapters_over_other_weights(adapters, driver_of, method):
+    """Near torch's numbers, and the same bits in any company."""
+    model, folders = adapters
+    how = {"dtype": "bfloat16"} if method == "bfloat16" else {}
+    if method == "int8":
+        quantized.quantize_folder(model, quantized.COMPRESSED_INT8, quantized.int8_rows)
+    slots, numbers = [1, -1, 0, 1], []
+    for backend in ("torch", "native"):
+        driver = driver_of(model, backend=backend, max_loras=2, max_lora_rank=8, **how)
+        for slot in (0, 1):
+            kept(driver, folders[slot], slot)
+        numbers.append(run(driver, PROMPTS, slots, count=1)[1])
+    np.testing.assert_allclose(numbers[1], numbers[0], atol=0.1)
+    ids, logprobs = run(driver, PROMPTS, slots)
+    for i, slot in enumerate(slots):
+        alone, same = run(driver, PROMPTS[i : i + 1], [slot])
+        assert alone[0] == ids[i]
+        assert np.array_equal(same[0], logprobs[i])
 
 
 def test_a_slot_holds_nothing_of_its_former_adapter(adapters, driver_of):
@@ -94,7 +124,7 @@ def test_an_adapter_fits_over_a_method_that_is_not_plain():
     weight = torch.randn(7, 5, generator=rng)
     slots = LoraSlots((3, 4), 5, LoraSizes(2, 4), torch.empty(0))
     a, b = torch.randn(2, 2, 5, generator=rng), torch.randn(7, 2, generator=rng)
-    slots.install(1, LayerAdapter(a, b))
+    slots.install(1, LayerAdapter(a, b, (2, 2)))
     layer = LoraLinear(lambda x, step: x @ weight.T, slots)
     x = torch.randn(6, 5, generator=rng)
     rows = torch.tensor([1, -1, 0, 1, -1, 1], dtype=torch.int32)

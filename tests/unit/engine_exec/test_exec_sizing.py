@@ -65,6 +65,7 @@ def test_18_a_trial_captures_the_largest_graph_and_leaves_room_for_what_the_othe
     assert _trial_graphs([], shapes, 128_256 * 2) == ([], [(24, 512)], (2 << 20) + (6 << 20)), "8 rows and 24"
     assert _trial_graphs(None, None, 640) == ([256], [(256, 512)], (16 + len(CHUNK_GRAPHS) - 1) * (2 << 20))
     assert _trial_graphs([], [], 640) == ([], [], 0)
+    assert _trial_graphs([1, 8, 4096], [], 640, slots=True) == ([4096], [], 4 * (2 << 20)), "with and without adapters"
 
 
 @pytest.mark.parametrize("share", [0.0, -1.0, 1.1, float("nan")])
