@@ -269,17 +269,15 @@ _FEW_INPUTS = 4096
 """Of more, a program takes twice as many: else there would be more sums to add up than programs are worth."""
 _FEW_ROWS = 16
 _DECODE = 64
-_INVARIANT = LoraShape(64, 64, 1)
+"""Rows that are likely to have many adapters: a program of the second launch has one slot then, else all of them."""
 
 
 def lora_shape(num_rows: int, num_slots: int, *, invariant: bool) -> LoraShape:
     """Args: num_slots: of the weights. invariant: a row's bits depend on no other row."""
-    if invariant:
-        # Neither the number of columns nor that of slots changes a bit.
-        return _INVARIANT if num_rows <= _DECODE else LoraShape(_INVARIANT.block_m, 128, num_slots + 1)
-    if num_rows <= _FEW_ROWS:
-        return LoraShape(16, 64, 1)
-    return LoraShape(32, 64, 1) if num_rows <= _DECODE else LoraShape(64, 128, num_slots + 1)
+    slots = 1 if num_rows <= _DECODE else num_slots + 1
+    if invariant or num_rows > _DECODE:  # how slots are shared out changes no bit
+        return LoraShape(64, 64, slots)
+    return LoraShape(16 if num_rows <= _FEW_ROWS else 32, 64, slots)
 
 
 def share_of(inputs: int) -> int:
