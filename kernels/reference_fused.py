@@ -79,6 +79,6 @@ def lora_ref(x: Tensor, a: Tensor, b: Tensor, adapters: Tensor, part_outputs: Se
     for row, slot in enumerate(adapters.tolist()):
         if slot >= 0:
             t = x[row].float() @ a[slot].float().transpose(1, 2)  # [parts, max_rank]
-            parts = b[slot].float().split(list(part_outputs))
+            parts = torch.split(b[slot].float(), list(part_outputs))
             out[row] = torch.cat([rows @ t[i] for i, rows in enumerate(parts)])
     return out

@@ -286,7 +286,8 @@ def share_of(inputs: int) -> int:
 
 
 def _ranks(max_rank: int) -> int:
-    return max(16, triton.next_power_of_2(max_rank))
+    """Whole dots."""
+    return max(16, int(triton.next_power_of_2(max_rank)))
 
 
 def _check_rows(rows: int, adapters: Tensor) -> None:

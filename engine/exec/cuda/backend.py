@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -57,7 +58,7 @@ class CudaBackend:
         self._chunk_graphs: ChunkGraphs | None = None
         if device.type == "cuda":
             self._warm_up(weights.description.vocab_size, max_model_len)
-            sizes = {
+            sizes: dict[str, Any] = {
                 "num_groups": len(pool.groups),
                 "num_kv_heads": weights.description.num_kv_heads,
                 "num_programs": self._runtime.num_programs,

@@ -54,7 +54,7 @@ class PackedLinear:
     @property
     def shrunk_floats(self) -> int:
         """Of a row with an adapter: what Step.shrunk holds for this layer."""
-        return self._lora.parts * self._lora.max_rank
+        return int(self._lora.parts * self._lora.max_rank)
 
     @property
     def num_bytes(self) -> int:
