@@ -51,8 +51,8 @@ LEAST_LIFE_S = 180.0
 """A slope of a shorter time says nothing."""
 MOST_SLOPE = 1.0
 BLOCKS = 192
-"""Of a worker's pool: few, so that every page of it has been touched when the warm-up ends. Until then memory grows with each block
-that is used for the first time: with 320 blocks (220 MiB) that took a decode worker on a busy machine up to ten minutes."""
+"""Of a worker's pool: few, so that every page of it has been touched when the warm-up ends. Until then memory grows with each
+block that is used for the first time: with 320 blocks (220 MiB) that took a decode worker on a busy machine up to ten minutes."""
 QUOTA = 200
 """Tokens a minute of the tenant that asks for more."""
 
