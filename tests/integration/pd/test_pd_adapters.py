@@ -22,7 +22,8 @@ from diptych.engine.fake_runner import FakeRunner
 from diptych.engine.messages import LoadedAdapter
 from diptych.rpc.errors import from_rpc_error
 from diptych.rpc.stubs import WorkerStub
-from diptych.rpc.v1 import decode_pb2, router_pb2, worker_pb2
+from diptych.rpc.v1 import decode_pb2, router_pb2, types_pb2, worker_pb2
+from diptych.worker import wire
 from diptych.worker.runtime import WorkerRuntime
 from diptych_tests import waiting
 from diptych_tests.lora import write_adapter
@@ -246,6 +247,53 @@ async def test_a_worker_takes_its_adapters_along_to_its_other_role(pd: ModuleTyp
         async with pd.FakeRouter(changing.address) as to_changed:
             message = pd.submit_message(changing, [prefill], attempt="b", prompt=PROMPT, local=True, local_max=100)
             assert (await to_changed.run(folders.ask(message, "french"))).token_ids == want["french"]
+
+
+async def test_preempted_answers_come_back_with_their_adapters(pd: ModuleType, folders: Folders) -> None:
+    """Decode has blocks for less than two answers, and one slot: each request leaves and returns, and so do the adapters."""
+    names = ("french", "german", BASE, "french")
+    prompts = [[(11 * i + 7 * n + 3) % 1000 for i in range(60)] for n in range(len(names))]
+    answers = {}
+    for num_blocks in (64, 11):
+        model = lambda n=num_blocks: pd.fake_model(num_blocks=n, max_loras=1)  # noqa: E731
+        settings = folders.settings(enable_prefix_caching=False, max_loras=1)
+        async with cluster_of(pd, folders, decode=model, decode_config=settings) as (cluster, router):
+            sent = []
+            for i, (name, prompt) in enumerate(zip(names, prompts, strict=True)):
+                message = cluster.submit_message(attempt=f"a{i}", prompt=prompt, max_tokens=60)
+                sent.append(router.submit(folders.ask(message, name)))
+            for i in range(len(names)):
+                await router.ended(f"a{i}")
+            answers[num_blocks] = [answer.token_ids for answer in sent]
+            preempted = cluster.decode.engine.stats().preemptions_total
+    assert preempted > 0
+    assert all(len(tokens) == 60 for tokens in answers[64])
+    assert answers[11] == answers[64]
+
+
+async def test_pulled_blocks_are_those_of_the_adapter_also_where_it_was_unloaded(
+    pd: ModuleType, folders: Folders
+) -> None:
+    async with cluster_of(pd, folders) as (cluster, router):
+        decode, prefill = cluster.decode, cluster.prefill[0]
+        turn_1 = await router.run(
+            folders.ask(cluster.submit_message(attempt="a", prompt=PROMPT, max_tokens=40), "french")
+        )
+        history = [*PROMPT, *turn_1.token_ids]
+        held = (len(history) - 1) // pd.BLOCK * pd.BLOCK
+        for i, (name, pulled) in enumerate(((BASE, 0), ("german", 0), ("french", held - 32))):
+            if name == "french":
+                assert (
+                    await call(decode, pd, "UnloadAdapter", worker_pb2.UnloadAdapterRequest(id=folders.ids[name]))
+                ).found
+            message = folders.ask(cluster.submit_message(attempt=f"b{i}", prompt=[*history, 5, 6, 7]), name)
+            source = types_pb2.KvSource(holder=wire.ref_to_proto(decode.ref), num_tokens=held, compute_s=pd.NEVER_S)
+            message.placement.prefill_source.CopyFrom(source)
+            answer = await router.run(message)
+            assert sum(pull.num_tokens for pull in answer.explanation.pulls) == pulled
+        assert prefill.library.counts.by_outcome["loaded"] == 2
+        want = await router.run(folders.ask(cluster.submit_message(attempt="c", prompt=[*history, 5, 6, 7]), "french"))
+        assert answer.token_ids == want.token_ids
 
 
 class HeldReads:
