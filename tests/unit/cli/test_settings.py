@@ -116,7 +116,7 @@ class Listed:
     sizes: tuple[int, ...] = (1, 2)
 
 
-def test_a_list_is_given_by_one_flag_with_commas_or_by_several(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_list_is_given_by_one_flag_with_commas_or_by_several() -> None:
     seen: list[Listed] = []
     app = typer.Typer()
     app.callback()(lambda: None)
@@ -131,7 +131,8 @@ def test_a_list_is_given_by_one_flag_with_commas_or_by_several(monkeypatch: pyte
 
     assert given() == Listed()
     assert given("--folders", "a,b", "--folders", "c", "--sizes=3") == Listed(("a", "b", "c"), (3,))
-    monkeypatch.setenv("DIPTYCH_FOLDERS", "d,e")
-    assert given() == Listed(("d", "e"))
-    assert given("--folders", "a") == Listed(("a",))
+    environ = {"DIPTYCH_FOLDERS": "d,e"}
+    assert settings.merge(Listed, {}, environ=environ) == Listed(("d", "e"))
+    assert settings.merge(Listed, {"folders": ["a"]}, environ=environ) == Listed(("a",))
+    assert settings.merge(Listed, {}, environ={"DIPTYCH_FOLDERS": ""}) == Listed()
     assert CliRunner().invoke(app, ["run", "--sizes", "x"]).exit_code == 2
