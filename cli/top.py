@@ -104,6 +104,8 @@ def view(status: dict[str, Any], width: int, url: str = "") -> Any:
         f"   running {status['running']:.0f}, waiting {status['waiting']:.0f}, "
         f"{now['requests_per_s']:.1f} answers/s, {now['tokens_per_s']:.1f} tokens/s, {now['failed']:.0f} failed"
     )
+    if adapters := status.get("adapters"):
+        head.append(f", {len(adapters)} adapters ({status.get('adapters_waiting', 0)} requests wait for a slot)")
     seconds_shown = max(5, min(_SPARK_S, width - 20))  # beside a title and a number
     plots = Table(box=None, pad_edge=False, show_header=False)
     for title, field, shown in (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +16,8 @@ PLACEMENT_POLICIES = ("cost", "round-robin", "random", "least-loaded", "power-of
 ADMISSION_MODES = ("off", "shadow", "on")
 """Those of router.fairness.admission."""
 MOST_PROCESSES = 64
+ADAPTER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}")
+"""That of common.store.adapters, for the same reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +40,8 @@ class RouterConfig:
         served_model_name: the name clients use; empty: the folder's name.
         more_models: NAME=FOLDER of further models of this router; requests select one by name. Every model has separate
             workers, found in the same Redis.
+        lora_modules: NAME=FOLDER of LoRA adapters to load at the start, unless the registry has the name; comma-separated, or
+            several flags. The folders are the workers' (--lora-dir). With several models they are the first one's.
         max_model_len: prompt plus answer in tokens; None: the limit of the model and the workers.
         local_prefill_max_tokens: most uncached tokens that decode computes itself, where that costs less; 0: prefill
             always runs.
@@ -116,6 +121,7 @@ class RouterConfig:
     model: str = ""
     served_model_name: str = ""
     more_models: tuple[str, ...] = ()
+    lora_modules: tuple[str, ...] = ()
     max_model_len: int | None = None
     local_prefill_max_tokens: int = 64
     request_timeout_s: float = 600.0
@@ -193,8 +199,16 @@ class RouterConfig:
             found[name] = folder
         return found
 
+    @property
+    def adapter_folders(self) -> dict[str, str]:
+        """Folder of each adapter to load at the start, by name. Raises: ConfigError."""
+        return lora_modules(self.lora_modules)
+
     def __post_init__(self) -> None:
         _ = self.model_folders
+        for name in self.adapter_folders:
+            if name in self.model_folders:
+                raise ConfigError("lora_modules", name, "is the name of a model")
         _ = self.rollout  # its constructor checks them
         _ = self.http
         for name in ("http_port", "grpc_port"):
@@ -241,3 +255,21 @@ class RouterConfig:
             raise ConfigError("placement_backend", self.placement_backend, 'must be "auto", "native" or "numpy"')
         if self.generation_config not in ("auto", "none"):
             raise ConfigError("generation_config", self.generation_config, 'must be "auto" or "none"')
+
+
+def lora_modules(entries: tuple[str, ...]) -> dict[str, str]:
+    """Folder by name of NAME=FOLDER entries. Raises: ConfigError."""
+    found: dict[str, str] = {}
+    for entry in entries:
+        name, _, folder = entry.partition("=")
+        if not ADAPTER_NAME.fullmatch(name) or not folder:
+            raise ConfigError("lora_modules", entry, "must be NAME=FOLDER, the name of letters, digits or ._:/-")
+        if name in found:
+            raise ConfigError("lora_modules", entry, "another adapter has this name")
+        found[name] = folder
+    return found
+
+
+def absolute_modules(entries: tuple[str, ...]) -> tuple[str, ...]:
+    """The same with absolute folders, of workers on this machine. Raises: ConfigError."""
+    return tuple(f"{name}={Path(folder).expanduser().absolute()}" for name, folder in lora_modules(entries).items())

@@ -28,11 +28,13 @@ from diptych.common.errors import (
 )
 from diptych.common.sampling import FinishReason
 from diptych.common.secret import load_secret, session_key, tenant_salt
+from diptych.common.store.adapters import AdapterEntry
 from diptych.common.store.interface import Store
 from diptych.common.store.memory import MemoryStore
 from diptych.common.store.redis_store import RedisStore
 from diptych.common.text.token_bytes import Tokens
 from diptych.common.tls import load_redis_tls
+from diptych.router.adapters.modules import StartAdapters
 from diptych.router.adapters.operations import AdapterOperations
 from diptych.router.adapters.registry import AdapterRegistry
 from diptych.router.adapters.resolution import AdapterChoice, checked_choice, named_adapter
@@ -93,6 +95,7 @@ class Frontend:
         self._rng = rng or random.Random()
         self._created = int(time.time())
         self._registry: AdapterRegistry | None = None
+        self._at_start: StartAdapters | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self.adapters = AdapterOperations(
             self._started_registry,
@@ -163,6 +166,13 @@ class Frontend:
         )
         await self._registry.refresh()
         self._tasks.append(asyncio.create_task(self._registry.run(), name="adapter registry"))
+        if config.lora_modules:
+            first = next(iter(self._models.values()))
+            at_start = StartAdapters(
+                self.adapters, config.adapter_folders, first.name, lambda: first.cluster.ready()[0]
+            )
+            self._at_start = at_start
+            self._tasks.append(asyncio.create_task(at_start.run(), name="adapters at the start"))
         for model in self._models.values():
             model.cluster.adapter_turns.on_refused = self.metrics.adapters.refused.inc
             await model.start()
@@ -250,11 +260,14 @@ class Frontend:
         if not self._models:
             return False, ["the router is not running"]
         reported = {model.name: model.cluster.ready() for model in self._models.values()}
-        self._all_were_ready = self._all_were_ready or all(ready for ready, _ in reported.values())
+        at_start = self._at_start
+        all_are = all(ready for ready, _ in reported.values()) and (at_start is None or at_start.tried)
+        self._all_were_ready = self._all_were_ready or all_are
+        missing = [] if at_start is None else [f"adapter {name}: {why}" for name, why in at_start.missing.items()]
         ready = self._all_were_ready and any(ready for ready, _ in reported.values())
         if len(reported) == 1:
-            return ready, next(iter(reported.values()))[1]
-        return ready, [f"{name}: {reason}" for name, (_, reasons) in reported.items() for reason in reasons]
+            return ready, next(iter(reported.values()))[1] + missing
+        return ready, [f"{name}: {reason}" for name, (_, reasons) in reported.items() for reason in reasons] + missing
 
     def features(self, model: object = "") -> ModelFeatures:
         """Features of the model; of the first for an unknown name (which `prepare` rejects)."""
@@ -550,6 +563,8 @@ class Frontend:
             "lookup": self._lookup | {"compiler": _compiler()},
             "running": self.metrics.value("num_requests_running"),
             "waiting": self.metrics.value("num_requests_waiting"),
+            "adapters": [] if self._registry is None else [_shown(entry) for entry in self.adapters.entries(tenant)],
+            "adapters_waiting": sum(len(cluster.adapter_turns) for cluster in self._clusters()),
             "stages": self.metrics.live.stages(),
             "series": self.metrics.live.points(now),
             "counters": self.metrics.totals(),
@@ -569,6 +584,17 @@ class Frontend:
             placement = cluster.place(query, PromptBlocks(request.prompt))
             trace = RequestTrace(request.request_id, placement, cluster.index_mode(placement), adapter=request.adapter)
         return router_pb2.WhatIfResponse(explanation=trace.explanation(), prompt_tokens=len(request.prompt.token_ids))
+
+
+def _shown(entry: AdapterEntry) -> dict[str, Any]:
+    """Of an adapter, for the status."""
+    return {
+        "name": entry.name,
+        "model": entry.model,
+        "version": entry.stable,
+        "canary": entry.canary,
+        "canary_share": entry.canary_share,
+    }
 
 
 def _without_tokens(event: FinishedEvent) -> FinishedEvent:

@@ -9,7 +9,7 @@ from typing import Any
 
 from diptych.common.addresses import loopback_beside
 from diptych.common.errors import ConfigError
-from diptych.router.config import RouterConfig
+from diptych.router.config import RouterConfig, absolute_modules
 from diptych.worker.config import AUTO, WorkerConfig
 
 WORKER_ID = "local"
@@ -63,6 +63,7 @@ class ServeConfig:
         max_lora_rank: the largest rank of an adapter, up to 64.
         max_cpu_loras: adapters in host memory; the one used longest ago leaves first.
         lora_dir: folders that adapters are loaded from, and all folders in them; comma-separated, or the flag several times.
+        lora_modules: NAME=FOLDER of adapters to load at the start, from these folders; comma-separated, or several flags.
         lora_load_timeout_s: for one load of an adapter, and for the requests that wait for it.
         tool_call_parser: hermes, llama3-json, mistral or a plug-in's name; "auto" chooses by the chat template, "none"
             rejects tools.
@@ -110,6 +111,7 @@ class ServeConfig:
     max_lora_rank: int = _WORKER.max_lora_rank
     max_cpu_loras: int = _WORKER.max_cpu_loras
     lora_dir: tuple[str, ...] = ()
+    lora_modules: tuple[str, ...] = ()
     lora_load_timeout_s: float = _WORKER.lora_load_timeout_s
     tool_call_parser: str = "auto"
     reasoning_parser: str = "auto"
@@ -123,6 +125,8 @@ class ServeConfig:
         self.parts(model="", name="", secret_file="")
         if self.http_port == self.grpc_port != 0:
             raise ConfigError("grpc_port", self.grpc_port, "must differ from http_port")
+        if self.lora_modules and not self.enable_lora:
+            raise ConfigError("lora_modules", ", ".join(self.lora_modules), "needs enable_lora")
 
     def parts(self, *, model: str, name: str, secret_file: str) -> tuple[RouterConfig, WorkerConfig]:
         """Settings of router and worker. Raises: ConfigError naming the field."""
@@ -139,6 +143,7 @@ class ServeConfig:
                 "max_model_len": self.max_model_len or None,
                 "local_prefill_max_tokens": _ALWAYS_LOCAL,
                 "require_prefill": False,
+                "lora_modules": absolute_modules(self.lora_modules),
             }
         )
         inside = {

@@ -18,6 +18,7 @@ from diptych.cli.up.supervisor import ChildSpec
 from diptych.common.addresses import host_port, loopback_beside, reachable
 from diptych.common.errors import ConfigError
 from diptych.common.secret import create_secret
+from diptych.router.config import absolute_modules
 
 WORKER_DRAIN_S = 1.0
 """Seconds that running requests get when a local cluster is stopped."""
@@ -126,8 +127,9 @@ class ClusterPlan:
                 **_files(config, "keys_file", "tls_cert", "tls_key"),
             }
             insecure = ["--insecure"] if config.insecure else []
+            modules = [f"--lora-modules={entry}" for entry in absolute_modules(config.lora_modules)]
             more = shlex.split(config.router_args)
-            return [*diptych_command(), "router", *self._common_flags(), *_flags(flags), *insecure, *more]
+            return [*diptych_command(), "router", *self._common_flags(), *_flags(flags), *modules, *insecure, *more]
 
         return ChildSpec("router", "router", command, self._log("router"), _SERVING_GROUP, self._private)
 

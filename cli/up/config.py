@@ -12,7 +12,7 @@ from diptych.common.errors import ConfigError
 from diptych.common.kv_format import COMPUTE_DTYPES, KV_CACHE_DTYPES
 from diptych.kvtransfer.disk.store_address import StoreAddress
 from diptych.kvtransfer.wrappers import ciphers
-from diptych.router.config import MOST_PROCESSES
+from diptych.router.config import MOST_PROCESSES, lora_modules
 from diptych.worker.config import AUTO, MOST, WorkerConfig, check_lora
 
 _WORKER = WorkerConfig()
@@ -51,6 +51,7 @@ class UpConfig:
         max_lora_rank: the largest rank of an adapter, up to 64.
         max_cpu_loras: adapters in a worker's memory; the one used longest ago leaves first.
         lora_dir: folders that adapters are loaded from, and all folders in them; comma-separated, or the flag several times.
+        lora_modules: NAME=FOLDER of adapters to load at the start, from these folders; comma-separated, or several flags.
         device: cpu or cuda; on cuda each worker gets one GPU; with fewer GPUs than workers they share memory.
         prefill_gpus: GPUs of the prefill workers, as indices among those that CUDA shows: 0 or 0,1; empty: automatic.
         decode_gpus: GPUs of the decode workers, likewise; empty: automatic.
@@ -121,6 +122,7 @@ class UpConfig:
     max_lora_rank: int = _WORKER.max_lora_rank
     max_cpu_loras: int = _WORKER.max_cpu_loras
     lora_dir: tuple[str, ...] = ()
+    lora_modules: tuple[str, ...] = ()
     device: str = "cpu"
     prefill_gpus: str = ""
     decode_gpus: str = ""
@@ -192,6 +194,8 @@ class UpConfig:
             if not 1 <= getattr(self, name) <= MOST[name]:
                 raise ConfigError(name, getattr(self, name), f"must be 1 to {MOST[name]}")
         check_lora(self.enable_lora, self.max_loras, self.max_cpu_loras, self.lora_dir)
+        if lora_modules(self.lora_modules) and not self.enable_lora:
+            raise ConfigError("lora_modules", ", ".join(self.lora_modules), "needs enable_lora")
         if self.transport:
             # Imported here: it takes numpy, which other commands do without.
             from diptych.kvtransfer.fabric import registry

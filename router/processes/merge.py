@@ -45,6 +45,7 @@ def merged_status(own: dict[str, Any], others: Sequence[Mapping[str, Any]], num_
         "reasons": [*own["reasons"], *reasons],
         "running": sum(one["running"] for one in every),
         "waiting": sum(one["waiting"] for one in every),
+        "adapters_waiting": sum(one.get("adapters_waiting", 0) for one in every),
         "stages": {name: _merged_stage([one["stages"][name] for one in every]) for name in own["stages"]},
         "series": _merged_series([one["series"] for one in every]),
         "counters": _merged_counters([one["counters"] for one in every]),

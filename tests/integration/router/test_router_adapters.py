@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -17,10 +18,14 @@ import pytest
 from diptych.cli.adapters import lines_of
 from diptych.cli.operator_calls import ask
 from diptych.cli.router_access import RouterAccess
+from diptych.cli.serve.config import ServeConfig
+from diptych.cli.up.config import UpConfig
 from diptych.client import AdapterReport, AsyncClient
 from diptych.common.block_identity import block_keys, header_of_request
+from diptych.common.clock import MonotonicClock
 from diptych.common.errors import (
     AuthenticationError,
+    ConfigError,
     InvalidRequestError,
     ModelNotFoundError,
     NoWorkerError,
@@ -36,6 +41,8 @@ from diptych.router.api.auth.keys import add_key
 from diptych.router.api.grpc.operations import OperationsService
 from diptych.router.api.grpc.service import RouterService
 from diptych.router.api.packed_ids import PackedIds
+from diptych.router.config import RouterConfig, absolute_modules
+from diptych.router.frontend import Frontend
 from diptych.router.placement.placer import PromptBlocks
 from diptych.router.requests.messages import FinishedEvent, StartedEvent, UncheckedRequest
 from diptych.router.requests.resume import Seen, SeenChoice, checksum
@@ -45,7 +52,7 @@ from diptych.rpc.channels import bind, new_server
 from diptych.rpc.convert import prompt_fields, prompt_from_proto
 from diptych.rpc.operator import operator_key
 from diptych.rpc.v1 import decode_pb2, router_pb2, worker_pb2
-from diptych_tests.router_fleet import Fleet, other_router
+from diptych_tests.router_fleet import Fleet, other_router, running
 
 ONE, TWO, BIG = (f"{i:032x}" for i in (1, 2, 3))
 FOLDERS = {"/lora/one": (ONE, 8), "/lora/two": (TWO, 16), "/lora/big": (BIG, 32)}
@@ -577,3 +584,42 @@ async def test_one_answer_to_several_prompts_has_one_version(pair: tuple[Fleet, 
                 assert len({submit.adapter for submit in decode.submits[8 * number :]}) == 1
     finally:
         await servers.stop(1.0)
+
+
+async def test_adapters_of_the_settings_are_loaded_at_the_start_and_a_restart_undoes_no_rollback(
+    model_folder: Path, tmp_path: Path
+) -> None:
+    modules = ("poems=/lora/one", "prose=/lora/none")
+    async with running(model_folder, tmp_path, require_prefill=False, lora_modules=modules) as fleet:
+        assert not fleet.frontend.ready()[0]
+        decode = await add(fleet, "d0")
+        await fleet.until(lambda: fleet.frontend.ready()[0])
+        assert fleet.frontend.ready()[1] == ["adapter prose: worker d0: no adapter in /lora/none"]
+        await fleet.ask(model="poems")
+        assert decode.submits[0].adapter == ONE
+        await load(fleet, folder="/lora/two", load_inplace=True)
+        config = fleet.frontend._config
+        again = Frontend(config, store=fleet.store, clock=MonotonicClock(), rng=random.Random(2))
+        await again.start()
+        try:
+            await fleet.until(lambda: again.ready()[0])
+            spec = UncheckedRequest(token_ids=[1] * 40, model="poems", sampling={"max_tokens": 3})
+            assert (await again.prepare(spec)).prompt.adapter == TWO
+        finally:
+            again._store = None  # it is the fleet's
+            await again.close()
+
+
+@pytest.mark.parametrize("entry", ["poems", "=/x", "poems=", "../x=/lora", "tiny=/lora"])
+def test_an_entry_of_lora_modules_names_what_is_wrong(entry: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        RouterConfig(model="/models/tiny", lora_modules=(entry,))
+    assert caught.value.field == "lora_modules"
+    for kind in (ServeConfig, UpConfig):
+        with pytest.raises(ConfigError, match="needs enable_lora"):
+            kind(lora_modules=("poems=/lora",))
+        assert kind(lora_modules=("poems=/lora",), enable_lora=True, lora_dir=(str(tmp_path),)).lora_modules
+
+
+def test_serve_and_up_pass_absolute_folders_to_the_router() -> None:
+    assert absolute_modules(("a=/x/y", "b=z")) == ("a=/x/y", f"b={Path('z').absolute()}")
