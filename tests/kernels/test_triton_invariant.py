@@ -211,7 +211,6 @@ def check_attention(heads, lens, *, block_size, dtype, split_tokens, tile, toler
         compare(
             f"decoding, {splits} programs", attend(case, q, dict.fromkeys(range(len(lens)), 1), splits=splits, **rule)
         )
-        compare("decoding alone", attend(case, q, {0: 1}, splits=splits, **rule))
     # Every position where a tile or a split ends is once the last one.
     for end in sorted(
         {1, tile - 1, tile, tile + 1, split_tokens - 1, split_tokens, split_tokens + 1, 2 * split_tokens}
@@ -239,7 +238,7 @@ def check_attention(heads, lens, *, block_size, dtype, split_tokens, tile, toler
 )
 def test_attention_small(heads, dtype, window, softcap):
     check_attention(
-        heads, [67, 70, 83], block_size=8, dtype=dtype, split_tokens=32, tile=16, window=window, softcap=softcap,
+        heads, [65, 67], block_size=8, dtype=dtype, split_tokens=32, tile=16, window=window, softcap=softcap,
         tolerance=2e-3 if dtype == torch.float16 else 2e-5,
     )  # fmt: skip
 

@@ -286,7 +286,13 @@ def variant(request, model_of, set_lanes) -> Variant:
 
 def greedy_ids(model, prompt, count):
     """Greedy by hand: generate() has settings of its own. Returns: ids, least gap between the first two logits, and the
-    logits of the first id."""
+    logits of the first id. Computed once for all back ends."""
+    ids, gap, first = _greedy_ids(model, tuple(prompt), count)
+    return list(ids), gap, first
+
+
+@cache
+def _greedy_ids(model, prompt, count):
     ids, gap, first = list(prompt), float("inf"), None
     with torch.inference_mode():
         for _ in range(count):
@@ -295,7 +301,7 @@ def greedy_ids(model, prompt, count):
             top = logits.topk(2)
             gap = min(gap, (top.values[0] - top.values[1]).item())
             ids.append(top.indices[0].item())
-    return ids[len(prompt) :], gap, first
+    return tuple(ids[len(prompt) :]), gap, first
 
 
 def check_family(driver, model, *, count: int, lengths: tuple[int, ...] = (1, 17, 40), chunk: int = 11) -> None:
@@ -319,16 +325,31 @@ def check_family(driver, model, *, count: int, lengths: tuple[int, ...] = (1, 17
     assert driver.generate(prompts, count, chunk=chunk) == [ids for ids, _, _ in expected]
 
 
+@pytest.fixture(scope="session")
+def family_of(tmp_path_factory):
+    """family_of(architecture, config overrides) -> folder of a random model, and transformers' own; made once."""
+    made = {}
+
+    def make(architecture: str, overrides: dict) -> tuple[Path, Any]:
+        key = architecture, repr(overrides)
+        if key not in made:
+            folder = tiny_model_dir(tmp_path_factory.mktemp("family"), architecture, **overrides)
+            model_class = getattr(transformers, architecture)
+            model = model_class.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+            made[key] = folder, model
+        return made[key]
+
+    return make
+
+
 @pytest.fixture
-def check_family_of(tmp_path_factory, set_lanes, driver_of):
+def check_family_of(family_of, set_lanes, driver_of):
     """check_family_of(architecture, backend, config overrides): a random model of the family on that back end is
     transformers'. backend: torch, triton, or a number of floats per vector of the compiled kernels."""
 
     def check(architecture: str, backend: str | int, overrides: dict, **kwargs) -> None:
         torch.set_num_threads(1)
-        folder = tiny_model_dir(tmp_path_factory.mktemp("family"), architecture, **overrides)
-        model_class = getattr(transformers, architecture)
-        model = model_class.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+        folder, model = family_of(architecture, overrides)
         if isinstance(backend, int):
             set_lanes(backend)
         name = backend if isinstance(backend, str) else "native"

@@ -112,6 +112,7 @@ def test_real_model_knows_paris(real_model_dir, driver_of):
     knows_paris(driver_of(real_model_dir, num_blocks=8, block_size=16), real_model_dir)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lanes", ALL_LANES)
 def test_real_model_knows_paris_at_every_width(real_model_dir, driver_of, set_lanes, lanes):
     set_lanes(lanes)

@@ -55,7 +55,7 @@ def test_triton_verifies_in_decode_rows(model_dir_of, driver_of):
     if not knobs.runtime.interpret:
         pytest.skip("set TRITON_INTERPRET=1")
     small = {
-        "num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "num_key_value_heads": 1,
+        "num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "num_key_value_heads": 1,
     }  # fmt: skip
     folder = model_dir_of("LlamaForCausalLM", **small)
     prompts = prompts_of(3, 9)
