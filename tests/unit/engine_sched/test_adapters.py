@@ -240,3 +240,30 @@ def test_blocks_that_come_back_or_come_from_elsewhere_are_those_of_the_same_adap
     again = engine.generate([replace(request, attempt=f"{request.attempt}2") for request in requests])
     assert [r.token_ids for r in again] == list(expected.values())
     assert any(r.num_cached_tokens for r in again)
+
+
+def test_many_adapters_on_few_slots_keep_nobody_out_and_hold_up_no_base_row(kit):
+    """64 adapters on 8 slots, each of which would fit into a step's budget a part at a time only."""
+    seen = []
+    runner = FakeRunner(
+        256, kit.BLOCK, max_loras=8, before_execute=lambda seqs: seen.append({seq.attempt for seq in seqs})
+    )
+    engine = kit.make_lora_engine((), 8, runner, num_blocks=256, max_num_seqs=32)
+    budget = engine.core.scheduler.throughput.install_budget()
+    names = [f"adapter-{i}" for i in range(64)]
+    for name in names:
+        engine.send(KeepAdapter(FakeAdapter(kit.adapter_id(name), num_bytes=2 * budget, num_parts=4)))
+    base = request_of(kit, "", "base", 400)
+    engine.send(base)
+    engine.step()
+    requests = [request_of(kit, name, f"{name}/{turn}", 6) for turn in range(2) for name in names]
+    for request in requests:
+        engine.send(request)
+    events = kit.run_until_idle(engine, 3000)
+    finished = {event.attempt for event in events if isinstance(event, Finished)}
+    assert finished == {"base", *(request.attempt for request in requests)}
+    first = [step for step in seen if "base" in step]
+    assert seen[: len(first)] == first, "it is in every step until it ends"
+    stats = engine.stats().adapters
+    assert (len(stats.resident), stats.installs - stats.evictions) == (8, 8)
+    assert stats.installs <= 2 * len(names)
