@@ -67,12 +67,15 @@ class AdapterSlots:
         """By attempt, of every live request that names one."""
         self._pinned: dict[str, int] = {}
         """By attempt, its slot."""
+        self._wanting: dict[str, _Claim] = {}
+        """By adapter, of those that have no slot and found none."""
         self._claims: dict[int, _Claim] = {}
-        """By slot."""
+        """By slot: of adapters that want one, the first by rank; or of the one that the slot was given to, until it is pinned."""
         self._installs: dict[int, int] = {}
         """By slot, the first part of its adapter that is still to be copied there, in the order of their begin."""
         self._stuck: set[str] = set()
-        """Adapters that `may_run` has refused, until something changes."""
+        """Adapters that `may_run` has refused. One leaves the set when it may be otherwise: many may wait, and each that is asked
+        costs a look at those in front of it."""
         self._budget: int | None = None
         self._events = self._num_installs = self._num_evictions = 0
 
@@ -103,10 +106,10 @@ class AdapterSlots:
         if slot is not None:
             self._empty(slot)
 
-    def _empty(self, slot: int) -> None:
-        self._slots[slot].adapter = ""
-        self._installs.pop(slot, None)
-        self._stuck.clear()
+    def _empty(self, number: int) -> None:
+        self._slots[number].adapter = ""
+        self._installs.pop(number, None)
+        self._wake(number)
 
     # ---- requests ----
 
@@ -116,6 +119,7 @@ class AdapterSlots:
         if adapter:
             self._adapter_of[request.attempt] = adapter
             self._users[adapter] += 1
+            self._stuck.discard(adapter)  # it may be of a smaller rank than the one that was refused
 
     def leave(self, request: Request) -> None:
         """It has ended. Idempotent."""
@@ -123,10 +127,12 @@ class AdapterSlots:
         adapter = self._adapter_of.pop(request.attempt, None)
         if adapter is None:
             return
-        for slot, claim in list(self._claims.items()):
+        if (want := self._wanting.get(adapter)) is not None and want.attempt == request.attempt:
+            del self._wanting[adapter]
+            self._stuck.discard(adapter)  # others may name it
+        for number, claim in list(self._claims.items()):
             if claim.attempt == request.attempt:
-                del self._claims[slot]
-                self._stuck.clear()
+                self._unclaim(number)
         self._users[adapter] -= 1
         if not self._users[adapter]:
             del self._users[adapter]
@@ -134,9 +140,9 @@ class AdapterSlots:
 
     def begin_step(self, budget: int | None) -> None:
         """Args: budget: bytes that may be installed before the step; None: any number."""
-        if (budget is None) != (self._budget is None):
-            self._stuck.clear()
         self._budget = budget
+        if budget is None:
+            self._stuck.difference_update(self._slots[number].adapter for number in self._installs)
 
     def may_run(self, request: Request) -> bool:
         """Whether the slot of its adapter is ready, or will be before the step. If not, its adapter is stuck; it has claimed a
@@ -150,7 +156,7 @@ class AdapterSlots:
             if slot is not None:
                 self._put(request, adapter, slot)
         if slot is None:
-            self._claim(request, adapter)
+            self._want(request, adapter)
         elif self._budget is None or slot not in self._installs:
             claim = self._claims.get(slot)
             if claim is None or claim.adapter == adapter or self._rank(request) <= claim.rank:
@@ -168,9 +174,9 @@ class AdapterSlots:
         if adapter is None or request.attempt in self._pinned:
             return
         number = self._slot_of[adapter]
-        if number in self._claims and self._claims[number].adapter == adapter:
-            del self._claims[number]
         self._pin(request, number)
+        if number in self._claims and self._claims[number].adapter == adapter:
+            self._unclaim(number)
 
     def fork(self, parent: Request, other: Request) -> None:
         """Another sequence of an attempt runs with the parent's slot. Args: other: did `enter`."""
@@ -195,8 +201,9 @@ class AdapterSlots:
         slot = self._slots[number]
         slot.pins -= 1
         self._note_use(slot)
+        self._stuck.discard(slot.adapter)  # preempted, it may be of a smaller rank than the one that was refused
         if not slot.pins:
-            self._stuck.clear()
+            self._wake(number)
 
     def _pin(self, request: Request, number: int) -> None:
         slot = self._slots[number]
@@ -213,14 +220,20 @@ class AdapterSlots:
         slot = self._slots[number]
         if slot.adapter:
             del self._slot_of[slot.adapter]
+            self._stuck.discard(slot.adapter)
             self._num_evictions += 1
         slot.adapter = adapter
         self._slot_of[adapter] = number
         self._installs.pop(number, None)
         self._installs[number] = 0
-        self._claims = {at: claim for at, claim in self._claims.items() if claim.adapter != adapter}
+        self._wanting.pop(adapter, None)
+        before = [at for at, claim in self._claims.items() if claim.adapter == adapter and at != number]
+        displaced = self._claims.get(number)
         self._claims[number] = _Claim(adapter, request.attempt, self._rank(request))
-        self._stuck.clear()
+        for at in before:
+            self._unclaim(at)
+        if displaced is not None and displaced.adapter in self._wanting:
+            self._claim(displaced)
 
     def _free_slot(self, adapter: str, rank: Rank) -> int | None:
         """The slot that a request may have; None: there is none."""
@@ -234,23 +247,55 @@ class AdapterSlots:
                 best = key
         return None if best is None else best[-1]
 
-    def _claim(self, request: Request, adapter: str) -> None:
-        """For its adapter, once: the slot with the fewest requests that none of a smaller rank has claimed."""
-        rank = self._rank(request)
+    def _want(self, request: Request, adapter: str) -> None:
+        """It found no slot."""
+        want, rank = self._wanting.get(adapter), self._rank(request)
+        if want is not None and want.rank <= rank:
+            return
+        new = self._wanting[adapter] = _Claim(adapter, request.attempt, rank)
         for number, claim in self._claims.items():
             if claim.adapter == adapter:
-                if rank < claim.rank:
-                    self._claims[number] = _Claim(adapter, request.attempt, rank)
+                self._claims[number] = new
                 return
+        self._claim(new)
+
+    def _claim(self, want: _Claim) -> None:
+        """The slot with the fewest requests that none of a smaller rank has claimed, if there is one. An adapter claims one."""
+        if any(claim.adapter == want.adapter for claim in self._claims.values()):
+            return
         best: tuple[int, int, int] | None = None
         for number, slot in enumerate(self._slots):
             held = self._claims.get(number)
-            if held is None or held.rank > rank:
+            if held is None or held.rank > want.rank:
                 key = (slot.pins, slot.used_at, number)
                 if best is None or key < best:
                     best = key
-        if best is not None:
-            self._claims[best[-1]] = _Claim(adapter, request.attempt, rank)
+        if best is None:
+            return
+        displaced = self._claims.get(best[-1])
+        self._claims[best[-1]] = want
+        self._wake(best[-1])
+        if displaced is not None and displaced.adapter in self._wanting:
+            self._claim(displaced)
+
+    def _unclaim(self, number: int) -> None:
+        """The next one by rank has it, of those that want a slot and have claimed none."""
+        del self._claims[number]
+        have = {claim.adapter for claim in self._claims.values()}
+        wants = [want for adapter, want in self._wanting.items() if adapter not in have]
+        if wants:
+            self._claims[number] = min(wants, key=lambda want: want.rank)
+        self._wake(number)
+
+    def _wake(self, number: int) -> None:
+        """The slot, or the claim on it, has changed."""
+        slot, claim = self._slots[number], self._claims.get(number)
+        self._stuck.discard(slot.adapter)
+        if slot.pins:
+            return
+        for adapter, want in self._wanting.items():
+            if claim is None or want.rank <= claim.rank:
+                self._stuck.discard(adapter)
 
     # ---- the runner ----
 
@@ -272,7 +317,7 @@ class AdapterSlots:
             if end == adapter.num_parts:
                 del self._installs[number]
                 self._num_installs += 1
-                self._stuck.clear()
+                self._stuck.discard(adapter.id)
         return installs
 
     def not_installed(self, slot: int) -> list[str]:

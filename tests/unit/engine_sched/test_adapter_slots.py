@@ -3,6 +3,7 @@ account is right, and no request waits longer than for what was there before it.
 
 from __future__ import annotations
 
+import copy
 from types import SimpleNamespace
 
 from hypothesis import settings
@@ -133,6 +134,17 @@ class Machine(RuleBasedStateMachine):
         stats = self.slots.stats()
         assert len(stats.resident) <= self.num_slots
         assert sum(count for _, count in stats.running) == sum(bool(r.source.prompt.adapter) for r in self.running)
+        if (wants := self.slots._wanting) and not set(wants) <= {
+            claim.adapter for claim in self.slots._claims.values()
+        }:
+            assert len(self.slots._claims) == self.num_slots, (
+                "those that want a slot claim one, as long as there are any"
+            )
+        for name in set(self.slots._stuck):
+            first = next((one for one in self.waiting if one.source.prompt.adapter == name), None)
+            if first is not None:
+                awake = copy.deepcopy(self.slots)
+                assert not awake.may_run(first), f"{first.attempt} was not asked again"
         named = {request.source.prompt.adapter for request in self.waiting + self.running}
         assert set(stats.resident) <= self.known | named, "what was dropped and is not used is gone"
 
