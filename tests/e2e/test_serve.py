@@ -7,19 +7,36 @@ import signal
 import httpx
 import pytest
 
+from diptych.cli.models.store import default_model_path
 from diptych.client import Client
+from diptych_tests.lora import linear_shapes, write_adapter
 
 pytestmark = pytest.mark.multiproc
 
 
-def test_one_process_serves_both_apis_and_ends_on_sigterm(cluster, cluster_module, tmp_path):
-    with cluster_module.running_serve(tmp_path, "--num-blocks", "64", "--max-model-len", "512") as serving:
+def test_one_process_serves_both_apis_and_adapters_and_ends_on_sigterm(cluster, cluster_module, tmp_path):
+    shapes = linear_shapes(default_model_path(), ("q_proj", "o_proj", "down_proj"))
+    for seed, name in enumerate(("one", "two")):
+        write_adapter(tmp_path / "lora" / name, shapes, rank=8, seed=seed, size=0.1)
+    adapters = (
+        f"--lora-dir={tmp_path}/lora",
+        "--max-loras=1",
+        *(f"--lora-modules={n}=lora/{n}" for n in ("one", "two")),
+    )
+    sizes = ("--num-blocks", "64", "--max-model-len", "512")
+    with cluster_module.running_serve(tmp_path, *sizes, "--enable-lora", *adapters) as serving:
         body = {"prompt": "The capital of France is", "max_tokens": 8, "temperature": 0, "return_token_ids": True}
         here, there = (
             httpx.post(f"{server.http_url}/v1/completions", json=body, timeout=300.0).json()["choices"][0]
             for server in (serving, cluster)
         )
-        assert here == there
+        assert here == there  # slots for adapters change nothing for the base model
+        answers = {}
+        for name in ("one", "two", "one"):  # with one slot, in turns
+            asked = httpx.post(f"{serving.http_url}/v1/completions", json={**body, "model": name}, timeout=300.0).json()
+            tokens = tuple(asked["choices"][0]["token_ids"])
+            assert answers.setdefault(name, tokens) == tokens
+        assert len({*answers.values(), tuple(here["token_ids"])}) == 3
         with Client(serving.grpc_address, timeout_s=300.0) as client:
             answer = client.generate(prompt=body["prompt"], max_tokens=8, temperature=0, explain=True)
             guided = client.generate(prompt="A or b?", choice=["größer", "no"], max_tokens=16)
