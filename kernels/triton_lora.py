@@ -46,28 +46,40 @@ def _shrink_kernel(
     RANKS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    EARLY: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """EARLY: a share is one block, and its weights are read before the wait."""
     slot, split = tl.program_id(2), tl.program_id(1)
     part = tl.program_id(0) % PARTS
     row = tl.program_id(0) // PARTS * BLOCK_M + tl.arange(0, BLOCK_M)
     # What no kernel of the step writes is read before the wait.
     mine = tl.load(adapters_ptr + row, mask=row < num_rows, other=-1) == slot
     rank = tl.load(ranks_ptr + slot * PARTS + part)
-    begin(PDL)
-    if (tl.sum(mine.to(tl.int32), 0) == 0) | (rank == 0):
-        return
+    needed = (tl.sum(mine.to(tl.int32), 0) != 0) & (rank != 0)
     r, k = tl.arange(0, RANKS), tl.arange(0, BLOCK_K)
     x_at = x_ptr + row[:, None].to(tl.int64) * stride_x + k[None, :]
     a_at = a_ptr + ((slot.to(tl.int64) * PARTS + part) * RANK + r[:, None]) * size + k[None, :]
     low = split * share
     high = tl.minimum(low + share, size)
     acc = tl.zeros([BLOCK_M, RANKS], tl.float32)
-    for start in tl.range(low, high, BLOCK_K):
-        inside = (start + k < high)[None, :]
-        x = tl.load(x_at + start, mask=mine[:, None] & inside, other=0.0)
-        a = tl.load(a_at + start, mask=(r < RANK)[:, None] & inside, other=0.0)
+    if EARLY:
+        inside = (low + k < high)[None, :]
+        a = tl.load(a_at + low, mask=(r < RANK)[:, None] & inside & needed, other=0.0)
+        begin(PDL)
+        if needed == 0:
+            return
+        x = tl.load(x_at + low, mask=mine[:, None] & inside, other=0.0)
         acc = tl.dot(x, tl.trans(a), acc, input_precision="ieee")
+    else:
+        begin(PDL)
+        if needed == 0:
+            return
+        for start in tl.range(low, high, BLOCK_K):
+            inside = (start + k < high)[None, :]
+            x = tl.load(x_at + start, mask=mine[:, None] & inside, other=0.0)
+            a = tl.load(a_at + start, mask=(r < RANK)[:, None] & inside, other=0.0)
+            acc = tl.dot(x, tl.trans(a), acc, input_precision="ieee")
     width = PARTS * RANK
     out_at = (
         out_ptr + split.to(tl.int64) * num_rows * width + row[:, None].to(tl.int64) * width + part * RANK + r[None, :]
@@ -76,25 +88,30 @@ def _shrink_kernel(
 
 
 @triton.jit
+def _rows_of_b(b_ptr, slot, rank, column, real_column, columns, RANK: tl.constexpr, RANKS: tl.constexpr):
+    """[RANKS, columns] of a slot; zeros behind `rank`."""
+    r = tl.arange(0, RANKS)
+    at = b_ptr + (r[:, None].to(tl.int64) + slot * RANK) * columns + column[None, :]
+    return tl.load(at, mask=(r < rank)[:, None] & real_column[None, :], other=0.0)
+
+
+@triton.jit
 def _expanded(
-    acc, t_ptr, b_ptr, row, mine, column, part, rank, slot, num_rows, columns, splits, width,
-    RANK: tl.constexpr, RANKS: tl.constexpr, real_column,
-):  # fmt: skip
-    """acc, with what the slot adds to `column`s of a part where rows are `mine`."""
+    acc, b, t_ptr, row, mine, part, rank, num_rows, width, RANK: tl.constexpr, RANKS: tl.constexpr, SPLITS: tl.constexpr
+):
+    """acc, with what the slot of b adds to a part where rows are `mine`."""
     r = tl.arange(0, RANKS)
     known = mine[:, None] & (r < rank)[None, :]
     row_64 = row[:, None].to(tl.int64)
     at = part * RANK + r[None, :]
     t = tl.load(t_ptr + row_64 * width + at, mask=known, other=0.0)
-    for split in tl.range(1, splits):
+    for split in tl.static_range(1, SPLITS):
         t += tl.load(t_ptr + (row_64 + split * num_rows) * width + at, mask=known, other=0.0)
-    b_at = b_ptr + (r[:, None].to(tl.int64) + slot * RANK) * columns + column[None, :]
-    b = tl.load(b_at, mask=(r < rank)[:, None] & real_column[None, :], other=0.0)
     some = tl.dot(t.to(b.dtype), b, input_precision="ieee")
     return tl.where(mine[:, None], some, acc)
 
 
-@triton.jit(do_not_specialize=["num_rows", "splits"])
+@triton.jit(do_not_specialize=["num_rows"])
 def _expand_kernel(
     out_ptr,
     t_ptr,
@@ -103,19 +120,20 @@ def _expand_kernel(
     adapters_ptr,
     num_rows,
     columns,
-    splits,
     slots,
     end_0,
     end_1,
     PARTS: tl.constexpr,
     RANK: tl.constexpr,
     RANKS: tl.constexpr,
+    SPLITS: tl.constexpr,
     SLOTS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """SLOTS: of one program. Tiles of columns do not cross from one part to the next."""
+    """SPLITS: of t. SLOTS: of one program; the weights of a single one are read before the wait. Tiles of columns do not cross
+    from one part to the next."""
     tile, first_slot = tl.program_id(0), tl.program_id(2) * SLOTS
     tiles_0 = tl.cdiv(end_0, BLOCK_N)
     tiles_1 = tiles_0 + tl.cdiv(end_1 - end_0, BLOCK_N)
@@ -127,26 +145,33 @@ def _expand_kernel(
     row = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     adapter = tl.load(adapters_ptr + row, mask=row < num_rows, other=-1)
     mine = (adapter >= first_slot) & (adapter < first_slot + SLOTS)
-    begin(PDL)
-    if tl.sum(mine.to(tl.int32), 0) == 0:
-        return
+    needed = tl.sum(mine.to(tl.int32), 0) != 0
     real_column = column < last_column
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for slot in tl.range(first_slot, tl.minimum(first_slot + SLOTS, slots)):
-        its = adapter == slot
-        rank = tl.load(ranks_ptr + slot * PARTS + part)
-        if (tl.sum(its.to(tl.int32), 0) != 0) & (rank != 0):
-            acc = _expanded(
-                acc, t_ptr, b_ptr, row, its, column, part, rank, slot, num_rows, columns, splits, PARTS * RANK,
-                RANK, RANKS, real_column,
-            )  # fmt: skip
+    if SLOTS == 1:
+        rank = tl.load(ranks_ptr + first_slot * PARTS + part, mask=needed, other=0)
+        b = _rows_of_b(b_ptr, first_slot, rank, column, real_column, columns, RANK, RANKS)
+        begin(PDL)
+        if rank == 0:
+            return
+        acc = _expanded(acc, b, t_ptr, row, mine, part, rank, num_rows, PARTS * RANK, RANK, RANKS, SPLITS)
+    else:
+        begin(PDL)
+        if needed == 0:
+            return
+        for slot in tl.range(first_slot, tl.minimum(first_slot + SLOTS, slots)):
+            its = adapter == slot
+            rank = tl.load(ranks_ptr + slot * PARTS + part)
+            if (tl.sum(its.to(tl.int32), 0) != 0) & (rank != 0):
+                b = _rows_of_b(b_ptr, slot, rank, column, real_column, columns, RANK, RANKS)
+                acc = _expanded(acc, b, t_ptr, row, its, part, rank, num_rows, PARTS * RANK, RANK, RANKS, SPLITS)
     out_at = out_ptr + row[:, None].to(tl.int64) * columns + column[None, :]
     mask = mine[:, None] & real_column[None, :]
     y = tl.load(out_at, mask=mask, other=0.0).to(tl.float32) + acc
     tl.store(out_at, y.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["num_rows", "splits", "stride_split"])
+@triton.jit(do_not_specialize=["num_rows", "stride_split"])
 def _gate_mul_kernel(
     x_ptr,
     out_ptr,
@@ -157,10 +182,10 @@ def _gate_mul_kernel(
     num_rows,
     size,
     stride_split,
-    splits,
     slots,
     RANK: tl.constexpr,
     RANKS: tl.constexpr,
+    SPLITS: tl.constexpr,
     SLOTS: tl.constexpr,
     BASE_SPLITS: tl.constexpr,
     ACTIVATION: tl.constexpr,
@@ -168,33 +193,48 @@ def _gate_mul_kernel(
     BLOCK_N: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Slots begin with -1: rows without an adapter pass, too."""
+    """See _expand_kernel. Slots begin with -1: rows without an adapter pass, too."""
     first_slot = tl.program_id(2) * SLOTS - 1
     column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     row = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     adapter = tl.load(adapters_ptr + row, mask=row < num_rows, other=-2)
     mine = (adapter >= first_slot) & (adapter < first_slot + SLOTS)
-    begin(PDL)
-    if tl.sum(mine.to(tl.int32), 0) == 0:
-        return
+    needed = tl.sum(mine.to(tl.int32), 0) != 0
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     real_column = column < size
     gate_more = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     up_more = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for slot in tl.range(tl.maximum(first_slot, 0), tl.minimum(first_slot + SLOTS, slots)):
-        its = adapter == slot
-        present = tl.sum(its.to(tl.int32), 0) != 0
-        gate_rank, up_rank = tl.load(ranks_ptr + slot * 2), tl.load(ranks_ptr + slot * 2 + 1)
-        if present & (gate_rank != 0):
+    if SLOTS == 1:
+        adds = needed & (first_slot >= 0)
+        gate_rank = tl.load(ranks_ptr + first_slot * 2, mask=adds, other=0)
+        up_rank = tl.load(ranks_ptr + first_slot * 2 + 1, mask=adds, other=0)
+        gate_b = _rows_of_b(b_ptr, first_slot, gate_rank, column, real_column, 2 * size, RANK, RANKS)
+        up_b = _rows_of_b(b_ptr, first_slot, up_rank, size + column, real_column, 2 * size, RANK, RANKS)
+        begin(PDL)
+        if needed == 0:
+            return
+        if gate_rank != 0:
             gate_more = _expanded(
-                gate_more, t_ptr, b_ptr, row, its, column, 0, gate_rank, slot, num_rows, 2 * size, splits, 2 * RANK,
-                RANK, RANKS, real_column,
-            )  # fmt: skip
-        if present & (up_rank != 0):
-            up_more = _expanded(
-                up_more, t_ptr, b_ptr, row, its, size + column, 1, up_rank, slot, num_rows, 2 * size, splits, 2 * RANK,
-                RANK, RANKS, real_column,
-            )  # fmt: skip
+                gate_more, gate_b, t_ptr, row, mine, 0, gate_rank, num_rows, 2 * RANK, RANK, RANKS, SPLITS
+            )
+        if up_rank != 0:
+            up_more = _expanded(up_more, up_b, t_ptr, row, mine, 1, up_rank, num_rows, 2 * RANK, RANK, RANKS, SPLITS)
+    else:
+        begin(PDL)
+        if needed == 0:
+            return
+        for slot in tl.range(tl.maximum(first_slot, 0), tl.minimum(first_slot + SLOTS, slots)):
+            its = adapter == slot
+            present = tl.sum(its.to(tl.int32), 0) != 0
+            gate_rank, up_rank = tl.load(ranks_ptr + slot * 2), tl.load(ranks_ptr + slot * 2 + 1)
+            if present & (gate_rank != 0):
+                b = _rows_of_b(b_ptr, slot, gate_rank, column, real_column, 2 * size, RANK, RANKS)
+                gate_more = _expanded(
+                    gate_more, b, t_ptr, row, its, 0, gate_rank, num_rows, 2 * RANK, RANK, RANKS, SPLITS
+                )
+            if present & (up_rank != 0):
+                b = _rows_of_b(b_ptr, slot, up_rank, size + column, real_column, 2 * size, RANK, RANKS)
+                up_more = _expanded(up_more, b, t_ptr, row, its, 1, up_rank, num_rows, 2 * RANK, RANK, RANKS, SPLITS)
     mask = mine[:, None] & real_column[None, :]
     at = x_ptr + row[:, None].to(tl.int64) * (2 * size) + column[None, :]
     gate = summed(at, mask, stride_split, BASE_SPLITS, dtype)
@@ -267,6 +307,8 @@ _SHARE = 512
 """Inputs of one program."""
 _FEW_INPUTS = 4096
 """Of more, a program takes twice as many: else there would be more sums to add up than programs are worth."""
+_EARLY_ELEMENTS = 8 << 10
+"""Of a share's weights that a program holds in registers while it waits for x."""
 _FEW_ROWS = 16
 _DECODE = 64
 """Rows that are likely to have many adapters: a program of the second launch has one slot then, else all of them."""
@@ -315,7 +357,8 @@ def lora_shrink(x: Tensor, weights: LoraWeights, adapters: Tensor, *, invariant:
         share_of(size),
         use_pdl(x.device, num_rows),
     )
-    shares = triton.cdiv(size, share)
+    shares, ranks = triton.cdiv(size, share), _ranks(max_rank)
+    early = num_rows <= _DECODE and not invariant and ranks * share <= _EARLY_ELEMENTS
     out = torch.empty((shares, num_rows, parts * max_rank), dtype=torch.float32, device=x.device)
     _shrink_kernel[(triton.cdiv(num_rows, shape.block_m) * parts, shares, num_slots)](
         x,
@@ -329,9 +372,10 @@ def lora_shrink(x: Tensor, weights: LoraWeights, adapters: Tensor, *, invariant:
         x.stride(0),
         PARTS=parts,
         RANK=max_rank,
-        RANKS=_ranks(max_rank),
+        RANKS=ranks,
         BLOCK_M=shape.block_m,
-        BLOCK_K=_BLOCK_K,
+        BLOCK_K=share if early else _BLOCK_K,
+        EARLY=early,
         PDL=pdl,
         num_warps=4,
         num_stages=3,
@@ -349,7 +393,7 @@ def lora_expand(out: Tensor, t: Tensor, weights: LoraWeights, adapters: Tensor, 
     Raises: ValueError on a shape or dtype mismatch.
     """
     rows, columns = out.shape[-2:]
-    splits, parts = t.shape[0], len(weights.part_outputs)
+    parts = len(weights.part_outputs)
     if columns != weights.outputs or not out.is_contiguous() or t.shape[1:] != (rows, parts * weights.max_rank):
         raise ValueError(f"out {tuple(out.shape)}, t {tuple(t.shape)}: they do not fit b {tuple(weights.b.shape)}")
     _check_rows(rows, adapters)
@@ -364,12 +408,12 @@ def lora_expand(out: Tensor, t: Tensor, weights: LoraWeights, adapters: Tensor, 
         adapters,
         rows,
         columns,
-        splits,
         weights.num_slots,
         *ends,
         PARTS=parts,
         RANK=weights.max_rank,
         RANKS=_ranks(weights.max_rank),
+        SPLITS=t.shape[0],
         SLOTS=shape.slots,
         BLOCK_M=shape.block_m,
         BLOCK_N=shape.block_n,
@@ -429,10 +473,10 @@ def lora_gate_mul(
         rows,
         width // 2,
         gate_up.stride(0) if gate_up.dim() == 3 else 0,
-        t.shape[0],
         weights.num_slots,
         RANK=weights.max_rank,
         RANKS=_ranks(weights.max_rank),
+        SPLITS=t.shape[0],
         SLOTS=shape.slots,
         BASE_SPLITS=gate_up.shape[0] if gate_up.dim() == 3 else 1,
         ACTIVATION=activation,

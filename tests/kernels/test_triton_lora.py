@@ -102,7 +102,7 @@ def check_gate(rows, inputs, size, rank, activation, *, slots=3, dtype=torch.flo
 @pytest.mark.parametrize(("rows", "name", "shape"), [(19, "qkv", SMALL[0]), (1, "qkv", SMALL[1]), (19, "o", SMALL[1])])
 def test_adapters_add_their_products(small, rows, name, shape):
     small(shape)
-    check_added(rows, 72, PARTS[name], 6)
+    check_added(rows, 72, PARTS[name], 6, invariant=name == "o")
 
 
 @interpreted
@@ -124,9 +124,9 @@ def test_a_rows_bits_depend_on_no_other_row(small, monkeypatch):
         for rows in some_rows:
             at = torch.tensor(rows)
             some, mine = x[at].contiguous(), adapters[at].contiguous()
-            t, out = lora_shrink(some, weights, mine), base[at].contiguous()
-            gated = lora_gate_mul(out, t, weights, mine, "silu")
-            lora_expand(out, t, weights, mine)
+            t, out = lora_shrink(some, weights, mine, invariant=True), base[at].contiguous()
+            gated = lora_gate_mul(out, t, weights, mine, "silu", invariant=True)
+            lora_expand(out, t, weights, mine, invariant=True)
             results.append((rows, out, gated))
     _, whole, whole_gated = results[0]
     for rows, out, gated in results[1:]:
