@@ -308,7 +308,7 @@ _SHARE = 512
 _FEW_INPUTS = 4096
 """Of more, a program takes twice as many: else there would be more sums to add up than programs are worth."""
 _EARLY_ELEMENTS = 8 << 10
-"""Of a share's weights that a program holds in registers while it waits for x."""
+"""Of a share's weights, of 2 bytes each, that a program holds in registers while it waits for x."""
 _FEW_ROWS = 16
 _DECODE = 64
 """Rows that are likely to have many adapters: a program of the second launch has one slot then, else all of them."""
@@ -358,7 +358,8 @@ def lora_shrink(x: Tensor, weights: LoraWeights, adapters: Tensor, *, invariant:
         use_pdl(x.device, num_rows),
     )
     shares, ranks = triton.cdiv(size, share), _ranks(max_rank)
-    early = num_rows <= _DECODE and not invariant and ranks * share <= _EARLY_ELEMENTS
+    half = x.element_size() == 2
+    early = half and num_rows <= _DECODE and not invariant and ranks * share <= _EARLY_ELEMENTS
     out = torch.empty((shares, num_rows, parts * max_rank), dtype=torch.float32, device=x.device)
     _shrink_kernel[(triton.cdiv(num_rows, shape.block_m) * parts, shares, num_slots)](
         x,
