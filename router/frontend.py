@@ -65,7 +65,7 @@ from diptych.router.requests.messages import (
 )
 from diptych.router.requests.relay import Relay
 from diptych.router.requests.shadow import Shadows
-from diptych.router.requests.submission import placement_request
+from diptych.router.requests.submission import adapter_need, placement_request
 from diptych.router.served_model import ServedModel, SharedDependencies, belongs_to, load_folders, make_model
 from diptych.rpc.v1 import router_pb2
 
@@ -363,7 +363,8 @@ class Frontend:
 
     async def _generate(self, request: ValidatedRequest) -> AsyncGenerator[GenerateEvent, None]:
         model, attempts = self._of(request.model), self._config.migration_attempts
-        if request.prefetch and not model.cluster.is_idle_for(request.tenant, len(request.prompt.token_ids)):
+        num_prompt = len(request.prompt.token_ids)
+        if request.prefetch and not model.cluster.is_idle_for(request.tenant, num_prompt, adapter_need(request)):
             busy = OverloadedError("requests wait for a worker: the hint was dropped", retry_after_s=RETRY_AFTER_S)
             self._refused(busy, request.tenant)
             raise busy

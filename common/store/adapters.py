@@ -153,7 +153,7 @@ def with_version(
     if not in_place and not canary_share:
         raise InvalidRequestError(
             f"The lora adapter '{entry.name}' has already been loaded. If you want to load the adapter in place, set "
-            "'load_inplace' to True.",
+            "'load_inplace' to True (`diptych adapters load`: --in-place, or --canary-share for a part of the requests).",
             param="lora_name",
         )
     (loaded,) = fresh.versions

@@ -37,6 +37,7 @@ from diptych.router.cluster.worker_link import WorkerLink
 from diptych.router.fairness.admission import Admission, AdmissionDecision, Verdict
 from diptych.router.fairness.wait_queue import WaitQueue
 from diptych.router.observe.status_view import cluster_status
+from diptych.router.placement.adapters import AdapterNeed
 from diptych.router.placement.cost import CHEAPEST, choose_placement
 from diptych.router.placement.index import BlockIndex, IndexMode
 from diptych.router.placement.native.library import Library
@@ -469,9 +470,10 @@ class Cluster:
             raise WorkerLostError(f"decode worker {record.worker_id} is gone")
         return member.link.decode
 
-    def is_idle_for(self, tenant: str, num_tokens: int) -> bool:
+    def is_idle_for(self, tenant: str, num_tokens: int, adapter: AdapterNeed | None = None) -> bool:
         """Whether a prompt would be placed at once, and nothing waits."""
-        return self.wait_queue.may_pass(tenant, num_tokens)
+        has_slot = adapter is None or self.adapter_turns.may_pass(adapter)
+        return has_slot and self.wait_queue.may_pass(tenant, num_tokens)
 
     async def release_session(self, session: bytes) -> tuple[int, list[str]]:
         """End a session's claims at every worker that has a lease. Returns: tokens whose KV was freed, and the workers that did
