@@ -79,11 +79,12 @@ def test_what_a_new_request_would_wait_for_is_what_the_fluid_computes_before_it(
 
 
 @given(arrivals)
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_nobody_is_later_than_in_equal_shares_but_for_one_step(kit, arrivals):
     """Item 2.2: mixes of long and short prompts of three tenants, arriving while others are computed. Each has its first token
     no later than if all were computed at once, but for the step that runs when it comes and the one that it ends in."""
-    engine = kit.make_engine(num_blocks=4096, max_num_batched_tokens=BUDGET, enable_prefix_caching=False)
+    # Room for 12 prompts of 200 tokens: every step looks through all blocks.
+    engine = kit.make_engine(num_blocks=640, max_num_batched_tokens=BUDGET, enable_prefix_caching=False)
     engine.core.scheduler.throughput.rate = 1.0  # a step that ends a prompt takes nothing of others
     fluid, computed, first = Fluid(), 0, {}
     due = sorted(arrivals, key=lambda arrival: arrival[0])

@@ -83,7 +83,7 @@ def undisturbed(kit):
     def run(request):
         key = (request.prompt.token_ids, request.sampling)
         if key not in known:
-            engine = kit.make_engine(num_blocks=256)
+            engine = kit.make_engine(num_blocks=96)
             send(engine, request)
             known[key] = observed(kit.run_until_idle(engine), request.attempt)
         return known[key]
@@ -114,7 +114,7 @@ def test_batched(kit, undisturbed, feature, greedy):
 def test_chunked_at_every_size(kit, undisturbed, feature, greedy):
     request = kit.make_request("a", 65, sampling=params(feature, greedy, 6 if feature == "min tokens" else 2))
     for size in (*range(1, 65),):
-        engine = kit.make_engine(num_blocks=128, long_prefill_token_threshold=size)
+        engine = kit.make_engine(num_blocks=72, long_prefill_token_threshold=size)
         send(engine, request)
         assert observed(kit.run_until_idle(engine)) == undisturbed(request), f"chunks of {size}"
 
@@ -123,7 +123,7 @@ def test_chunked_at_every_size(kit, undisturbed, feature, greedy):
 def test_warm_prefix_of_every_length(kit, undisturbed, feature, greedy):
     request = kit.make_request("a", 30, sampling=params(feature, greedy, 6 if feature == "min tokens" else 3))
     for warm in range(1, 31):
-        engine = kit.make_engine(num_blocks=128)
+        engine = kit.make_engine(num_blocks=64)
         prompt = (*request.prompt.token_ids[:warm], 7, 7, 7)
         send(engine, kit.make_request("warm", prompt, sampling=SamplingParams(max_tokens=1)))
         kit.run_until_idle(engine)
