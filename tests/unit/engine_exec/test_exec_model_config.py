@@ -283,7 +283,7 @@ anything = st.recursive(
 )
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(st.sampled_from(ARCHITECTURES), st.dictionaries(st.sampled_from(FIELDS), anything, max_size=4))
 def test_whatever_a_config_holds_is_described_or_refused_by_name(architecture, changes):
     """No other error; and numbers that are described make sense."""
