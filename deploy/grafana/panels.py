@@ -7,9 +7,10 @@ Panel = tuple[str, str, list[Series]]
 
 WORKERS = 'role=~"prefill|decode"'
 WINDOW = "[$__rate_interval]"
-# Only there with --tenant-metrics, --shadow-workers, --router-processes, a GPU, claims on cached KV, or a lower tier.
+# Only there with --tenant-metrics, --shadow-workers, --router-processes, a GPU, claims on cached KV, a lower tier, or adapters.
 OPTIONAL = tuple(
-    f"diptych_{name}" for name in ("tenant_", "shadow_", "router_processes", "gpu_", "kv_claim", "kv_tier_")
+    f"diptych_{name}"
+    for name in ("tenant_", "shadow_", "router_processes", "gpu_", "kv_claim", "kv_tier_", "adapter", "lora_")
 )
 # Objectives of the overview's first panels; the alerts of prometheus/rules.yml use the same.
 TTFT_SLO_S, ITL_SLO_S = "1.0", "0.1"
@@ -118,6 +119,20 @@ PD: list[Panel] = [
         *rate("kv_claims_total", "role"), *rate("kv_claims_ended_total", "reason"),
     ]),
     ("Hits that a claim has kept", "short", rate("kv_claim_kept_tokens_total", "worker")),
+    ("Adapters: in host memory and on the device", "short", [
+        ("diptych_lora_resident", "{{worker}} in host memory"), ("diptych_lora_slots_used", "{{worker}} on the device"),
+    ]),
+    ("Adapters: bytes in host memory", "bytes", [("diptych_lora_resident_bytes", "{{worker}}")]),
+    ("Adapters: in use", "short", [
+        ("diptych_lora_running", "{{worker}} adapters computed with"), ("diptych_lora_requests", "{{worker}} requests"),
+    ]),
+    ("Adapters: loads by outcome", "ops", rate("lora_loads_total", "outcome")),
+    ("Adapters: time of a load", "s", quantiles("lora_load_seconds", "role")),
+    ("Adapters: installed and evicted", "ops", [
+        (f"sum by (worker) (rate(diptych_lora_installs_total{WINDOW}))", "{{worker}} installed"),
+        (f"sum by (worker) (rate(diptych_lora_slot_evictions_total{WINDOW}))", "{{worker}} left the device"),
+        (f"sum by (worker) (rate(diptych_lora_evictions_total{WINDOW}))", "{{worker}} left host memory"),
+    ]),
     ("The pool's blocks", "short", [(
         'diptych_cache_config_info', "{{worker}}: {{num_blocks}} blocks of {{block_size}}",
     )]),
@@ -178,6 +193,16 @@ ROUTER: list[Panel] = [
     ("Arrived requests", "reqps", rate("requests_total", "worker")),
     ("Tokens of unfinished answers", "short", rate("unfinished_tokens_total", "of")),
     ("Shadow requests by outcome", "reqps", rate("shadow_requests_total", "outcome")),
+    ("Adapters: requests by outcome", "reqps", [
+        (f"sum by (adapter, outcome) (rate(diptych_adapter_requests_total{WINDOW}))", "{{adapter}} {{outcome}}"),
+    ]),
+    ("Adapters: requests that had the canary", "reqps", rate("adapter_canary_requests_total", "adapter")),
+    ("Adapters: prompt tokens a second", "short", rate("adapter_prompt_tokens_total", "adapter")),
+    ("Adapters: generated tokens a second", "short", rate("adapter_generation_tokens_total", "adapter")),
+    ("Adapters: registered, and refused for want of room", "short", [
+        ("diptych_adapters_registered", "{{worker}} registered"),
+        (f"sum by (worker) (rate(diptych_adapter_turns_refused_total{WINDOW}))", "{{worker}} refused a second"),
+    ]),
     ("Cache events missing from some worker", "bool", [("diptych_mode_degraded", "{{worker}}")]),
     ("Processes of each router", "short", [
         ("count by (instance) (diptych_router_processes)", "{{instance}} answering"),
@@ -289,6 +314,25 @@ DESCRIPTIONS: dict[str, str] = {
         "late: reading took longer than computing."
     ),
     "Requests whose KV lease expired": "Prefill took KV back that decode had not read or acknowledged within its lease.",
+    "Adapters: in host memory and on the device": (
+        "LoRA adapters of each worker. On the device at most --max-loras, in host memory at most --max-cpu-loras."
+    ),
+    "Adapters: bytes in host memory": "Of all adapters that a worker has in memory.",
+    "Adapters: in use": "Adapters that running requests compute with, and requests that hold one, waiting ones included.",
+    "Adapters: loads by outcome": (
+        "Loads from folders. refused: for what lies there; full: requests used all adapters in memory; timeout: of the files."
+    ),
+    "Adapters: time of a load": "From a folder into host memory. Only the requests that name the adapter wait for it.",
+    "Adapters: installed and evicted": (
+        "Copies to the device, and adapters that left it or host memory for others. Much of both: more are in use than fit."
+    ),
+    "Adapters: requests by outcome": "Requests by the adapter that they name; the first 64 by name, the others together.",
+    "Adapters: requests that had the canary": "Of each adapter's requests, those that its canary version answered.",
+    "Adapters: prompt tokens a second": "Prompt tokens of finished requests, by adapter.",
+    "Adapters: generated tokens a second": "Tokens of finished answers, by adapter.",
+    "Adapters: registered, and refused for want of room": (
+        "Names in the registry. Refused: requests that would have waited for a slot, where too many adapters wait already."
+    ),
     "Claimed KV, by rank of the tenant": "Cached KV that requests have claimed. At most --claim-share of the pool.",
     "Claims made and ended, by reason": (
         "pressure: claimed KV was evicted, for want of any other: the cache is too small for what is claimed. share: claims "

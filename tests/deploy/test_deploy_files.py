@@ -19,15 +19,18 @@ import pytest
 import yaml
 
 from diptych.cli.settings.merge import merge, read_file
+from diptych.common.adapters.peft import AdapterFacts
 from diptych.common.clock import MonotonicClock
 from diptych.common.observe.metrics import Metrics
 from diptych.common.observe.tracing import ENDPOINT_VARIABLES
 from diptych.common.secret import load_secret
+from diptych.engine.messages import LoadedAdapter
 from diptych.engine.stats import ClaimStats, EngineStats, TierStats
 from diptych.router.config import RouterConfig
 from diptych.router.observe.metrics import RouterMetrics
 from diptych.router.requests.messages import GenerateEvent, ValidatedRequest
 from diptych.router.requests.shadow import Shadows
+from diptych.worker.adapters import AdapterLibrary
 from diptych.worker.config import WorkerConfig
 from diptych.worker.fake_nvml import UUID, FakeNvml
 from diptych.worker.gpu import GpuMonitor
@@ -167,6 +170,10 @@ async def _no_events(request: ValidatedRequest) -> AsyncIterator[GenerateEvent]:
         yield event
 
 
+def _read_nothing(folder: Path, facts: AdapterFacts) -> LoadedAdapter:
+    raise AssertionError("no adapter is loaded")
+
+
 def registries() -> list[Metrics]:
     """Registries of a router with every option, and of a worker of each role."""
     stats = EngineStats(
@@ -175,6 +182,10 @@ def registries() -> list[Metrics]:
     )
     workers = [WorkerMetrics(role, stats=lambda: stats, clock=MonotonicClock()) for role in ("prefill", "decode")]
     for metrics in workers:
+        metrics.library = AdapterLibrary(
+            "w", [], max_adapters=1, max_rank=1, timeout_s=1.0, read=_read_nothing, send=print, free_bytes=lambda: 0
+        )
+        metrics.adapter_loaded(0.1)
         metrics.describe_cache(block_size=16)
         metrics.gpu = GpuMonitor(UUID, FakeNvml())
         metrics.gpu.read_once()
