@@ -7,8 +7,9 @@
 A request pins its adapter's slot from its admission until it ends, is preempted or computes no more: so what runs always has its
 slot. A request whose adapter gets no slot stays where it waits, and those behind it go on, with one exception: its adapter claims
 the slot that has the fewest requests, and no request of a later rank (a younger one; under the priority policy also one of less
-importance) is admitted to that slot. So the slot becomes free, and no adapter waits forever. A free slot is one without pins; of
-those the ones go first whose adapter no live request names, then the one that was used the longest ago.
+importance) is admitted to that slot, but for those that waited already when the slot was given to its adapter, so many of them
+as a turn has. So one installation serves several requests, the slot becomes free, and no adapter waits forever. A free slot is
+one without pins; of those the ones go first whose adapter no live request names, then the one that was used the longest ago.
 
 Sequences that decode wait for what is installed before their step: only so many bytes are. The request waits until its adapter is
 there as a whole. Where nothing decodes, it is installed at once.
@@ -17,7 +18,7 @@ there as a whole. Where nothing decodes, it is installed at once.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
 from diptych.common.errors import InvalidRequestError
@@ -33,6 +34,10 @@ Rank = tuple[float, ...]
 class _Slot:
     adapter: str = ""
     pins: int = 0
+    last_arrival: int = 0
+    """When the slot was given to the adapter: who had arrived may run in its turn."""
+    turn_left: int = 0
+    """Requests that may run in this turn past others' claims."""
     used_at: int = 0
     """Number of the last event that changed its pins."""
 
@@ -52,10 +57,13 @@ class AdapterSlots:
     Args:
         num_slots: of the runner; 0: every adapter is unknown.
         rank: fixed for a request's life; of two that wait for a slot the one of the smaller rank goes first.
+        most_in_turn: requests of an adapter that may run past the claims of others each time that it gets a slot.
     """
 
-    def __init__(self, num_slots: int, rank: Callable[[Request], Rank]) -> None:
+    def __init__(self, num_slots: int, rank: Callable[[Request], Rank], most_in_turn: int = 16) -> None:
         self._rank = rank
+        self._most_in_turn = most_in_turn
+        self._last_arrival = 0
         self._slots = [_Slot() for _ in range(num_slots)]
         self._slot_of: dict[str, int] = {}
         self._known: dict[str, LoadedAdapter] = {}
@@ -115,10 +123,11 @@ class AdapterSlots:
 
     def enter(self, request: Request) -> None:
         """It is live. Args: request: its adapter is known."""
-        adapter = request.source.prompt.adapter
+        adapter = request.adapter
         if adapter:
             self._adapter_of[request.attempt] = adapter
             self._users[adapter] += 1
+            self._last_arrival = max(self._last_arrival, request.arrival)
             self._stuck.discard(adapter)  # it may be of a smaller rank than the one that was refused
 
     def leave(self, request: Request) -> None:
@@ -158,15 +167,19 @@ class AdapterSlots:
         if slot is None:
             self._want(request, adapter)
         elif self._budget is None or slot not in self._installs:
-            claim = self._claims.get(slot)
-            if claim is None or claim.adapter == adapter or self._rank(request) <= claim.rank:
+            turn = self._slots[slot]
+            if not self._is_past_claim(request, slot) or (request.arrival <= turn.last_arrival and turn.turn_left):
                 return True
         self._stuck.add(adapter)
         return False
 
+    @property
+    def stuck(self) -> Collection[str]:
+        """Adapters for which `may_run` said no, and nothing has changed since."""
+        return self._stuck
+
     def is_stuck(self, request: Request) -> bool:
-        """`may_run` said no for its adapter, and nothing has changed since."""
-        return bool(self._stuck) and self._adapter_of.get(request.attempt) in self._stuck
+        return request.adapter in self._stuck
 
     def take(self, request: Request) -> None:
         """Pin the slot of its adapter. `may_run` has said yes."""
@@ -174,9 +187,16 @@ class AdapterSlots:
         if adapter is None or request.attempt in self._pinned:
             return
         number = self._slot_of[adapter]
+        if self._is_past_claim(request, number):
+            self._slots[number].turn_left -= 1
         self._pin(request, number)
         if number in self._claims and self._claims[number].adapter == adapter:
             self._unclaim(number)
+
+    def _is_past_claim(self, request: Request, number: int) -> bool:
+        """Another adapter has claimed the slot, for a request of a smaller rank."""
+        claim = self._claims.get(number)
+        return claim is not None and claim.adapter != self._slots[number].adapter and claim.rank < self._rank(request)
 
     def fork(self, parent: Request, other: Request) -> None:
         """Another sequence of an attempt runs with the parent's slot. Args: other: did `enter`."""
@@ -223,6 +243,7 @@ class AdapterSlots:
             self._stuck.discard(slot.adapter)
             self._num_evictions += 1
         slot.adapter = adapter
+        slot.last_arrival, slot.turn_left = self._last_arrival, self._most_in_turn
         self._slot_of[adapter] = number
         self._installs.pop(number, None)
         self._installs[number] = 0
@@ -352,11 +373,11 @@ class AdapterSlots:
                 )
         if len(self._slot_of) != sum(bool(slot.adapter) for slot in self._slots):
             out.append("an adapter is said to be in a slot that is empty")
-        users = Counter(request.source.prompt.adapter for request in live if request.attempt in self._adapter_of)
+        users = Counter(request.adapter for request in live if request.attempt in self._adapter_of)
         if users != self._users:
             out.append(f"adapters are used by {dict(self._users)}, by the requests' account {dict(users)}")
         for request in running:
-            adapter = request.source.prompt.adapter
+            adapter = request.adapter
             held = self._pinned.get(request.attempt)
             if not adapter:
                 continue

@@ -14,7 +14,7 @@ from diptych.engine.sched.requests.request import Request, State
 class _Sorted:
     """One sorted list for each group. The keys are unique, so no two requests are compared."""
 
-    def __init__(self, policy: Policy, stuck: Callable[[Request], bool] | None) -> None:
+    def __init__(self, policy: Policy, stuck: Callable[[], Collection[str]]) -> None:
         self._policy, self._stuck = policy, stuck
         self._groups: dict[str, list[tuple[Key, Request]]] = {}
         self._where: dict[str, tuple[str, Key]] = {}
@@ -40,15 +40,13 @@ class _Sorted:
     def __iter__(self) -> Iterator[Request]:
         return (request for waiting in self._groups.values() for _, request in waiting)
 
-    def _is_left_out(self, request: Request, passed: Collection[str]) -> bool:
-        return request.attempt in passed or (self._stuck is not None and self._stuck(request))
-
     def head(self, passed: Collection[str] = ()) -> tuple[float, Key, Request] | None:
         best: tuple[float, Key, Request] | None = None
+        stuck = self._stuck()
         for group, waiting in self._groups.items():
             entry: tuple[Key, Request] | None = waiting[0]
-            if passed or self._stuck is not None:
-                entry = next((e for e in waiting if not self._is_left_out(e[1], passed)), None)
+            if passed or stuck:
+                entry = next((e for e in waiting if e[1].adapter not in stuck and e[1].attempt not in passed), None)
             if entry is None:
                 continue
             key, request = entry
@@ -63,14 +61,14 @@ class WaitingQueues:
 
     Args:
         cached: how many of a request's tokens are in a cache now.
-        stuck: requests that `head` leaves out.
+        stuck: adapters whose requests `head` leaves out.
     """
 
     def __init__(
         self,
         policy: Policy,
         cached: Callable[[Request], int] = lambda _: 0,
-        stuck: Callable[[Request], bool] | None = None,
+        stuck: Callable[[], Collection[str]] = lambda: (),
     ) -> None:
         self._policy = policy
         self._cached = cached

@@ -75,8 +75,7 @@ class Lifecycle:
         )
         self.policy = make_policy(config.scheduling_policy, sjf_aging_tokens_per_s=config.sjf_aging_tokens_per_s)
         self.adapters = AdapterSlots(limits.max_loras, self.policy.rank)
-        stuck = self.adapters.is_stuck if limits.max_loras else None
-        self.waiting = WaitingQueues(self.policy, self.kv.cached_tokens, stuck)
+        self.waiting = WaitingQueues(self.policy, self.kv.cached_tokens, lambda: self.adapters.stuck)
         self.running = RunningSet()
         self.remote = RemoteRequests(self.kv, limits)
         self.choices = ChoiceGroups()

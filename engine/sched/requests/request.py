@@ -84,10 +84,10 @@ class Request(_EveryStep):
     """
 
     __slots__ = (
-        "arrival", "arrived_at", "compute_s", "converted", "device_row", "forced", "hasher", "header", "history", "kv_target",
-        "max_model_len", "max_tokens_total", "mode", "num_cached_tokens", "num_kept_tokens", "num_published", "peer", "priority",
-        "prompt_logprobs_from", "reserved", "returned", "samples", "sampling", "shares_tail", "source", "state",
-        "steps_on_device", "swapped", "tables", "tenant", "tier_tokens", "tokens_on_device", "want_kv", "was_admitted",
+        "adapter", "arrival", "arrived_at", "compute_s", "converted", "device_row", "forced", "hasher", "header", "history",
+        "kv_target", "max_model_len", "max_tokens_total", "mode", "num_cached_tokens", "num_kept_tokens", "num_published",
+        "peer", "priority", "prompt_logprobs_from", "reserved", "returned", "samples", "sampling", "shares_tail", "source",
+        "state", "steps_on_device", "swapped", "tables", "tenant", "tier_tokens", "tokens_on_device", "want_kv", "was_admitted",
     )  # fmt: skip
 
     def __init__(
@@ -108,6 +108,8 @@ class Request(_EveryStep):
         """The attempt's name in commands and events."""
         self.arrival = arrival
         """Rises with every request: the order of FCFS, and the youngest is preempted first."""
+        self.adapter = request.prompt.adapter
+        """Its id; empty: none."""
         self.arrived_at = arrived_at
         self.priority, self.tenant = request.priority, request.tenant
         self.choice = request.choice

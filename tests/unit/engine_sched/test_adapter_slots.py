@@ -19,7 +19,7 @@ NAMES = tuple("abcdef")
 class Machine(RuleBasedStateMachine):
     @initialize(num_slots=st.integers(1, 3))
     def begin(self, num_slots):
-        self.slots = AdapterSlots(num_slots, lambda request: (request.arrival,))
+        self.slots = AdapterSlots(num_slots, lambda request: (request.arrival,), most_in_turn=2)
         self.num_slots = num_slots
         self.device: dict[int, str] = {}
         self.waiting: list[SimpleNamespace] = []
@@ -34,7 +34,7 @@ class Machine(RuleBasedStateMachine):
         request = SimpleNamespace(
             attempt=f"r{self.arrivals}",
             arrival=self.arrivals if arrival is None else arrival,
-            source=SimpleNamespace(prompt=SimpleNamespace(adapter=name)),
+            adapter=name,
             seq=SimpleNamespace(adapter=-1),
         )
         self.slots.enter(request)
@@ -79,7 +79,7 @@ class Machine(RuleBasedStateMachine):
             assert held == one.adapter.id * one.parts.start, "part after part"
             self.device[one.slot] = one.adapter.id * one.parts.stop
         for request in self.running:
-            adapter = request.source.prompt.adapter
+            adapter = request.adapter
             assert (request.seq.adapter >= 0) == bool(adapter)
             assert not adapter or self.device[request.seq.adapter] == adapter * 3
 
@@ -87,7 +87,7 @@ class Machine(RuleBasedStateMachine):
     def fork(self, data):
         if self.running:
             parent = data.draw(st.sampled_from(self.running))
-            other = self.arrive(parent.source.prompt.adapter, parent.arrival)
+            other = self.arrive(parent.adapter, parent.arrival)
             self.slots.fork(parent, other)
             self.running.append(other)
 
@@ -108,14 +108,15 @@ class Machine(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def nobody_waits_for_those_behind_it(self, data):
-        """While younger requests for what is resident keep coming, the first that waits starts once those that ran have ended."""
+        """While younger requests for what is resident keep coming, the first that waits starts: once those that ran, and those of
+        the turns, have ended."""
         self.step()
         if not self.waiting:
             return
-        first, before = self.waiting[0], list(self.running)
-        for request in before:
-            self.slots.leave(request)
-            self.running.remove(request)
+        first = self.waiting[0]
+        for _ in range(2 * (len(self.running) + len(self.waiting)) + 4 * self.num_slots):
+            if self.running:
+                self.slots.leave(self.running.pop(0))
             for name in self.slots.stats().resident:
                 if name in self.known:
                     self.waiting.append(self.arrive(name))
@@ -133,7 +134,7 @@ class Machine(RuleBasedStateMachine):
         assert self.slots.violations([*self.waiting, *self.running], self.running) == []
         stats = self.slots.stats()
         assert len(stats.resident) <= self.num_slots
-        assert sum(count for _, count in stats.running) == sum(bool(r.source.prompt.adapter) for r in self.running)
+        assert sum(count for _, count in stats.running) == sum(bool(r.adapter) for r in self.running)
         if (wants := self.slots._wanting) and not set(wants) <= {
             claim.adapter for claim in self.slots._claims.values()
         }:
@@ -141,11 +142,11 @@ class Machine(RuleBasedStateMachine):
                 "those that want a slot claim one, as long as there are any"
             )
         for name in set(self.slots._stuck):
-            first = next((one for one in self.waiting if one.source.prompt.adapter == name), None)
+            first = next((one for one in self.waiting if one.adapter == name), None)
             if first is not None:
                 awake = copy.deepcopy(self.slots)
                 assert not awake.may_run(first), f"{first.attempt} was not asked again"
-        named = {request.source.prompt.adapter for request in self.waiting + self.running}
+        named = {request.adapter for request in self.waiting + self.running}
         assert set(stats.resident) <= self.known | named, "what was dropped and is not used is gone"
 
     def teardown(self):
@@ -181,3 +182,21 @@ def test_a_free_slot_waits_for_the_older_adapter_that_has_claimed_it():
     machine.slots.leave(older)
     assert not machine.slots.is_stuck(younger)
     assert machine.slots.may_run(younger), "the claim has gone with it"
+
+
+def test_a_turn_serves_those_that_waited_when_the_slot_was_given():
+    """Drill: with 64 adapters on 8 slots every request had its adapter installed for itself, and 8 ran at a time."""
+    machine = Machine()
+    machine.begin(num_slots=1)
+    machine.waiting = [machine.arrive(name) for name in "abaaca"]
+    machine.step(room=2)
+    late = machine.arrive("a")
+    machine.waiting.append(late)
+    machine.step()
+    assert [one.attempt for one in machine.running] == ["r1", "r3", "r4"], "the first, and two past b's claim"
+    for request in machine.running:
+        machine.slots.leave(request)
+    machine.running.clear()
+    machine.step()
+    assert [one.attempt for one in machine.running] == ["r2"]
+    assert machine.slots.stats().installs == 2
