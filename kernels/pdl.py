@@ -8,6 +8,9 @@ the multiprocessors' room before there is work for them. The rules that keep thi
 - every program of every kernel waits, before it reads what another kernel wrote, before it writes anything, and before it
   returns; so a kernel's end still means the end of all before it;
 - a kernel launched the ordinary way waits for all of it.
+
+One kernel waits at its end only: lora_shrink, right behind a projection that reads the same x. Every program of the projection
+has waited for what made x before lora_shrink can start.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"

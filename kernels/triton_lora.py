@@ -47,9 +47,11 @@ def _shrink_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
     EARLY: tl.constexpr,
+    BEHIND: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """EARLY: a share is one block, and its weights are read before the wait."""
+    """EARLY: a share is one block. BEHIND: the launch before is a projection of the same x, see lora_room: it has waited for what
+    made x, so nothing is waited for but its end."""
     slot, split = tl.program_id(2), tl.program_id(1)
     part = tl.program_id(0) % PARTS
     row = tl.program_id(0) // PARTS * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -63,23 +65,24 @@ def _shrink_kernel(
     low = split * share
     high = tl.minimum(low + share, size)
     acc = tl.zeros([BLOCK_M, RANKS], tl.float32)
-    if EARLY:
-        inside = (low + k < high)[None, :]
-        a = tl.load(a_at + low, mask=(r < RANK)[:, None] & inside & needed, other=0.0)
+    if not BEHIND:
         begin(PDL)
-        if needed == 0:
-            return
-        x = tl.load(x_at + low, mask=mine[:, None] & inside, other=0.0)
-        acc = tl.dot(x, tl.trans(a), acc, input_precision="ieee")
-    else:
-        begin(PDL)
-        if needed == 0:
-            return
-        for start in tl.range(low, high, BLOCK_K):
-            inside = (start + k < high)[None, :]
-            x = tl.load(x_at + start, mask=mine[:, None] & inside, other=0.0)
-            a = tl.load(a_at + start, mask=(r < RANK)[:, None] & inside, other=0.0)
+    if needed:
+        if EARLY:
+            inside = (low + k < high)[None, :]
+            a = tl.load(a_at + low, mask=(r < RANK)[:, None] & inside, other=0.0)
+            x = tl.load(x_at + low, mask=mine[:, None] & inside, other=0.0)
             acc = tl.dot(x, tl.trans(a), acc, input_precision="ieee")
+        else:
+            for start in tl.range(low, high, BLOCK_K):
+                inside = (start + k < high)[None, :]
+                x = tl.load(x_at + start, mask=mine[:, None] & inside, other=0.0)
+                a = tl.load(a_at + start, mask=(r < RANK)[:, None] & inside, other=0.0)
+                acc = tl.dot(x, tl.trans(a), acc, input_precision="ieee")
+    if BEHIND:
+        begin(PDL)
+    if needed == 0:
+        return
     width = PARTS * RANK
     out_at = (
         out_ptr + split.to(tl.int64) * num_rows * width + row[:, None].to(tl.int64) * width + part * RANK + r[None, :]
@@ -308,7 +311,7 @@ _SHARE = 512
 _FEW_INPUTS = 4096
 """Of more, a program takes twice as many: else there would be more sums to add up than programs are worth."""
 _EARLY_ELEMENTS = 8 << 10
-"""Of a share's weights, of 2 bytes each, that a program holds in registers while it waits for x."""
+"""Of a share's weights, of 2 bytes each, that a program holds in registers."""
 _FEW_ROWS = 16
 _DECODE = 64
 """Rows that are likely to have many adapters: a program of the second launch has one slot then, else all of them."""
@@ -317,14 +320,15 @@ _DECODE = 64
 def lora_shape(num_rows: int, num_slots: int, *, invariant: bool) -> LoraShape:
     """Args: num_slots: of the weights. invariant: a row's bits depend on no other row."""
     slots = 1 if num_rows <= _DECODE else num_slots + 1
-    if invariant or num_rows > _DECODE:  # how slots are shared out changes no bit
+    if invariant or num_rows > _FEW_ROWS:  # how slots are shared out changes no bit
         return LoraShape(64, 64, slots)
-    return LoraShape(16 if num_rows <= _FEW_ROWS else 32, 64, slots)
+    return LoraShape(16, 128, slots)
 
 
-def share_of(inputs: int) -> int:
-    """Inputs of one program of the first launch: by the layer alone."""
-    return _SHARE if inputs <= _FEW_INPUTS else 2 * _SHARE
+def share_of(inputs: int, num_rows: int, *, invariant: bool) -> int:
+    """Inputs of one program of the first launch. Many rows are programs enough, and then there are fewer sums to add up."""
+    share = _SHARE if inputs <= _FEW_INPUTS else 2 * _SHARE
+    return share if invariant or num_rows <= _DECODE else 4 * share
 
 
 def _ranks(max_rank: int) -> int:
@@ -337,11 +341,23 @@ def _check_rows(rows: int, adapters: Tensor) -> None:
         raise ValueError(f"{rows} rows, adapters {tuple(adapters.shape)} {adapters.dtype}")
 
 
-def lora_shrink(x: Tensor, weights: LoraWeights, adapters: Tensor, *, invariant: bool = False) -> Tensor:
+def lora_room(x: Tensor, weights: LoraWeights, *, invariant: bool = False) -> Tensor:
+    """For what lora_shrink returns: taken before the layer's own projection of x is launched, beside which it is computed then.
+    Room that is taken later may be memory that this projection still uses."""
+    shares = triton.cdiv(x.shape[1], share_of(x.shape[1], x.shape[0], invariant=invariant))
+    return torch.empty(
+        (shares, x.shape[0], weights.a.shape[1] * weights.max_rank), dtype=torch.float32, device=x.device
+    )
+
+
+def lora_shrink(
+    x: Tensor, weights: LoraWeights, adapters: Tensor, *, room: Tensor | None = None, invariant: bool = False
+) -> Tensor:
     """x @ a[slot].T of each row, in shares of the inputs.
 
     Args:
         x: [rows, inputs], weights' dtype, contiguous in the last dim. adapters: [rows] int32: the slot of each row, -1: none.
+        room: of lora_room, where a projection of the same x, and nothing else, was launched since; None: anything may have been.
         invariant: see lora_shape.
     Returns: [shares, rows, parts * max_rank] fp32, whose sum over the shares is meant. Rows without an adapter, and parts that
         the adapter leaves alone, hold anything.
@@ -354,13 +370,15 @@ def lora_shrink(x: Tensor, weights: LoraWeights, adapters: Tensor, *, invariant:
     _check_rows(num_rows, adapters)
     shape, share, pdl = (
         lora_shape(num_rows, num_slots, invariant=invariant),
-        share_of(size),
+        share_of(size, num_rows, invariant=invariant),
         use_pdl(x.device, num_rows),
     )
     shares, ranks = triton.cdiv(size, share), _ranks(max_rank)
     half = x.element_size() == 2
     early = half and num_rows <= _DECODE and not invariant and ranks * share <= _EARLY_ELEMENTS
-    out = torch.empty((shares, num_rows, parts * max_rank), dtype=torch.float32, device=x.device)
+    out = lora_room(x, weights, invariant=invariant) if room is None else room
+    if out.shape != (shares, num_rows, parts * max_rank):
+        raise ValueError(f"room {tuple(out.shape)} is not that of x {tuple(x.shape)}")
     _shrink_kernel[(triton.cdiv(num_rows, shape.block_m) * parts, shares, num_slots)](
         x,
         weights.a,
@@ -377,6 +395,7 @@ def lora_shrink(x: Tensor, weights: LoraWeights, adapters: Tensor, *, invariant:
         BLOCK_M=shape.block_m,
         BLOCK_K=share if early else _BLOCK_K,
         EARLY=early,
+        BEHIND=room is not None,
         PDL=pdl,
         num_warps=4,
         num_stages=3,

@@ -7,7 +7,7 @@ from torch import Tensor
 from diptych.engine.exec.cuda.quantized import QuantizedLinear
 from diptych.engine.exec.lora import LoraSlots
 from diptych.engine.exec.methods.base import LoadedLinear, StepRows
-from diptych.kernels.triton_lora import LoraWeights, lora_expand, lora_gate_mul, lora_shrink
+from diptych.kernels.triton_lora import LoraWeights, lora_expand, lora_gate_mul, lora_room, lora_shrink
 
 ROWS_OF_LORA_LAUNCHES = (1, 17, 65, 129)
 """Numbers of rows that take every kernel which a layer with adapters may need."""
@@ -29,19 +29,27 @@ class AdaptedLinear:
 
     def __call__(self, x: Tensor, step: StepRows) -> Tensor:
         """See LoadedLinear."""
+        if step.adapters is None:
+            return self.base(x, step)
+        room = self.room(x, invariant=False)
         out = self.base(x, step)
-        if step.adapters is not None:
-            self.add(out, x, step.adapters, invariant=False)
+        self.add(out, x, room, step.adapters, invariant=False)
         return out
 
-    def add(self, out: Tensor, x: Tensor, adapters: Tensor, *, invariant: bool) -> None:
-        """Args: out: what the base made of x: [rows, outputs], or [splits, rows, outputs] fp32; overwritten."""
-        t = lora_shrink(x, self.weights, adapters, invariant=invariant)
+    def room(self, x: Tensor, *, invariant: bool) -> Tensor:
+        """For `add` and `gated`, taken before the base is applied to x: see lora_room."""
+        return lora_room(x, self.weights, invariant=invariant)
+
+    def add(self, out: Tensor, x: Tensor, room: Tensor, adapters: Tensor, *, invariant: bool) -> None:
+        """Right behind the base. Args: out: what it made of x: [rows, outputs], or [splits, rows, outputs] fp32; overwritten."""
+        t = lora_shrink(x, self.weights, adapters, room=room, invariant=invariant)
         lora_expand(out, t, self.weights, adapters, invariant=invariant)
 
-    def gated(self, out: Tensor, x: Tensor, adapters: Tensor, activation: str, *, invariant: bool) -> Tensor:
-        """activation(gate) * up of a layer that holds both. Args: out: see add."""
-        t = lora_shrink(x, self.weights, adapters, invariant=invariant)
+    def gated(
+        self, out: Tensor, x: Tensor, room: Tensor, adapters: Tensor, activation: str, *, invariant: bool
+    ) -> Tensor:
+        """activation(gate) * up of a layer that holds both. Args: see add."""
+        t = lora_shrink(x, self.weights, adapters, room=room, invariant=invariant)
         return lora_gate_mul(out, t, self.weights, adapters, activation, dtype=x.dtype, invariant=invariant)
 
 

@@ -161,10 +161,12 @@ class CudaDecoder:
         invariant_matmul."""
         if not isinstance(layer, AdaptedLinear):
             return self._without_adapters(name, layer, x, rows)
+        if rows.adapters is None:
+            return self._without_adapters(name, layer.base, x, rows)
+        assert isinstance(x, Tensor)  # see wanted_by
+        room = layer.room(x, invariant=self._invariant)
         out = self._without_adapters(name, layer.base, x, rows)
-        if rows.adapters is not None:
-            assert isinstance(x, Tensor)  # see wanted_by
-            layer.add(out, x, rows.adapters, invariant=self._invariant)
+        layer.add(out, x, room, rows.adapters, invariant=self._invariant)
         return out
 
     def _without_adapters(self, name: str, layer: LoadedLinear, x: Rows, rows: StepRows) -> Tensor:
@@ -195,6 +197,7 @@ class CudaDecoder:
     def _adapted_gate_up(self, activation: str, layer: AdaptedLinear, x: Tensor, adapters: Tensor) -> Tensor:
         """What adapters add lies before the activation, so that the projection is not fused with it: the kernel that adds is."""
         base, rows = layer.base, x.shape[0]
+        room = layer.room(x, invariant=self._invariant)
         if isinstance(base, QuantizedLinear):
             out = base.project(x, summed=not self._invariant, invariant=self._invariant)
         elif self._invariant:
@@ -203,7 +206,7 @@ class CudaDecoder:
             out = small_matmul(x, base.weight)
         else:
             out = base(x, StepRows(adapters))
-        return layer.gated(out, x, adapters, activation, invariant=self._invariant)
+        return layer.gated(out, x, room, adapters, activation, invariant=self._invariant)
 
     def _dense_gate_up(self, activation: str, layer: LoadedLinear, x: Tensor, rows: StepRows) -> Tensor:
         if self._invariant:
