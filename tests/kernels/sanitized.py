@@ -6,6 +6,7 @@ buffer has exactly the size that is promised to C, so one step too far is outsid
 
 from __future__ import annotations
 
+import random
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,8 @@ import numpy as np
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support"))
+from diptych.engine.exec.lora import LoraSizes, LoraSlots
+from diptych.engine.exec.methods.base import StepRows
 from diptych.engine.exec.methods.plain import PlainWeights
 from diptych.engine.exec.methods.quantized import Int8Weights
 from diptych.engine.exec.native.weights import Packer
@@ -50,6 +53,14 @@ def decoder(path: Path) -> None:
             linear = packer(native_layers.int4_of(torch.randn(outputs, inputs), group, order=order))
             for rows in (1, 3, 4, 100):
                 library.linear(torch.randn(rows, inputs), linear.weights, outputs, 2)
+    for parts, inputs, rank in (((lanes,), 1, 1), ((5 * lanes, lanes, 2 * lanes), 33, 11), ((lanes, lanes), 16, 8)):
+        for dtype in (torch.float32, torch.bfloat16):
+            slots = LoraSlots(parts, inputs, LoraSizes(3, rank), torch.empty(0, dtype=dtype))
+            for slot in range(3):
+                slots.install(slot, native_layers.random_adapter(random.Random(slot), slots, inputs, rank))
+            linear = packer(PlainWeights(torch.randn(sum(parts), inputs).to(dtype), None)).with_lora(slots)
+            for rows in (1, 3, 37):
+                linear(torch.randn(rows, inputs), StepRows(torch.arange(rows, dtype=torch.int32).flip(0) % 4 - 1))
     library.norm(torch.randn(3, lanes), torch.randn(lanes), 1e-6)
     for count in (1, lanes - 1, lanes, lanes + 1):
         library.softcap(torch.randn(count), 2.0)
@@ -59,6 +70,7 @@ def decoder(path: Path) -> None:
     for features, sizes, how in (
         (native_layers.GEMMA2, several, {}),
         (native_layers.GEMMA2, several, half),
+        (native_layers.GEMMA2, several, {"loras": 2}),
         (native_layers.GEMMA3, several, {}),
         ((native_layers.QWEN3,), replace(several, hidden=3 * lanes, ffn=3 * library.panel, heads=5, kv_heads=1), {}),
         *(
@@ -73,6 +85,7 @@ def decoder(path: Path) -> None:
         # One row of one token; a block exactly full, one short of it, one more; chunks over a block's edge; several tiles.
         for counts in ((1,), (size,), (size - 1, 1, 1), (size + 1,), (2 * size, 1, 2 * size - 3), (3, 37, 1), (100, 1)):
             sequence, other = (layers.sequence(sum(counts), seed=seed) for seed in (1, 2))
+            other.slot = how.get("loras", 0) - 1
             for count in counts:
                 layers.run((sequence, count))
                 layers.run((other, count), threads=2)

@@ -126,9 +126,9 @@ MAX_RANK = 12
 """Of random adapters. Whole stretches of ranks on no machine."""
 
 
-def random_adapter(rng: random.Random, slots: LoraSlots, inputs: int) -> LayerAdapter:
+def random_adapter(rng: random.Random, slots: LoraSlots, inputs: int, max_rank: int = MAX_RANK) -> LayerAdapter:
     """For a layer with these slots: of another rank in every part, some of which are left alone."""
-    ranks = tuple(rng.choice((0, 1, 5, 8, MAX_RANK)) for _ in slots.part_outputs)
+    ranks = tuple(min(max_rank, rng.choice((0, 1, 5, 8, max_rank))) for _ in slots.part_outputs)
     a, b = torch.zeros(len(ranks), max(ranks), inputs), torch.zeros(sum(slots.part_outputs), max(ranks))
     first = 0
     for part, (rank, outputs) in enumerate(zip(ranks, slots.part_outputs, strict=True)):
