@@ -253,8 +253,16 @@ class CudaDecoder:
                 invariant_matmul(x, weight, dense.bias, silu=silu, chains=chains)
 
     def _compile_adapted(self, name: str, block: DecoderBlock, layer: AdaptedLinear) -> None:
-        like = self._weights.embedding
-        for rows in ROWS_OF_LORA_LAUNCHES:
+        like, base, numbers = self._weights.embedding, layer.base, set(ROWS_OF_LORA_LAUNCHES)
+        if isinstance(base, QuantizedLinear):
+            numbers |= set(ROWS_OF_LAUNCHES)
+        elif self._invariant:
+            weight, chains = _dense(base).weight, _chains(name, _dense(base))
+            half = weight.element_size() == 2
+            numbers |= set(
+                distinct_launches(weight.shape[0], silu=False, chains=chains, half=half, most_rows=_MOST_ROWS)
+            )
+        for rows in sorted(numbers):
             x = torch.zeros((rows, layer.weights.inputs), dtype=like.dtype, device=like.device)
             adapters = torch.full((rows,), -1, dtype=torch.int32, device=like.device)
             if name == "gate_up":

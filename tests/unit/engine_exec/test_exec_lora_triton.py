@@ -137,3 +137,26 @@ def test_over_quantized_weights(model, folders, driver_of, device):
         for backend, where in (("torch", "cpu"), ("triton", device))
     )
     same(run(driver, SLOTS), run(plain, SLOTS), atol=1e-2)
+
+
+@pytest.mark.parametrize("device", ["cpu"], indirect=True)
+@pytest.mark.parametrize(("quantize", "invariant"), [(False, True), (True, False)])
+def test_kernels_of_layers_with_adapters_are_compiled_before_readiness(
+    model, driver_of, monkeypatch, device, quantize, invariant
+):
+    """At all numbers of rows that take another kernel, those of the base's unfused gate and up included."""
+    from diptych.engine.exec.cuda import adapted, decoder
+
+    for name, value in (("ROWS_OF_LORA_LAUNCHES", (1,)), ("ROWS_OF_LAUNCHES", (2,)), ("_MOST_ROWS", 1)):
+        monkeypatch.setattr(decoder, name, value)
+    if quantize:
+        quantized.quantize_folder(model, quantized.COMPRESSED_INT8, quantized.int8_rows)
+    driver = driver_of(model, backend="triton", max_loras=1, max_lora_rank=4, batch_invariant=invariant)
+    launched, shrink = [], adapted.lora_shrink
+    monkeypatch.setattr(
+        adapted, "lora_shrink", lambda x, *args, **how: launched.append(x.shape) or shrink(x, *args, **how)
+    )
+    with torch.inference_mode():
+        driver.runner._fused._runtime.decoder.compile_linears()
+    block, rows = driver.runner.description.blocks[0], (1, 2) if quantize else (1,)
+    assert launched == [(count, layer.inputs) for layer in block.linears for count in rows]
