@@ -30,8 +30,8 @@ KINDS = {
 }
 
 
-@pytest.fixture
-def served(model_dir_of, tmp_path):
+@pytest.fixture(params=["torch", "native"])
+def served(request, model_dir_of, tmp_path):
     """engine(slots, **settings) -> an engine that keeps three adapters, and their ids behind the empty one."""
     model = model_dir_of("LlamaForCausalLM")
     ranks = {"a": 2, "b": 8, "c": 5}
@@ -44,7 +44,7 @@ def served(model_dir_of, tmp_path):
     def make(slots, num_blocks=64, **settings):
         hosts = settings.get("num_host_blocks", 0)
         runner = TorchModelRunner.load(
-            model, num_blocks=num_blocks, block_size=BLOCK, num_threads=1, backend="torch", num_host_blocks=hosts,
+            model, num_blocks=num_blocks, block_size=BLOCK, num_threads=1, backend=request.param, num_host_blocks=hosts,
             max_loras=slots, max_lora_rank=8,
         )  # fmt: skip
         config = EngineConfig(
@@ -65,6 +65,7 @@ def outputs(engine, requests, arrivals=None):
     return [(result.token_ids, result.other_choices) for result in results]
 
 
+@pytest.mark.usefixtures("compiler")
 def test_tokens_are_those_of_the_adapter_alone(served):
     make, adapters = served
     requests = [
