@@ -81,6 +81,8 @@ class AdapterSlots:
         """By slot: of adapters that want one, the first by rank; or of the one that the slot was given to, until it is pinned."""
         self._installs: dict[int, int] = {}
         """By slot, the first part of its adapter that is still to be copied there, in the order of their begin."""
+        self._urgent: set[int] = set()
+        """Slots whose adapter must be whole before the next step."""
         self._stuck: set[str] = set()
         """Adapters that `may_run` has refused. One leaves the set when it may be otherwise: many may wait, and each that is asked
         costs a look at those in front of it."""
@@ -153,9 +155,9 @@ class AdapterSlots:
         if budget is None:
             self._stuck.difference_update(self._slots[number].adapter for number in self._installs)
 
-    def may_run(self, request: Request) -> bool:
+    def may_run(self, request: Request, *, computes: bool = True) -> bool:
         """Whether the slot of its adapter is ready, or will be before the step. If not, its adapter is stuck; it has claimed a
-        slot, or is being installed."""
+        slot, or is being installed. Args: computes: in the next step; if not, `need` is called before it does."""
         adapter = self._adapter_of.get(request.attempt)
         if adapter is None or request.attempt in self._pinned:
             return True
@@ -166,7 +168,7 @@ class AdapterSlots:
                 self._put(request, adapter, slot)
         if slot is None:
             self._want(request, adapter)
-        elif self._budget is None or slot not in self._installs:
+        elif self._budget is None or slot not in self._installs or not computes:
             turn = self._slots[slot]
             if not self._is_past_claim(request, slot) or (request.arrival <= turn.last_arrival and turn.turn_left):
                 return True
@@ -192,6 +194,12 @@ class AdapterSlots:
         self._pin(request, number)
         if number in self._claims and self._claims[number].adapter == adapter:
             self._unclaim(number)
+
+    def need(self, request: Request) -> None:
+        """It computes from the next step on: what is left of its adapter is installed before, whatever the budget."""
+        number = self._pinned.get(request.attempt)
+        if number in self._installs:
+            self._urgent.add(number)
 
     def _is_past_claim(self, request: Request, number: int) -> bool:
         """Another adapter has claimed the slot, for a request of a smaller rank."""
@@ -323,11 +331,11 @@ class AdapterSlots:
     def take_installs(self) -> list[Install]:
         """What is to be installed before the next step: within the budget, but a part at least."""
         installs: list[Install] = []
-        budget = self._budget
-        for number, first in list(self._installs.items()):
+        budget, urgent = self._budget, self._urgent
+        for number, first in sorted(self._installs.items(), key=lambda entry: entry[0] not in urgent):
             adapter = self._known[self._slots[number].adapter]
             end = adapter.num_parts
-            if budget is not None:
+            if budget is not None and number not in urgent:
                 size = max(1, adapter.num_bytes // end)
                 end = min(end, first + max(budget // size, 0 if installs else 1))
                 budget -= (end - first) * size
@@ -339,6 +347,7 @@ class AdapterSlots:
                 del self._installs[number]
                 self._num_installs += 1
                 self._stuck.discard(adapter.id)
+        urgent.clear()
         return installs
 
     def not_installed(self, slot: int) -> list[str]:
@@ -365,8 +374,6 @@ class AdapterSlots:
         for number, slot in enumerate(self._slots):
             if slot.pins != pins[number]:
                 out.append(f"slot {number} has {slot.pins} pins, {pins[number]} requests pin it")
-            if slot.pins and number in self._installs:
-                out.append(f"slot {number} is used before it is installed")
             if slot.adapter and self._slot_of.get(slot.adapter) != number:
                 out.append(
                     f"slot {number} holds {slot.adapter}, which is said to be in {self._slot_of.get(slot.adapter)}"
@@ -383,6 +390,8 @@ class AdapterSlots:
                 continue
             if held is None or self._slots[held].adapter != adapter:
                 out.append(f"{request.attempt} runs with {adapter}, and pins slot {held}")
+            elif held in self._installs and held not in self._urgent:
+                out.append(f"{request.attempt} runs with {adapter}, which is not whole in slot {held}")
             elif request.seq.adapter != held:
                 out.append(f"{request.attempt} pins slot {held}, and computes with {request.seq.adapter}")
         return out

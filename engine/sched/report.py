@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from itertools import chain
 
 from diptych.common.tiers import DEVICE
 from diptych.engine.messages import EngineAudit, EngineStats, KvMode
@@ -93,8 +92,7 @@ def audit(live: Lifecycle, full: bool) -> EngineAudit:
 
 def check(live: Lifecycle) -> list[str]:
     """Laws that do not hold: of blocks, and of the load that routers place by."""
-    running = chain(live.running, (request for request in live.remote.requests.values() if request.output is not None))
-    adapters = live.adapters.violations(live.requests.values(), running)
+    adapters = live.adapters.violations(live.requests.values(), live.running)
     return live.kv.check(live.with_blocks()) + load_violations(live) + adapters
 
 

@@ -274,6 +274,7 @@ class Scheduler:
                 return
             # Computed from the pinned prefix on, in the blocks that are counted for it already.
             self.kv.bind(request)
+            self.adapters.need(request)
             request.move(State.RUNNING)
             self.running.start_prefill(request)
         elif request.state is State.WAITING:
@@ -320,6 +321,7 @@ class Scheduler:
     def _join(self, request: Request) -> None:
         complete = self.remote.remove(request)
         self.kv.bind(request)
+        self.adapters.need(request)
         request.move(State.RUNNING)
         self.running.start_decode(request)
         if complete:
@@ -503,7 +505,7 @@ class Scheduler:
                 claimed = preemption.blocks_wanted(live, request)
                 may_compute = False
                 continue
-            if not self.adapters.may_run(request):
+            if not self.adapters.may_run(request, computes=not remote):
                 continue  # `head` leaves it out from now on
             if claimed and not self.kv.fits(request, claimed):
                 break

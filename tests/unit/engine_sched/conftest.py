@@ -74,13 +74,14 @@ def adapter_id(name: str) -> str:
 
 
 def make_lora_engine(
-    names: Sequence[str], max_loras: int, runner: FakeRunner | None = None, **changes: object
+    names: Sequence[str], max_loras: int, runner: FakeRunner | None = None, *, parts: int = 1, **changes: object
 ) -> OfflineEngine:
-    """With these adapters kept, see `adapter_id`."""
+    """With these adapters kept, see `adapter_id`. `parts`: of which one is installed before a step that others decode in."""
     config = make_config(**changes)
     engine = make_engine(runner or FakeRunner(config.num_blocks, BLOCK, max_loras=max_loras), **changes)
     for name in names:
-        engine.send(KeepAdapter(FakeAdapter(adapter_id(name))))
+        size = parts * engine.core.scheduler.throughput.install_budget() if parts > 1 else 1000
+        engine.send(KeepAdapter(FakeAdapter(adapter_id(name), num_bytes=size, num_parts=parts)))
     return engine
 
 

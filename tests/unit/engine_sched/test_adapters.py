@@ -10,7 +10,16 @@ from diptych.common.request import Prompt
 from diptych.common.sampling import SamplingParams
 from diptych.engine.fake_device import FakeDeviceRunner
 from diptych.engine.fake_runner import FakeAdapter, FakeRunner
-from diptych.engine.messages import DropAdapter, Failed, Finished, KeepAdapter, TokensOut
+from diptych.engine.messages import (
+    Admitted,
+    DropAdapter,
+    Failed,
+    Finished,
+    KeepAdapter,
+    KvMode,
+    RunLocally,
+    TokensOut,
+)
 
 IDS = tuple(range(100, 109))
 
@@ -132,6 +141,24 @@ def test_sequences_that_decode_wait_for_a_part_of_an_adapter_at_a_time(kit):
         idle.send(request_of(kit, name, max_tokens=2))
     idle.step()
     assert idle.stats().adapters.installs == 4, "nobody waits"
+
+
+def test_an_adapter_is_installed_while_its_request_waits_for_kv(kit):
+    """It is whole when the KV is there, or what is left is copied at once."""
+    for steps in (1, 3, 9):
+        engine = kit.make_lora_engine("a", 1, parts=6)
+        engine.send(request_of(kit, "", "base", 30))
+        engine.step()
+        engine.send(request_of(kit, "a", mode=KvMode.REMOTE))
+        events = [event for _ in range(steps) for event in engine.step()]
+        assert any(isinstance(event, Admitted) and event.attempt == "a" for event in events), (
+            "prefill may begin at once"
+        )
+        assert engine.stats().adapters.installs == (steps > 6)
+        engine.send(RunLocally("a"))
+        events = kit.run_until_idle(engine)
+        assert kit.tokens_of(events, "a") == alone(kit, request_of(kit, "a"))
+        assert engine.stats().adapters.installs == 1
 
 
 def test_dropped_while_used_it_serves_those_that_name_it_and_no_other(kit):

@@ -59,6 +59,7 @@ def make_machine(kit, windows=(), adapters=("",)):
             [a for a in adapters if a],
             2,
             runner,
+            parts=4,
             num_blocks=num_blocks,
             max_num_batched_tokens=max_num_batched_tokens,
             **settings,
