@@ -43,7 +43,10 @@ class AdapterRegistry:
         self._store = store
         self._poll_s = poll_s
         self._on_change = on_change
-        self._refreshing: asyncio.Future[None] | None = None
+        self._reading: asyncio.Future[None] | None = None
+        """The read that runs."""
+        self._next: asyncio.Future[None] | None = None
+        """The one after it, which has not begun."""
         self.table = AdapterTable()
         self.failing = ""
         """Why the last read failed, or "": the view may be stale."""
@@ -54,14 +57,22 @@ class AdapterRegistry:
             await asyncio.sleep(self._poll_s)
 
     async def refresh(self) -> None:
-        """Read what has changed. Calls at the same time share one read. An unavailable store leaves the view as it is."""
-        if self._refreshing is None:
-            self._refreshing = asyncio.ensure_future(self._refresh())
-            self._refreshing.add_done_callback(self._refreshed)
-        await asyncio.shield(self._refreshing)
+        """Read what has changed. Calls at the same time share a read that begins after them: what was written before a call is
+        in the view after it. An unavailable store leaves the view as it is."""
+        if self._next is None:
+            self._next = asyncio.ensure_future(self._after(self._reading))
+            self._next.add_done_callback(self._read_ended)
+        await asyncio.shield(self._next)
 
-    def _refreshed(self, _: asyncio.Future[None]) -> None:
-        self._refreshing = None
+    async def _after(self, running: asyncio.Future[None] | None) -> None:
+        if running is not None:
+            await asyncio.wait({running})
+        self._reading, self._next = self._next, None
+        await self._refresh()
+
+    def _read_ended(self, read: asyncio.Future[None]) -> None:
+        if self._reading is read:
+            self._reading = None
 
     async def _refresh(self) -> None:
         try:

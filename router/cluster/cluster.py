@@ -484,7 +484,9 @@ class Cluster:
         return sum(filter(None, freed)), unreached
 
     async def load_adapter(self, folder: str) -> dict[str, LoadedAdapter | DiptychError]:
-        """See AdapterWorkers."""
+        """See AdapterWorkers. Without a usable decode worker it waits as requests do."""
+        while not self.snapshot().decode and (left_s := self.settling.left_s()) > 0:
+            await self.wait_for_change(min(left_s, 0.1))
         now = self._clock.now()
         links = [
             member.link

@@ -1,0 +1,123 @@
+"""This process's view of the registry: what was written before a look is in it, and many looks are few reads."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from diptych.common.clock import FakeClock
+from diptych.common.errors import InvalidRequestError, NoWorkerError
+from diptych.common.store import adapters
+from diptych.common.store.adapters import AdapterTable, with_version
+from diptych.common.store.memory import MemoryStore
+from diptych.router.adapters import registry as registry_module
+from diptych.router.adapters.registry import AdapterRegistry
+from diptych_tests.records import adapter_entry
+
+POEMS, PROSE = adapter_entry("poems"), adapter_entry("prose")
+
+
+class SlowStore(MemoryStore):
+    """Reads answer what was there when they began, once `go` is set."""
+
+    def __init__(self) -> None:
+        super().__init__(FakeClock())
+        self.go = asyncio.Event()
+        self.reads = 0
+
+    async def read_adapters(self, known: int) -> AdapterTable | None:
+        self.reads += 1
+        answer = await super().read_adapters(known)
+        await self.go.wait()
+        return answer
+
+
+async def rest() -> None:
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+async def test_a_look_sees_what_was_written_before_it_though_an_older_read_runs() -> None:
+    """It shared the read that had begun before the write, and the name was not found."""
+    store = SlowStore()
+    registry = AdapterRegistry(store)
+    older = asyncio.create_task(registry.refresh())
+    await rest()
+    await store.write_adapter("poems", POEMS, revision=0)
+    looks = [asyncio.create_task(registry.look_up("poems")) for _ in range(50)]
+    await rest()
+    store.go.set()
+    assert set(await asyncio.gather(*looks)) == {POEMS}
+    await older
+    assert store.reads == 2
+    assert await registry.look_up("poems") == POEMS
+    assert store.reads == 2, "a known name is not looked for"
+
+
+async def test_a_look_that_is_cancelled_leaves_the_others_theirs() -> None:
+    store = SlowStore()
+    registry = AdapterRegistry(store)
+    await store.write_adapter("poems", POEMS, revision=0)
+    one, other = (asyncio.create_task(registry.look_up("poems")) for _ in range(2))
+    await rest()
+    one.cancel()
+    store.go.set()
+    assert await other == POEMS
+    await registry.refresh()
+
+
+async def test_changes_of_two_routers_are_both_made() -> None:
+    store = MemoryStore(FakeClock())
+    one, other = AdapterRegistry(store), AdapterRegistry(store)
+    await asyncio.gather(
+        one.change("poems", lambda entry, table: POEMS), other.change("prose", lambda entry, table: PROSE)
+    )
+    await one.refresh()
+    await other.refresh()
+    assert one.table == other.table == AdapterTable(2, {"poems": POEMS, "prose": PROSE})
+    second = adapter_entry("poems", "other")
+    before, after = await other.change("poems", lambda entry, table: with_version(entry, second, in_place=True))
+    assert (before, after and after.stable) == (POEMS, 2)
+    assert await other.change("poems", lambda entry, table: entry) == (after, after)
+    assert other.table.revision == 3, "no change is no write"
+
+
+async def test_a_change_that_cannot_be_written_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = MemoryStore(FakeClock())
+    registry = AdapterRegistry(store)
+
+    async def forestalled(*args: Any, **more: Any) -> None:
+        return None
+
+    monkeypatch.setattr(store, "write_adapter", forestalled)
+    with pytest.raises(NoWorkerError, match="by others"):
+        await registry.change("poems", lambda entry, table: POEMS)
+    store.available = False
+    with pytest.raises(NoWorkerError, match="cannot be changed"):
+        await registry.change("poems", lambda entry, table: POEMS)
+    await registry.refresh()
+    assert registry.failing
+
+
+async def test_the_number_of_names_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry_module, "MAX_ADAPTERS", 1)
+    registry = AdapterRegistry(MemoryStore(FakeClock()))
+    await registry.change("poems", lambda entry, table: POEMS)
+    with pytest.raises(InvalidRequestError, match="1 adapters"):
+        await registry.change("prose", lambda entry, table: PROSE)
+    assert adapters.MAX_ADAPTERS > 1
+
+
+async def test_the_first_router_after_a_loss_of_all_data_writes_what_it_knows() -> None:
+    store = MemoryStore(FakeClock())
+    one, other, late = AdapterRegistry(store), AdapterRegistry(store), AdapterRegistry(store)
+    await one.change("poems", lambda entry, table: POEMS)
+    await other.refresh()
+    store.flush()
+    await late.refresh()
+    assert late.table == AdapterTable()
+    for registry in (other, one, late):
+        await registry.refresh()
+        assert registry.table == AdapterTable(2, {"poems": POEMS})
