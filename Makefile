@@ -38,7 +38,7 @@ PIP := $(BIN)/python -m pip --quiet
 STEP := .ci/with_progress.sh
 PROTO_SOURCES := $(wildcard proto/diptych/rpc/v1/*.proto)
 
-.PHONY: help check sdk-reference test test-full test-hostile up down proto model golden chaos chaos-kill redis-away soak sim fuzz audit sdk-wheel bench quality bench-router bench-beside bench-overload bench-overload-http bench-router-processes bench-peers bench-engine bench-quantized bench-kv bench-vllm test-gpu bench-gpu bench-gpu-batch-invariant bench-gpu-pair bench-gpu-http wheels wheels-gpu secrets images charts test-clients test-containers clean
+.PHONY: help check sdk-reference test test-full test-hostile up down proto model golden adapters chaos chaos-kill redis-away soak sim fuzz audit sdk-wheel bench quality bench-router bench-beside bench-overload bench-overload-http bench-router-processes bench-peers bench-engine bench-quantized bench-kv bench-vllm test-gpu bench-gpu bench-gpu-batch-invariant bench-gpu-pair bench-gpu-http wheels wheels-gpu secrets images charts test-clients test-containers clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 27
@@ -84,6 +84,19 @@ sdk-reference: $(VENV)/.dev ## write the SDK's sampling keywords from their tabl
 
 golden: $(VENV)/.dev model ## compute the reference token ids again, with transformers
 	@$(BIN)/python tests/golden/generate.py
+
+# peft in an environment of its own, over the packages of .venv.
+PEFT_VENV ?= .venv-peft
+PEFT := PYTHONPATH=src:tests/adapters $(PEFT_VENV)/bin/python -P
+adapters: $(PEFT_VENV)/.ready model ## train the adapters of the tests again, some minutes each; ARGS="pirate": some of them
+	@$(PEFT) tests/adapters/train.py $(ARGS)
+
+$(PEFT_VENV)/.ready: tests/adapters/requirements.txt $(VENV)/.dev
+	@$(BIN)/python -m venv $(PEFT_VENV)
+	@packages='import sysconfig; print(sysconfig.get_path("purelib"))'; \
+	  $(BIN)/python -c "$$packages" > "$$($(PEFT_VENV)/bin/python -c "$$packages")/diptych-packages.pth"
+	@$(STEP) "peft" $(PEFT_VENV)/bin/python -m pip install --quiet --no-deps -r tests/adapters/requirements.txt
+	@touch $@
 
 # Where the faults of docs/reliability.md have tests on real processes; as root with network namespaces, too.
 CHAOS := tests/chaos tests/integration/pd tests/integration/store tests/integration/kvtransfer tests/integration/router tests/e2e/test_rolling_restart.py tests/e2e/test_cancel.py
