@@ -38,7 +38,7 @@ PIP := $(BIN)/python -m pip --quiet
 STEP := .ci/with_progress.sh
 PROTO_SOURCES := $(wildcard proto/diptych/rpc/v1/*.proto)
 
-.PHONY: help check sdk-reference test test-full test-hostile up down proto model golden adapters chaos chaos-kill redis-away soak sim fuzz audit sdk-wheel bench quality bench-router bench-beside bench-overload bench-overload-http bench-router-processes bench-peers bench-engine bench-quantized bench-kv bench-vllm test-gpu bench-gpu bench-gpu-batch-invariant bench-gpu-pair bench-gpu-http wheels wheels-gpu secrets images charts test-clients test-containers clean
+.PHONY: help check sdk-reference test test-full test-hostile up down proto model golden adapters golden-adapters chaos chaos-kill redis-away soak sim fuzz audit sdk-wheel bench quality bench-router bench-beside bench-overload bench-overload-http bench-router-processes bench-peers bench-engine bench-quantized bench-kv bench-vllm test-gpu bench-gpu bench-gpu-batch-invariant bench-gpu-pair bench-gpu-http wheels wheels-gpu secrets images charts test-clients test-containers clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 27
@@ -90,6 +90,9 @@ PEFT_VENV ?= .venv-peft
 PEFT := PYTHONPATH=src:tests/adapters $(PEFT_VENV)/bin/python -P
 adapters: $(PEFT_VENV)/.ready model ## train the adapters of the tests again, some minutes each; ARGS="pirate": some of them
 	@$(PEFT) tests/adapters/train.py $(ARGS)
+
+golden-adapters: $(PEFT_VENV)/.ready model ## compute their reference token ids again, with peft and transformers; ARGS="--check pirate"
+	@$(PEFT) tests/adapters/generate.py $(ARGS)
 
 $(PEFT_VENV)/.ready: tests/adapters/requirements.txt $(VENV)/.dev
 	@$(BIN)/python -m venv $(PEFT_VENV)

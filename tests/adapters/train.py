@@ -2,7 +2,8 @@
 
     python tests/adapters/train.py [NAME ...]       minutes on one thread of a CPU
 
-The same machine and versions give the same files. Needs peft: `make adapters` makes an environment that has it.
+The same machine and versions give the same files. Other ones give other files, and then `make golden-adapters` has to be
+run again, too. Needs peft: `make adapters` makes an environment that has it.
 """
 
 from __future__ import annotations
