@@ -38,7 +38,7 @@ PIP := $(BIN)/python -m pip --quiet
 STEP := .ci/with_progress.sh
 PROTO_SOURCES := $(wildcard proto/diptych/rpc/v1/*.proto)
 
-.PHONY: help check sdk-reference test test-full test-hostile up down proto model golden adapters golden-adapters chaos chaos-kill redis-away soak sim fuzz audit sdk-wheel bench quality bench-router bench-beside bench-overload bench-overload-http bench-router-processes bench-peers bench-engine bench-quantized bench-kv bench-vllm test-gpu bench-gpu bench-gpu-batch-invariant bench-gpu-pair bench-gpu-http wheels wheels-gpu secrets images charts test-clients test-containers clean
+.PHONY: help check sdk-reference test test-full test-hostile up down proto model golden adapters golden-adapters chaos chaos-kill redis-away soak sim fuzz audit sdk-wheel bench quality bench-router bench-beside bench-overload bench-overload-http bench-router-processes bench-peers bench-engine bench-quantized bench-lora bench-kv bench-vllm test-gpu bench-gpu bench-gpu-batch-invariant bench-gpu-pair bench-gpu-http wheels wheels-gpu secrets images charts test-clients test-containers clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 27
@@ -144,6 +144,9 @@ quality: $(VENV)/.dev model ## perplexity of each method of quantization and eac
 
 bench-quantized: $(VENV)/.dev model ## decode with int8 and int4 weights on the compiled CPU kernels beside float32, in turns
 	@$(BIN)/python -P -m diptych.bench.engine.quantized $(ARGS)
+
+bench-lora: $(VENV)/.dev model ## adapters beside the base model over HTTP: throughput over 8 of them, and 64 on 8 slots beside another tenant
+	@$(BIN)/python -P -m diptych.bench.engine.lora $(ARGS)
 
 bench-kv: $(VENV)/.dev model ## the hand-off: transports on loopback, what of a transfer is exposed, what cancelled prompts cost; into bench-out/
 	@$(BIN)/python -P -m diptych.bench.kvtransfer.loopback --transport ucx --out bench-out/loopback-ucx-tcp.json $(ARGS)

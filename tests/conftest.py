@@ -244,11 +244,13 @@ def gates(cluster_module: ModuleType, tmp_path_factory: pytest.TempPathFactory) 
 
 @pytest.fixture(scope="module")
 def gated_cluster(
-    cluster_module: ModuleType, gates: object, tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest, cluster_module: ModuleType, gates: object, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[object]:
     """A second cluster for a file of tests: its steps can be held, and its parts may be killed by a test that waits until they
-    are back. It ends with the file, as `colocated` does: each worker of a cluster takes more than a gigabyte."""
-    with cluster_module.running_cluster(tmp_path_factory.mktemp("gated"), *gates.flags) as running:
+    are back. It ends with the file, as `colocated` does: each worker of a cluster takes more than a gigabyte. The file's
+    GATED_FLAGS, if it has them, are further flags."""
+    more = getattr(request.module, "GATED_FLAGS", ())
+    with cluster_module.running_cluster(tmp_path_factory.mktemp("gated"), *gates.flags, *more) as running:
         yield running
 
 

@@ -9,11 +9,13 @@ import httpx
 import pytest
 
 from diptych.client import AsyncClient, Client, Completion
-from diptych_tests import waiting
+from diptych_tests import golden_adapters, waiting
 
 KV_BYTES_PER_TOKEN = 46_080
 ANSWER_S = 300.0
 BATCH = 16
+GATED_FLAGS = golden_adapters.flags()
+"""Of this file's gated cluster: see tests/conftest.py."""
 
 pytestmark = pytest.mark.multiproc
 
@@ -69,6 +71,13 @@ async def test_ranges_cross_while_the_prompt_is_computed(gated_cluster, gates, g
     assert facts.kv_ranges >= 2
     assert facts.kv_ranges_overlapped >= 1
     assert facts.kv_bytes == len(prompt) * KV_BYTES_PER_TOKEN
+    gated_cluster.wait_idle()
+
+
+async def test_trained_adapters_mixed_in_one_batch_across_the_pools(gated_cluster):
+    """All of them and the base model: ids are those of peft and transformers. More prompts: test_adapters_pd.py."""
+    async with httpx.AsyncClient(base_url=gated_cluster.http_url, timeout=ANSWER_S) as http:
+        await golden_adapters.check_mixed(http, gated_cluster.model, golden_adapters.cases(prompts=1), new_tokens=8)
     gated_cluster.wait_idle()
 
 

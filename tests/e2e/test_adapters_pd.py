@@ -1,0 +1,106 @@
+"""Trained adapters over HTTP on two pools, every prompt computed by prefill and decoded by decode, mixed in one batch: ids
+are those of peft and transformers. Reloads under load change whole answers only."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import pytest
+
+from diptych.router.api.auth.keys import add_key
+from diptych_tests import golden_adapters, waiting
+from diptych_tests.clusters import Cluster
+from diptych_tests.golden_adapters import ask, ids_of
+
+pytestmark = [pytest.mark.multiproc, pytest.mark.slow]
+
+ANSWER_S = 600.0
+LOADS = 21
+"""The first one, and 20 that replace it."""
+USERS = 4
+CHANGING = "changing"
+
+
+@dataclass(frozen=True)
+class Served:
+    cluster: Cluster
+    admin_key: str
+
+    def http(self) -> httpx.AsyncClient:
+        headers = {"authorization": f"Bearer {self.admin_key}"}
+        return httpx.AsyncClient(base_url=self.cluster.http_url, headers=headers, timeout=ANSWER_S)
+
+
+@pytest.fixture(scope="module")
+def served(cluster_module: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """`diptych up` with the trained adapters, by their names."""
+    root = tmp_path_factory.mktemp("adapters")
+    key, _ = add_key(root / "keys.json", "acme", now=0.0, admin=True)
+    flags = ["--keys-file", str(root / "keys.json"), *golden_adapters.flags()]
+    with cluster_module.running_cluster(root, *flags, extra_env={"DIPTYCH_API_KEY": key}) as running:
+        yield Served(running, key)
+
+
+@pytest.fixture
+async def http(served: Served) -> AsyncIterator[httpx.AsyncClient]:
+    async with served.http() as client:
+        yield client
+
+
+async def test_all_adapters_in_one_batch_across_the_pools(http: httpx.AsyncClient, served: Served) -> None:
+    await golden_adapters.check_mixed(
+        http, served.cluster.model, golden_adapters.cases(), golden_adapters.max_new_tokens()
+    )
+    served.cluster.wait_idle()
+
+
+async def test_20_reloads_under_load_mix_no_answer_and_leave_none_stale(
+    http: httpx.AsyncClient, served: Served
+) -> None:
+    """The name goes from one trained adapter to the next. Each answer is wholly of the version that it names, and that is
+    none before the last load that had ended when the request was sent."""
+    names = golden_adapters.names()
+    order = [names[i % len(names)] for i in range(LOADS)]
+    new_tokens = golden_adapters.max_new_tokens()
+    cases = {name: [case for case in golden_adapters.cases(prompts=6) if case.adapter == name] for name in names}
+    begun = ended = 0
+    seen: Counter[int] = Counter()
+
+    async def load(number: int) -> None:
+        nonlocal begun, ended
+        begun = number
+        body = {"lora_name": CHANGING, "lora_path": str(golden_adapters.FOLDER / order[number - 1])}
+        answer = await http.post("/v1/load_lora_adapter", json=body | {"load_inplace": number > 1})
+        assert answer.status_code == 200, answer.text
+        ended = number
+
+    async def user(turn: int) -> None:
+        while ended < LOADS or seen[LOADS] < USERS:
+            turn += 1
+            which, oldest = turn % 6, ended
+            answer = await ask(http, CHANGING, cases[names[0]][which], new_tokens)
+            version = answer["diptych"]["adapter"]["version"]
+            assert oldest <= version <= begun
+            assert ids_of(answer) == cases[order[version - 1]][which].answer, f"version {version}"
+            seen[version] += 1
+
+    await load(1)
+    async with asyncio.TaskGroup() as group:
+        for number in range(USERS):
+            group.create_task(user(number))
+        for number in range(2, LOADS + 1):
+            await waiting.until(
+                lambda: seen[ended] >= 2, "answers of the last version", deadline_s=ANSWER_S, every_s=0.01
+            )
+            await load(number)
+    assert set(seen) == set(range(1, LOADS + 1)), "every version answered"
+    gone = await http.post("/v1/unload_lora_adapter", json={"lora_name": CHANGING})
+    assert gone.status_code == 200, gone.text
+    unknown = await http.post("/v1/completions", json={"model": CHANGING, "prompt": [1, 2, 3], "max_tokens": 1})
+    assert (unknown.status_code, unknown.json()["error"]["code"]) == (404, "model_not_found")
+    served.cluster.wait_idle()

@@ -1,0 +1,36 @@
+"""bench-lora: its adapters are as peft writes them, and its ratios pair the sides of a round."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from diptych.bench.engine.lora import ADAPTERS, BASE, OFF, Prompts, Throughput, parse, write_adapters
+from diptych.common.adapters.peft import read_adapter
+from diptych_tests import quantized
+from diptych_tests.lora import linear_shapes
+
+
+def test_adapters_have_every_linear_layer_and_differ(tmp_path: Path) -> None:
+    model = quantized.write_llama(tmp_path / "model")
+    made = write_adapters(model, tmp_path, 3, rank=4)
+    facts = [read_adapter(folder) for folder in made.values()]
+    assert len({one.id for one in facts}) == 3
+    for one in facts:
+        assert {module.name: (module.outputs, module.inputs) for module in one.modules} == linear_shapes(model)
+        assert {(module.rank, module.scale) for module in one.modules} == {(4, 1.0)}
+
+
+def test_a_ratio_is_the_median_over_rounds_of_both_sides(tmp_path: Path) -> None:
+    point = Throughput(8, {OFF: [100.0, 50.0, 10.0], BASE: [100.0, 50.0, 10.0], ADAPTERS: [90.0, 40.0, 9.5]})
+    assert point.ratio(ADAPTERS, BASE) == 0.9
+    assert point.result()["ratios"] == {"adapters / base": 0.9, "adapters / off": 0.9, "base / off": 1.0}
+
+
+def test_further_flags_of_serve_come_last() -> None:
+    args = parse(["--rounds", "2", "--serve-args", "--device", "cuda"])
+    assert (args.rounds, args.serve_args) == (2, ["--device", "cuda"])
+
+
+def test_no_prompt_comes_twice() -> None:
+    prompts = Prompts(1, 32_000)
+    assert len({tuple(prompts.next(32)) for _ in range(64)}) == 64
