@@ -216,10 +216,12 @@ class Frontend:
             raise ModelNotFoundError(f"the model {shown!r} does not exist; there are {there}", param="model")
         return models[name]
 
-    def _base(self, name: object) -> object:
-        """The base model's name, of an adapter's."""
-        entry = self._registry.find(name) if self._registry is not None and isinstance(name, str) else None
-        return name if entry is None or name in self._models else entry.model
+    def _base(self, name: object, tenant: str) -> object:
+        """The base model's name, of an adapter's that the tenant may use."""
+        if self._registry is None or not isinstance(name, str) or name in self._models:
+            return name
+        entry = self._registry.find(name) if self.adapters.may_use(tenant, name) else None
+        return name if entry is None else entry.model
 
     def models(self, tenant: str = "") -> list[ModelInfo]:
         """The models, then the adapters that the tenant may use."""
@@ -269,16 +271,16 @@ class Frontend:
             return ready, next(iter(reported.values()))[1] + missing
         return ready, [f"{name}: {reason}" for name, (_, reasons) in reported.items() for reason in reasons] + missing
 
-    def features(self, model: object = "") -> ModelFeatures:
-        """Features of the model; of the first for an unknown name (which `prepare` rejects)."""
-        model = self._base(model)
+    def features(self, model: object = "", tenant: str = "") -> ModelFeatures:
+        """Features of the model; of the first for a name that the tenant does not know (which `prepare` rejects)."""
+        model = self._base(model, tenant)
         found = self._models.get(model) if isinstance(model, str) else None
         found = found or next(iter(self._models.values()), None)
         return ModelFeatures() if found is None else found.folder.features
 
-    def tokens(self, model: object = "") -> Tokens:
+    def tokens(self, model: object = "", tenant: str = "") -> Tokens:
         """The model's tokens as bytes. Raises: ModelNotFoundError."""
-        return self._of(self._base(model)).folder.token_bytes
+        return self._of(self._base(model, tenant)).folder.token_bytes
 
     async def tokenize(self, spec: UncheckedRequest) -> list[int]:
         """Token ids of the spec's prompt or messages. Raises: as `prepare` for these."""
@@ -286,9 +288,10 @@ class Frontend:
             spec = replace(spec, model=choice.entry.model)
         return await self._of(spec.model).intake.tokenize(spec)
 
-    async def detokenize(self, model: object, token_ids: object) -> str:
+    async def detokenize(self, model: object, token_ids: object, tenant: str = "") -> str:
         """Text of token ids, special tokens included. Raises: InvalidRequestError, ModelNotFoundError."""
-        model = self._base(model)
+        if (choice := await self._choice(UncheckedRequest(model=model, tenant=tenant))) is not None:
+            model = choice.entry.model
         return await self._of(model).intake.detokenize(model, token_ids)
 
     async def prepare(self, spec: UncheckedRequest) -> ValidatedRequest:

@@ -85,10 +85,10 @@ class FakeRouterApi:
     def ready(self) -> tuple[bool, list[str]]:
         return not self.reasons, self.reasons
 
-    def features(self, model: object = "") -> ModelFeatures:
+    def features(self, model: object = "", tenant: str = "") -> ModelFeatures:
         return self.model_features
 
-    def tokens(self, model: object = "") -> Tokens:
+    def tokens(self, model: object = "", tenant: str = "") -> Tokens:
         return ByteTokens(_bytes_of)
 
     async def tokenize(self, spec: UncheckedRequest) -> list[int]:
@@ -98,7 +98,7 @@ class FakeRouterApi:
         self._check_model(spec.model)
         return [100 + byte for byte in spec.prompt.encode()] if isinstance(spec.prompt, str) else [1, 2, 3]
 
-    async def detokenize(self, model: object, token_ids: object) -> str:
+    async def detokenize(self, model: object, token_ids: object, tenant: str = "") -> str:
         self._check_model(model)
         assert isinstance(token_ids, list)
         if not all(0 <= token < VOCAB_SIZE for token in token_ids):

@@ -232,7 +232,7 @@ def _may_repeat(asked: router_pb2.GenerateRequest) -> bool:
 
 async def _prepare(router_api: RouterApi, request: router_pb2.PlaceRequest, tenant: str) -> ValidatedRequest:
     asked = request.request
-    spec, offer = spec_from(asked, request.remaining_s or None, router_api.features(asked.model), tenant)
+    spec, offer = spec_from(asked, request.remaining_s or None, router_api.features(asked.model, tenant), tenant)
     if offer.names or (asked.split and asked.WhichOneof("input") == "chat"):
         raise NoWorkerError("no ticket: the router splits this answer")
     if asked.idempotency_key:

@@ -126,17 +126,17 @@ class MeteredRouterApi:
     def ready(self) -> tuple[bool, list[str]]:
         return self._router_api.ready()
 
-    def features(self, model: object = "") -> ModelFeatures:
-        return self._router_api.features(model)
+    def features(self, model: object = "", tenant: str = "") -> ModelFeatures:
+        return self._router_api.features(model, tenant)
 
-    def tokens(self, model: object = "") -> Tokens:
-        return self._router_api.tokens(model)
+    def tokens(self, model: object = "", tenant: str = "") -> Tokens:
+        return self._router_api.tokens(model, tenant)
 
     async def tokenize(self, spec: UncheckedRequest) -> list[int]:
         return await self._router_api.tokenize(spec)
 
-    async def detokenize(self, model: object, token_ids: object) -> str:
-        return await self._router_api.detokenize(model, token_ids)
+    async def detokenize(self, model: object, token_ids: object, tenant: str = "") -> str:
+        return await self._router_api.detokenize(model, token_ids, tenant)
 
     async def prepare(self, spec: UncheckedRequest) -> ValidatedRequest:
         """Raises: QuotaExceededError, and the errors of the wrapped API."""

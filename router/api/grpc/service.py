@@ -95,16 +95,16 @@ class RouterService:
                 await self._generate(body, context, access)
 
     async def _generate(self, body: bytes, context: grpc.aio.ServicerContext, access: Access) -> None:
-        remaining_s = context.time_remaining()
+        remaining_s, tenant = context.time_remaining(), current_caller.get().tenant
 
         def read() -> tuple[router_pb2.GenerateRequest, ModelFeatures, UncheckedRequest, ToolOptions]:
             request = parse(router_pb2.GenerateRequest, body)
-            features = self._router_api.features(request.model)
+            features = self._router_api.features(request.model, tenant)
             return request, features, *spec_from(request, remaining_s, features)
 
         with self._parsing():
             request, features, spec, offer = await self._bodies.off_loop(read, len(body))
-        spec.tenant = current_caller.get().tenant
+        spec.tenant = tenant
         spec.traceparent = trace_context(context.invocation_metadata())
         spec.resume_id, spec.resumable = request.resume_id or None, True
         access.asked(spec)
@@ -163,14 +163,15 @@ class RouterService:
                 return await self._what_if(body, context)
 
     async def _what_if(self, body: bytes, context: grpc.aio.ServicerContext) -> router_pb2.WhatIfResponse:
-        remaining_s = context.time_remaining()
+        remaining_s, tenant = context.time_remaining(), current_caller.get().tenant
 
         def read() -> tuple[router_pb2.WhatIfRequest, UncheckedRequest]:
             request = parse(router_pb2.WhatIfRequest, body)
-            return request, spec_from(request.request, remaining_s, self._router_api.features(request.request.model))[0]
+            features = self._router_api.features(request.request.model, tenant)
+            return request, spec_from(request.request, remaining_s, features)[0]
 
         request, spec = await self._bodies.off_loop(read, len(body))
-        spec.tenant = current_caller.get().tenant
+        spec.tenant = tenant
         return self._router_api.what_if(await self._router_api.prepare(spec), request.pool)
 
     async def place(self, body: bytes, context: grpc.aio.ServicerContext) -> router_pb2.Placed:

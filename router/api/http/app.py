@@ -189,8 +189,10 @@ def _add_generation(
         return {} if quotas is None else quotas.headers(tenant)
 
     async def answer(request: Request, build: Callable[..., ParsedRequest]) -> Response:
+        tenant = current_caller.get().tenant
+
         def made(body: dict[str, Any]) -> ParsedRequest:
-            return build(body, features=router_api.features(body.get("model")), unknown=unknown)
+            return build(body, features=router_api.features(body.get("model"), tenant), unknown=unknown)
 
         with parsing():
             call = await bodies.object_of(await read_body(request), made)
@@ -220,15 +222,17 @@ def _add_generation(
 def _add_tokens(app: FastAPI, router_api: RouterApi, bodies: Bodies, unknown: UnknownFields) -> None:
     @app.post("/tokenize", openapi_extra=_body_schema("TokenizeRequest"))
     async def tokenize(request: Request) -> Response:
+        tenant = current_caller.get().tenant
+
         def made(body: dict[str, Any]) -> tuple[UncheckedRequest, bool, dict[str, str]]:
             warning = warning_headers(note_unknown(TokenizeRequest, body, {}, unknown))
-            return *tokenize_spec(body, router_api.features(body.get("model"))), warning
+            return *tokenize_spec(body, router_api.features(body.get("model"), tenant)), warning
 
         spec, with_texts, warning = await bodies.object_of(await read_body(request), made)
-        spec.tenant = current_caller.get().tenant
+        spec.tenant = tenant
         tokens, model = await router_api.tokenize(spec), str(spec.model)
-        bytes_of = router_api.tokens(model).of
-        there = router_api.models(spec.tenant)
+        bytes_of = router_api.tokens(model, tenant).of
+        there = router_api.models(tenant)
         length = next((one.max_model_len for one in there if one.id == model), there[0].max_model_len)
 
         def answer() -> Response:
@@ -245,7 +249,8 @@ def _add_tokens(app: FastAPI, router_api: RouterApi, bodies: Bodies, unknown: Un
             return validate(DetokenizeRequest, body), warning
 
         body, warning = await bodies.object_of(await read_body(request), made)
-        return json_response({"prompt": await router_api.detokenize(body.model, body.tokens)}, headers=warning)
+        text = await router_api.detokenize(body.model, body.tokens, current_caller.get().tenant)
+        return json_response({"prompt": text}, headers=warning)
 
 
 def _add_models(app: FastAPI, router_api: RouterApi) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import re
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -153,6 +154,23 @@ async def test_a_tenant_sees_and_uses_its_own_adapters_only(pair: tuple[Fleet, A
     assert texts[0] == texts[1], "it cannot be seen that one exists"
     assert [model.id for model in fleet.frontend.models("clerk")] == ["tiny"]
     assert [model.id for model in fleet.frontend.models("poet")] == ["tiny", "poems"]
+
+
+async def test_token_routes_know_no_adapter_that_the_tenant_may_not_use(pair: tuple[Fleet, Any, Any]) -> None:
+    """detokenize asked the view for the name, and never whether the tenant may use it."""
+    fleet, _, _ = pair
+    await load(fleet)
+    frontend = fleet.frontend
+    frontend.use_adapter_limits(lambda tenant, name: tenant == "poet")
+    assert await frontend.detokenize("poems", [1, 2], "poet") == "w1 w2"
+    assert await frontend.tokenize(UncheckedRequest(prompt="w1 w2", model="poems", tenant="poet")) == [1, 2]
+    assert frontend._base("poems", "poet") == "tiny"
+    assert frontend._base("poems", "clerk") == "poems", "as a name that is not known"
+    for name in ("poems", "never"):
+        with pytest.raises(ModelNotFoundError, match=name):
+            await frontend.detokenize(name, [1, 2], "clerk")
+        with pytest.raises(ModelNotFoundError, match=name):
+            await frontend.tokenize(UncheckedRequest(prompt="w1 w2", model=name, tenant="clerk"))
 
 
 async def test_reload_canary_promotion_and_rollback_are_followed_by_the_next_request(
@@ -547,6 +565,18 @@ async def test_the_sdk_with_an_admin_key_does_all_that_operators_do(
             ]  # fmt: skip
             hidden = await http.get("/v1/models/poems", headers={"authorization": f"Bearer {clerk}"})
             assert hidden.status_code == 404
+            for path, body in (
+                ("/tokenize", {"prompt": "w1 w2"}),
+                ("/detokenize", {"tokens": [1, 2]}),
+                ("/v1/completions", {"prompt": [1] * 20, "max_tokens": 2}),
+                ("/v1/chat/completions", {"messages": [{"role": "user", "content": "w1"}], "max_tokens": 2}),
+                ("/v1/responses", {"input": "w1", "max_output_tokens": 2}),
+            ):
+                assert (await post(path, body | {"model": "poems"}, poet))[0] == 200, path
+                refused = [await post(path, body | {"model": name}, clerk) for name in ("poems", "never")]
+                assert [status for status, _ in refused] == [404, 404], path
+                texts = {re.sub("poems|never", "NAME", text) for _, text in refused}
+                assert len(texts) == 1, "it cannot be seen that one exists"
             assert await post("/v1/unload_lora_adapter", {"lora_name": "poems"}, admin) == (
                 200, "Success: LoRA adapter 'poems' removed successfully.",
             )  # fmt: skip
