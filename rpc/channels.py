@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import asyncio
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import grpc
@@ -64,6 +66,20 @@ def open_channel(address: str, tls: ClusterTls | None = None, token: str = "") -
         token: for the worker at this address, see call_token.py; not sent with mTLS.
     """
     return _open(grpc.aio, address, tls, token)
+
+
+@contextlib.contextmanager
+def closed_is_an_error() -> Iterator[None]:
+    """Around a call on a channel that others may close. grpc.aio raises CancelledError where the channel is closed while the
+    call runs, and UsageError where it was closed before; this raises UsageError in both cases. A cancellation of the task
+    itself passes."""
+    try:
+        yield
+    except asyncio.CancelledError:
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            raise
+        raise grpc.aio.UsageError("the channel was closed during the call") from None
 
 
 def open_sync_channel(address: str, tls: ClusterTls | None = None, token: str = "") -> grpc.Channel:

@@ -7,6 +7,7 @@ only grpcio and protobuf.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Sequence
 from typing import Any, NoReturn
@@ -166,9 +167,18 @@ class errors_to_status:
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         if isinstance(error, DiptychError):
             await abort(self._context, error)
+        elif isinstance(error, asyncio.CancelledError) and not _is_cancelled():
+            _log.error("a call that the servicer waited for was cancelled", exc_info=error)
+            await abort(self._context, InternalError("internal error; the server's log has the traceback"))
         elif isinstance(error, Exception) and not isinstance(error, grpc.aio.AbortError):
             _log.error("unhandled error in a servicer", exc_info=error)
             await abort(self._context, InternalError("internal error; the server's log has the traceback"))
+
+
+def _is_cancelled() -> bool:
+    """Whether somebody cancelled the task that runs."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
 
 
 def to_failure(error: DiptychError) -> types_pb2.Failure:

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -37,6 +38,9 @@ from diptych.router.adapters.registry import AdapterRegistry, Change
 from diptych.router.adapters.resolution import Allowed, anybody
 
 log = structlog.get_logger(__name__)
+
+CHANGE_TIMEOUT_S = 50.0
+"""Of one change, waiting for its turn included: longer than a worker may take, shorter than operators' tools wait."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +91,7 @@ class AdapterOperations:
         workers: by name of the base model.
         others_read_s: how long a change takes to reach every other router; 0.0: there is none.
         wall: Unix seconds.
+        timeout_s: of one change.
     """
 
     def __init__(
@@ -96,11 +101,13 @@ class AdapterOperations:
         *,
         others_read_s: Callable[[], float] = lambda: 0.0,
         wall: Callable[[], float] = time.time,
+        timeout_s: float = CHANGE_TIMEOUT_S,
     ) -> None:
         self._registry = registry
         self._workers = workers
         self._others_read_s = others_read_s
         self._wall = wall
+        self._timeout_s = timeout_s
         self._locks: dict[str, asyncio.Lock] = {}
         self.may_use: Allowed = anybody
         """By (tenant, name of an adapter)."""
@@ -138,7 +145,7 @@ class AdapterOperations:
             fresh = AdapterEntry(name, model, (version,), stable=1)
             return with_version(entry, fresh, in_place=in_place, canary_share=share)
 
-        async with self._locks.setdefault(name, asyncio.Lock()):
+        async with self._turn(name):
             await self._registry().refresh()
             change(self._registry().find(name), LoadedAdapter("0" * 32, 1, 0))  # before anything is loaded for it
             found = _same(folder, await workers.load_adapter(folder))
@@ -152,7 +159,7 @@ class AdapterOperations:
         if not lora_name:
             raise InvalidRequestError("'lora_name' needs to be provided to unload a LoRA adapter.", param="lora_name")
         name, gone = check_name(lora_name), None
-        async with self._locks.setdefault(name, asyncio.Lock()):
+        async with self._turn(name):
 
             def change(entry: AdapterEntry | None, table: AdapterTable) -> None:
                 nonlocal gone
@@ -192,6 +199,16 @@ class AdapterOperations:
         if before != after and (wait_s := self._others_read_s()) > 0:
             await asyncio.sleep(wait_s)
         return after
+
+    @asynccontextmanager
+    async def _turn(self, name: str) -> AsyncIterator[None]:
+        """One change of a name at a time. Raises: NoWorkerError when it takes too long."""
+        try:
+            async with asyncio.timeout(self._timeout_s), self._locks.setdefault(name, asyncio.Lock()):
+                yield
+        except TimeoutError:
+            text = f"adapter {name}: not done within {self._timeout_s:.0f} s, waiting for other changes of it included"
+            raise NoWorkerError(text, retry_after_s=1.0) from None
 
     def _known(self, entry: AdapterEntry | None, name: str) -> AdapterEntry:
         if entry is None or entry.model not in self._workers():

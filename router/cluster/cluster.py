@@ -484,7 +484,8 @@ class Cluster:
         return sum(filter(None, freed)), unreached
 
     async def load_adapter(self, folder: str) -> dict[str, LoadedAdapter | DiptychError]:
-        """See AdapterWorkers. Without a usable decode worker it waits as requests do."""
+        """See AdapterWorkers. Without a usable decode worker it waits as requests do. A worker whose lease ends meanwhile is
+        in the answer only where no other one is left."""
         while not self.snapshot().decode and (left_s := self.settling.left_s()) > 0:
             await self.wait_for_change(min(left_s, 0.1))
         now = self._clock.now()
@@ -494,7 +495,9 @@ class Cluster:
             if member.record.max_loras and not self._members.why_unplaceable(member, now)
         ]
         found = await asyncio.gather(*(link.load_adapter(folder) for link in links))
-        return {link.worker_id: one for link, one in zip(links, found, strict=True)}
+        answers = list(zip(links, found, strict=True))
+        left = [(link, one) for link, one in answers if not link.closed]
+        return {link.worker_id: one for link, one in left or answers}
 
     async def unload_adapter(self, adapter_id: str) -> None:
         """See AdapterWorkers."""

@@ -49,6 +49,7 @@ class FakeDecode(decode_pb2_grpc.DecodeServicer, worker_pb2_grpc.WorkerServicer)
         forgets: answers every Command.resume as for an unknown attempt. Else an attempt of Submit.keep outlives its stream.
         dump: (epoch, sequence, keys) of DumpBlocks.
         adapters: by folder, what LoadAdapter finds there; an error is raised.
+        answer_gate: while it is cleared, calls other than Attach do not answer.
     """
 
     worker_id: str = "d0"
@@ -74,6 +75,7 @@ class FakeDecode(decode_pb2_grpc.DecodeServicer, worker_pb2_grpc.WorkerServicer)
     adapters: dict[str, worker_pb2.LoadAdapterResponse | DiptychError] = field(default_factory=dict)
     loaded: list[str] = field(default_factory=list)
     """Folders."""
+    answer_gate: asyncio.Event = field(default_factory=asyncio.Event)
     unloaded: list[str] = field(default_factory=list)
     """Ids of adapters."""
     released: list[bytes] = field(default_factory=list)
@@ -92,6 +94,7 @@ class FakeDecode(decode_pb2_grpc.DecodeServicer, worker_pb2_grpc.WorkerServicer)
 
     async def start(self, port: int = 0) -> FakeDecode:
         self.go.set()
+        self.answer_gate.set()
         self.accept.set()
         self._server = channels.new_server()
         decode_pb2_grpc.add_DecodeServicer_to_server(self, self._server)  # type: ignore[no-untyped-call]
@@ -121,6 +124,7 @@ class FakeDecode(decode_pb2_grpc.DecodeServicer, worker_pb2_grpc.WorkerServicer)
         self, request: worker_pb2.DumpBlocksRequest, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[worker_pb2.DumpBlocksResponse]:
         self.num_dumps += 1
+        await self.answer_gate.wait()
         epoch, sequence, keys = self.dump
         held = worker_pb2.TierBlocks(tier=DEVICE, sequence=sequence, block_keys=b"".join(keys))
         yield worker_pb2.DumpBlocksResponse(epoch=epoch, tiers=[held])
@@ -129,6 +133,7 @@ class FakeDecode(decode_pb2_grpc.DecodeServicer, worker_pb2_grpc.WorkerServicer)
         self, request: worker_pb2.ReleaseSessionRequest, context: grpc.aio.ServicerContext
     ) -> worker_pb2.ReleaseSessionResponse:
         self.released.append(request.session)
+        await self.answer_gate.wait()
         return worker_pb2.ReleaseSessionResponse(freed_tokens=16)
 
     async def LoadAdapter(
@@ -136,6 +141,7 @@ class FakeDecode(decode_pb2_grpc.DecodeServicer, worker_pb2_grpc.WorkerServicer)
     ) -> worker_pb2.LoadAdapterResponse:
         async with errors_to_status(context):
             self.loaded.append(request.folder)
+            await self.answer_gate.wait()
             found = self.adapters.get(request.folder) or InvalidRequestError(f"no adapter in {request.folder}")
             if isinstance(found, DiptychError):
                 raise found
@@ -145,6 +151,7 @@ class FakeDecode(decode_pb2_grpc.DecodeServicer, worker_pb2_grpc.WorkerServicer)
         self, request: worker_pb2.UnloadAdapterRequest, context: grpc.aio.ServicerContext
     ) -> worker_pb2.UnloadAdapterResponse:
         self.unloaded.append(request.id)
+        await self.answer_gate.wait()
         return worker_pb2.UnloadAdapterResponse(found=True)
 
     async def Attach(

@@ -22,8 +22,8 @@ from diptych.router.adapters.operations import LoadedAdapter
 from diptych.router.cluster.decode_stream import DecodeStream
 from diptych.router.cluster.patience import Patience
 from diptych.router.cluster.token_pace import TokenPace
-from diptych.rpc.channels import open_channel
-from diptych.rpc.errors import from_rpc_error
+from diptych.rpc.channels import closed_is_an_error, open_channel
+from diptych.rpc.errors import from_rpc_error, typed_error
 from diptych.rpc.v1 import decode_pb2, worker_pb2, worker_pb2_grpc
 
 log = structlog.get_logger(__name__)
@@ -32,6 +32,7 @@ _DUMP_TIMEOUT_S = 10.0
 _RELEASE_TIMEOUT_S = 2.0
 _LOAD_TIMEOUT_S = 40.0
 """A little longer than a worker's own limit."""
+_RETRY_AFTER_S = 1.0
 _MAX_DUMP_KEYS = 4_000_000
 
 
@@ -88,6 +89,7 @@ class WorkerLink:
             if record.role == "decode"
             else None
         )
+        self.closed = False
         self._tasks: list[asyncio.Task[None]] = []
         self._serving = False
         self._probed = False
@@ -108,6 +110,7 @@ class WorkerLink:
         self._tasks.append(asyncio.create_task(self._probe_loop(), name=f"probe-{self.worker_id}"))
 
     async def close(self, why: str) -> None:
+        self.closed = True
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -176,9 +179,10 @@ class WorkerLink:
         """End a session's claims. Returns: tokens whose KV is no longer cached; None: the worker did not answer."""
         stub = worker_pb2_grpc.WorkerStub(self._channel)  # type: ignore[no-untyped-call]
         try:
-            answer = await stub.ReleaseSession(
-                worker_pb2.ReleaseSessionRequest(session=session), timeout=_RELEASE_TIMEOUT_S
-            )
+            with closed_is_an_error():
+                answer = await stub.ReleaseSession(
+                    worker_pb2.ReleaseSessionRequest(session=session), timeout=_RELEASE_TIMEOUT_S
+                )
         except grpc.aio.AioRpcError as err:
             if err.code() is grpc.StatusCode.UNIMPLEMENTED:  # an earlier version, which knows no claims
                 return 0
@@ -189,21 +193,26 @@ class WorkerLink:
         return int(answer.freed_tokens)
 
     async def load_adapter(self, folder: str) -> LoadedAdapter | DiptychError:
-        """What the worker finds in the folder, or why it cannot load it."""
+        """What the worker finds in the folder, or why it cannot load it. NoWorkerError: it cannot be asked, does not answer
+        in time, or was lost meanwhile."""
         stub = worker_pb2_grpc.WorkerStub(self._channel)  # type: ignore[no-untyped-call]
         try:
-            answer = await stub.LoadAdapter(worker_pb2.LoadAdapterRequest(folder=folder), timeout=_LOAD_TIMEOUT_S)
+            with closed_is_an_error():
+                answer = await stub.LoadAdapter(worker_pb2.LoadAdapterRequest(folder=folder), timeout=_LOAD_TIMEOUT_S)
         except grpc.aio.AioRpcError as err:
+            if typed_error(err) is None and err.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+                return NoWorkerError(f"has not answered within {_LOAD_TIMEOUT_S:.0f} s", retry_after_s=_RETRY_AFTER_S)
             return from_rpc_error(err)
         except grpc.aio.UsageError:
-            return NoWorkerError("the worker is gone", retry_after_s=1.0)
+            return NoWorkerError("was lost during the load", retry_after_s=_RETRY_AFTER_S)
         return LoadedAdapter(answer.id, answer.rank, answer.num_bytes, answer.base_model)
 
     async def unload_adapter(self, adapter_id: str) -> None:
         """A worker that does not answer keeps it until it needs the room."""
         stub = worker_pb2_grpc.WorkerStub(self._channel)  # type: ignore[no-untyped-call]
         try:
-            await stub.UnloadAdapter(worker_pb2.UnloadAdapterRequest(id=adapter_id), timeout=_RELEASE_TIMEOUT_S)
+            with closed_is_an_error():
+                await stub.UnloadAdapter(worker_pb2.UnloadAdapterRequest(id=adapter_id), timeout=_RELEASE_TIMEOUT_S)
         except grpc.aio.AioRpcError as err:
             log.warning("an adapter could not be unloaded", worker=self.worker_id, error=err.code().name)
         except grpc.aio.UsageError:
@@ -217,19 +226,20 @@ class WorkerLink:
         """Tiers of another version."""
         position = None
         try:
-            async for part in stub.DumpBlocks(worker_pb2.DumpBlocksRequest(), timeout=_DUMP_TIMEOUT_S):
-                for tier in part.tiers:
-                    keys, blob = held.get(tier.tier), tier.block_keys
-                    if keys is None:
-                        unknown.add(tier.tier)
-                        continue
-                    if len(blob) % KEY_BYTES or len(keys) + len(blob) // KEY_BYTES > _MAX_DUMP_KEYS:
-                        raise InternalError(f"{self.worker_id}: a dump of {len(blob)} bytes is invalid")
-                    keys += [blob[i : i + KEY_BYTES] for i in range(0, len(blob), KEY_BYTES)]
-                at = (part.epoch, {tier.tier: tier.sequence for tier in part.tiers})
-                if position is not None and position != at:
-                    raise InternalError(f"{self.worker_id}: the parts of a dump have different positions")
-                position = at
+            with closed_is_an_error():
+                async for part in stub.DumpBlocks(worker_pb2.DumpBlocksRequest(), timeout=_DUMP_TIMEOUT_S):
+                    for tier in part.tiers:
+                        keys, blob = held.get(tier.tier), tier.block_keys
+                        if keys is None:
+                            unknown.add(tier.tier)
+                            continue
+                        if len(blob) % KEY_BYTES or len(keys) + len(blob) // KEY_BYTES > _MAX_DUMP_KEYS:
+                            raise InternalError(f"{self.worker_id}: a dump of {len(blob)} bytes is invalid")
+                        keys += [blob[i : i + KEY_BYTES] for i in range(0, len(blob), KEY_BYTES)]
+                    at = (part.epoch, {tier.tier: tier.sequence for tier in part.tiers})
+                    if position is not None and position != at:
+                        raise InternalError(f"{self.worker_id}: the parts of a dump have different positions")
+                    position = at
         except grpc.aio.AioRpcError as err:
             raise from_rpc_error(err) from None
         except grpc.aio.UsageError:

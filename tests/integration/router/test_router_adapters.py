@@ -27,6 +27,7 @@ from diptych.common.clock import MonotonicClock
 from diptych.common.errors import (
     AuthenticationError,
     ConfigError,
+    InternalError,
     InvalidRequestError,
     ModelNotFoundError,
     NoWorkerError,
@@ -302,6 +303,67 @@ async def test_a_load_that_a_worker_refuses_or_reads_differently_changes_nothing
     with pytest.raises(ModelNotFoundError):
         await load(fleet, folder="/lora/two", model="other")
     assert fleet.frontend.adapters.entries() == []
+
+
+async def end(fleet: Fleet, worker: Any) -> None:
+    """The worker's incarnation ends for the router, which closes its channel."""
+    await fleet.store.put_worker(fleet.record(worker, incarnation="i2", **TAKES), ttl_s=1000)
+
+
+async def test_a_load_goes_on_without_a_worker_that_is_lost_meanwhile(pair: tuple[Fleet, Any, Any]) -> None:
+    """The closed channel cancelled the call, and with it the load: a bare 500, and no answer at all over gRPC."""
+    fleet, _, decode = pair
+    lost = await add(fleet, "d1")
+    await fleet.until_ready(decode=2)
+    lost.answer_gate.clear()
+    loading = asyncio.create_task(load(fleet))
+    await fleet.until(lambda: lost.loaded)
+    await end(fleet, lost)
+    assert (await loading).versions[0].adapter_id == ONE
+    assert decode.loaded == ["/lora/one"]
+
+
+@pytest.mark.parametrize("killed", [False, True])
+async def test_a_load_whose_only_worker_is_lost_names_it(fleet: Fleet, killed: bool) -> None:
+    decode = await add(fleet, "d0")
+    await fleet.until_ready(prefill=0)
+    decode.answer_gate.clear()
+    async with served(fleet) as address:
+        request = router_pb2.AddAdapterRequest(name="poems", folder="/lora/one")
+        asked = asyncio.to_thread(ask, RouterAccess(address), fleet.secret, "AddAdapter", request, router_pb2.Adapter)
+        loading = asyncio.create_task(asked)
+        await fleet.until(lambda: decode.loaded)
+        await (decode.kill() if killed else end(fleet, decode))
+        with pytest.raises(NoWorkerError, match="worker d0: "):
+            await loading
+    assert fleet.frontend.adapters.entries() == []
+
+
+async def test_a_change_has_a_bound_that_holds_for_those_that_wait_for_it(pair: tuple[Fleet, Any, Any]) -> None:
+    fleet, _, decode = pair
+    decode.answer_gate.clear()
+    fleet.frontend.adapters._timeout_s = 0.05
+    found = await asyncio.gather(load(fleet), fleet.frontend.adapters.unload("poems"), return_exceptions=True)
+    assert [type(error) for error in found] == [NoWorkerError] * 2
+    assert "poems: not done within" in str(found[0])
+
+
+async def test_a_call_that_ends_with_its_channel_is_an_answer(pair: tuple[Fleet, Any, Any]) -> None:
+    """All calls of a link to its worker, while the channel is closed."""
+    fleet, _, decode = pair
+    cluster = fleet.frontend._cluster
+    assert cluster is not None
+    link = next(member.link for member in cluster._members.all() if member.record.worker_id == "d0")
+    decode.answer_gate.clear()
+    num_dumps = decode.num_dumps
+    calls = (link.load_adapter("/lora/one"), link.unload_adapter(ONE), link.release_session(b"s"), link.dump_blocks())
+    running = [asyncio.create_task(call) for call in calls]
+    await fleet.until(lambda: decode.loaded and decode.unloaded and decode.released and decode.num_dumps > num_dumps)
+    await end(fleet, decode)
+    loaded, unloaded, released, dump = await asyncio.gather(*running, return_exceptions=True)
+    assert isinstance(loaded, NoWorkerError)
+    assert (unloaded, released) == (None, None)
+    assert isinstance(dump, InternalError)
 
 
 async def test_a_cluster_without_adapters_says_so(fleet: Fleet) -> None:
