@@ -11,6 +11,7 @@ import typer
 from diptych.cli.operator_calls import call_operator
 from diptych.cli.router_access import SECRET_FILE, TLS_CA, TLS_SERVER_NAME
 from diptych.common.errors import ConfigError
+from diptych.common.store.adapters import lost_versions
 
 app = typer.Typer(
     name="adapters",
@@ -63,7 +64,9 @@ def load(
     request = router_pb2.AddAdapterRequest(
         name=name, folder=path, model=model, in_place=in_place, canary_share=canary_share
     )
-    _change("AddAdapter", request, address, tls_ca, tls_server_name, secret_file)
+    adapter = _change("AddAdapter", request, address, tls_ca, tls_server_name, secret_file)
+    if warning := lost_versions((one.number, one.id, one.folder) for one in adapter.versions):
+        typer.echo(f"warning: {warning}", err=True)
 
 
 @app.command()
@@ -136,7 +139,8 @@ def rollback(
 
 def _change(
     method: str, request: Any, address: str, tls_ca: Path | None, tls_server_name: str, secret_file: str
-) -> None:
+) -> Any:
+    """Returns: the router.proto Adapter."""
     from diptych.rpc.v1 import router_pb2
 
     timeout_s = _LOAD_TIMEOUT_S
@@ -144,6 +148,7 @@ def _change(
         method, request, router_pb2.Adapter, address, tls_ca, tls_server_name, secret_file, timeout_s=timeout_s
     )
     print("\n".join(lines_of(adapter)))
+    return adapter
 
 
 def lines_of(adapter: Any) -> list[str]:

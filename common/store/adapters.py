@@ -12,7 +12,7 @@ choice depends only on the name and the request's id: every router, and every re
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
 
@@ -203,6 +203,31 @@ def rolled_back(entry: AdapterEntry, to: int = 0) -> AdapterEntry:
     if not entry.previous or not entry.has(entry.previous):
         raise InvalidRequestError(f"lora_name: {entry.name} has no earlier version to go back to", param="lora_name")
     return _pruned(msgspec.structs.replace(entry, stable=entry.previous, previous=0))
+
+
+def newly_answering(before: AdapterEntry, after: AdapterEntry) -> list[AdapterVersion]:
+    """The versions that answer requests after a change of pointers, or more of them than before."""
+    numbers = [after.stable] if after.stable != before.stable else []
+    if after.canary and (after.canary, after.canary_share) != (before.canary, before.canary_share):
+        numbers.append(after.canary)
+    return [after.version(number) for number in numbers]
+
+
+def lost_versions(versions: Iterable[tuple[int, str, str]]) -> str:
+    """A warning, or "". The files of earlier versions were replaced by those of the last one: they cannot be loaded again.
+
+    Args:
+        versions: (number, id, folder) of each, the last one at the end.
+    """
+    *earlier, (last, last_id, folder) = versions
+    lost = [str(number) for number, adapter_id, at in earlier if at == folder and adapter_id != last_id]
+    if not lost:
+        return ""
+    many = "versions" if len(lost) > 1 else "version"
+    return (
+        f"version {last} was loaded from the folder of {many} {', '.join(lost)}, whose files are gone: no rollback to "
+        "them is possible. Give each version a folder of its own."
+    )
 
 
 def _pruned(entry: AdapterEntry) -> AdapterEntry:

@@ -2,7 +2,8 @@
 
     load      every usable worker that takes adapters reads the folder, and all find the same id --> a version of the name
     unload    the name leaves the registry --> ids that no name has are dropped at the workers; running answers end with them
-    route     another pointer: canary, promote, rollback. Nothing is loaded, so it is instant
+    route     another pointer: canary, promote, rollback; first the workers read the version's folder again, which must hold
+              what it held
 
 A request that was admitted before a change ends with the version that it has. One that is admitted after the answer to a
 change sees it at every router, because the answer waits until the others have read the registry.
@@ -28,6 +29,7 @@ from diptych.common.store.adapters import (
     AdapterVersion,
     check_name,
     check_share,
+    newly_answering,
     promoted,
     rolled_back,
     unused_ids,
@@ -189,10 +191,29 @@ class AdapterOperations:
 
     async def _route(self, lora_name: object, change: Callable[[AdapterEntry], AdapterEntry]) -> AdapterEntry:
         name = check_name(lora_name)
-        entry = await self._change(name, lambda entry, _: change(self._known(entry, name)))
+        async with self._turn(name):
+            await self._registry().refresh()
+            before = self._known(self._registry().find(name), name)
+            for version in newly_answering(before, change(before)):
+                await self._check_loads(before, version)
+            entry = await self._change(name, lambda entry, _: change(self._known(entry, name)))
         assert entry is not None
         log.info("adapter routed", adapter=name, stable=entry.stable, canary=entry.canary, share=entry.canary_share)
         return entry
+
+    async def _check_loads(self, entry: AdapterEntry, version: AdapterVersion) -> None:
+        """Raises: InvalidRequestError where a worker finds no adapter in the folder, or another one; NoWorkerError where none
+        answers. One that answers is enough: a rollback may be urgent."""
+        found = await self._workers()[entry.model].load_adapter(version.folder)
+        what = f"version: {version.number} of {entry.name} cannot be loaded from {version.folder} any more"
+        for worker_id, one in sorted(found.items()):
+            if isinstance(one, LoadedAdapter) and one.adapter_id != version.adapter_id:
+                rule = f"{what}: worker {worker_id} finds other content there (adapter {one.adapter_id})"
+                raise InvalidRequestError(rule, param="version")
+            if isinstance(one, InvalidRequestError):
+                raise InvalidRequestError(f"{what}: worker {worker_id}: {one.message}", param="version")
+        if not any(isinstance(one, LoadedAdapter) for one in found.values()):
+            _same(version.folder, found)
 
     async def _change(self, name: str, change: Change) -> AdapterEntry | None:
         before, after = await self._registry().change(name, change)

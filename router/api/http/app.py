@@ -289,7 +289,9 @@ def _add_adapters(app: FastAPI, router_api: RouterApi, bodies: Bodies) -> None:
         """Loads an adapter at the workers, and serves it under its name."""
         body = await given(request, LoadLoraAdapterRequest)
         entry = await router_api.adapters.load(LoadRequest(**body.model_dump()))
-        return PlainTextResponse(f"Success: LoRA adapter '{entry.name}' added successfully.")
+        warning = lost_versions((one.number, one.adapter_id, one.folder) for one in entry.versions)
+        text = f"Success: LoRA adapter '{entry.name}' added successfully."
+        return PlainTextResponse(f"{text} Warning: {warning}" if warning else text)
 
     @app.post("/v1/unload_lora_adapter", openapi_extra=_body_schema("UnloadLoraAdapterRequest"))
     async def unload_lora_adapter(request: Request) -> Response:

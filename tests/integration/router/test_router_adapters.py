@@ -34,7 +34,7 @@ from diptych.common.errors import (
     PermissionDeniedError,
 )
 from diptych.common.request import ADAPTER, ADAPTER_FOLDER, RESUME
-from diptych.common.store.adapters import AdapterEntry
+from diptych.common.store.adapters import AdapterEntry, lost_versions
 from diptych.common.store.interface import KvEvent
 from diptych.common.store.worker_record import WorkerLoad
 from diptych.router.adapters.operations import LoadRequest
@@ -303,6 +303,36 @@ async def test_a_load_that_a_worker_refuses_or_reads_differently_changes_nothing
     with pytest.raises(ModelNotFoundError):
         await load(fleet, folder="/lora/two", model="other")
     assert fleet.frontend.adapters.entries() == []
+
+
+async def test_a_version_whose_folder_holds_other_content_does_not_become_an_answer(
+    pair: tuple[Fleet, Any, Any],
+) -> None:
+    """The pointer moved, and every request was 503 from then on."""
+    fleet, prefill, decode = pair
+    adapters = fleet.frontend.adapters
+    await load(fleet)
+    entry = await load(fleet, folder="/lora/two", load_inplace=True)
+    facts = [(one.number, one.adapter_id, one.folder) for one in entry.versions]
+    assert lost_versions(facts) == ""
+    assert "folder of version 1," in lost_versions([*facts, (3, BIG, "/lora/one")])
+    for worker in (prefill, decode):
+        worker.adapters["/lora/one"] = worker.adapters["/lora/big"]
+    for change in (adapters.roll_back("poems"), adapters.roll_back("poems", 1), adapters.set_canary("poems", 1, 0.5)):
+        with pytest.raises(InvalidRequestError, match=f"1 of poems .*/lora/one any more: worker d0 .*{BIG}") as caught:
+            await change
+        assert caught.value.param == "version"
+    await adapters.set_canary("poems", 1, 0.0)
+    assert adapters.entries() == [entry]
+    decode.adapters["/lora/one"] = prefill.adapters["/lora/one"] = NoWorkerError("busy")
+    with pytest.raises(NoWorkerError, match="worker d0: busy"):
+        await adapters.roll_back("poems")
+    decode.adapters["/lora/one"] = worker_pb2.LoadAdapterResponse(id=ONE, rank=8, num_bytes=1000)
+    assert (await adapters.roll_back("poems")).stable == 1, "a worker that does not answer holds up no rollback"
+    for worker in (prefill, decode):
+        worker.adapters["/lora/two"] = InvalidRequestError("no such file")
+    with pytest.raises(InvalidRequestError, match="2 of poems .*: worker d0: no such file"):
+        await adapters.roll_back("poems", 2)
 
 
 async def end(fleet: Fleet, worker: Any) -> None:
