@@ -19,6 +19,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from diptych.common.errors import DiptychError, InvalidRequestError, ModelNotFoundError
 from diptych.common.observe.metrics import CONTENT_TYPE, Metrics
 from diptych.common.observe.tracing import TRACEPARENT
+from diptych.common.store.adapters import lost_versions
 from diptych.router.adapters.operations import LoadRequest
 from diptych.router.api.auth.authenticator import Authenticator, current_caller, require_admin
 from diptych.router.api.auth.limits import MeteredRouterApi
