@@ -30,6 +30,9 @@ _DOMAIN = b"diptych lora adapter v1"
 _PREFIX = "base_model.model."
 _MAX_HEADER_BYTES = 16 << 20
 _MAX_CONFIG_BYTES = 4 << 20
+_MAX_NAME_CHARS = 512
+"""Of a tensor."""
+_MAX_DIMENSIONS = 8
 _EXPONENTS: Mapping[str, tuple[np.dtype[Any], int]] = {
     "F32": (np.dtype("<u4"), 0x7F800000),
     "F16": (np.dtype("<u2"), 0x7C00),
@@ -120,7 +123,7 @@ def load_adapter(folder: Path, max_rank: int = MAX_RANK) -> Adapter:
         id=_content_id(modules, pairs),
         rank=max(module.rank for module in modules),
         num_bytes=num_bytes,
-        base_model=base if isinstance(base, str) else "",
+        base_model=base[:_MAX_NAME_CHARS] if isinstance(base, str) and base.isprintable() else "",
         modules=modules,
     )
     return Adapter(facts, pairs)
@@ -184,13 +187,23 @@ def _check_config(config: Mapping[str, Any]) -> None:
 
 
 def _refusal(field: str, value: object, rule: str) -> AdapterError:
-    text = json.dumps(value, default=repr)
+    try:
+        text = json.dumps(value, default=repr)
+    except (ValueError, RecursionError):  # more digits, or deeper, than Python writes
+        text = f"a {type(value).__name__}"
     return AdapterError(f"{field}={text if len(text) <= 200 else text[:200] + '...'}: {rule}", param=field)
 
 
 def _number(field: str, value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    """Raises: AdapterError, also for an integer that no float holds."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
         raise _refusal(field, value, "must be a number")
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number):
+        raise _refusal(field, value, "must be a finite number")
     return value
 
 
@@ -231,8 +244,10 @@ def _is_targeted(config: Mapping[str, Any], module: str) -> bool:
     layers = config.get("layers_to_transform")
     if layers is None or layers == []:
         return True
-    number = _layer_of(module, config.get("layers_pattern"))
-    return number is not None and number in (layers if isinstance(layers, list) else [layers])
+    listed = layers if isinstance(layers, list) else [layers]
+    if not all(type(one) is int for one in listed):
+        raise _refusal("layers_to_transform", layers, "must be a layer's number or a list of them")
+    return _layer_of(module, config.get("layers_pattern")) in listed
 
 
 def _layer_of(module: str, patterns: object) -> int | None:
@@ -303,12 +318,18 @@ def _parse(data: bytes) -> list[RawTensor]:
     for name, entry in header.items():
         if name == "__metadata__":
             continue
+        if len(name) > _MAX_NAME_CHARS or not name.isprintable():
+            raise ValueError(
+                f"a tensor's name must have at most {_MAX_NAME_CHARS} printable characters: {name[:80]!a}..."
+            )
         begin, end = entry["data_offsets"]
         dtype, shape = entry["dtype"], tuple(entry["shape"])
         if dtype not in _EXPONENTS:
             raise ValueError(f"{name} is of dtype {dtype}: only {', '.join(_EXPONENTS)} are read")
-        if not all(isinstance(n, int) and n >= 0 for n in (*shape, begin, end)):
-            raise ValueError(f"{name} has no shape")
+        if len(shape) > _MAX_DIMENSIONS or not all(
+            type(n) is int and 0 <= n <= len(body) for n in (*shape, begin, end)
+        ):
+            raise ValueError(f"{name} has no shape, or one that is larger than the file")
         num_bytes = math.prod(shape) * int(dtype[-2:]) // 8  # the name ends with the bits
         if not begin <= end <= len(body) or end - begin != num_bytes:
             raise ValueError(f"{name} has {end - begin} bytes, not those of {list(shape)} in {dtype}")

@@ -189,7 +189,10 @@ class LoraModel:
             self._layers[i][1].install(slot, adapter.layers[i])
 
     def read(self, folder: Path, facts: AdapterFacts) -> HostAdapter:
-        """See ModelRunner.read_adapter. A rank keeps its part."""
+        """See ModelRunner.read_adapter. A rank keeps its part.
+
+        Raises: AdapterError for what does not fit the model, or is infinite in the dtype of the computation.
+        """
         adapter = load_adapter(folder, self.sizes.max_rank)
         if adapter.facts.id != facts.id:
             raise AdapterError(f"{folder} holds the adapter {adapter.facts.id}, not {facts.id}", param="adapter")
@@ -218,6 +221,7 @@ class LoraModel:
                 raw_a, raw_b = adapter.tensors[part.name]
                 a[i, : module.rank] = _tensor(raw_a)[:, columns]
                 b[first : first + outputs, : module.rank] = _tensor(raw_b)[rows].float() * module.scale
+                _check_finite(a[i], b[first : first + outputs], module, raw_a.name)
             first += outputs
         if self._pinned:
             a, b = a.pin_memory(), b.pin_memory()
@@ -234,6 +238,20 @@ def _check_fit(module: AdapterModule, place: tuple[Linear, Part] | None) -> None
             f"{module.name} has {module.inputs} inputs and {module.outputs} outputs in the adapter, {layer.inputs} and "
             f"{part.outputs} in the model",
             param=module.name,
+        )
+
+
+def _check_finite(a: Tensor, b: Tensor, module: AdapterModule, name: str) -> None:
+    """Raises: AdapterError where numbers that are finite in the files are not so as they are computed with."""
+    if not torch.isfinite(a).all():
+        raise AdapterError(
+            f"{name} holds numbers that {a.dtype} does not: its largest is {torch.finfo(a.dtype).max:g}", param=name
+        )
+    if not torch.isfinite(b).all():
+        raise AdapterError(
+            f"lora_alpha: B of {module.name} times its scale, {module.scale:g}, is not finite in {b.dtype}, whose largest number "
+            f"is {torch.finfo(b.dtype).max:g}",
+            param="lora_alpha",
         )
 
 

@@ -17,6 +17,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Protocol
+from weakref import WeakValueDictionary
 
 import structlog
 
@@ -110,7 +111,7 @@ class AdapterOperations:
         self._others_read_s = others_read_s
         self._wall = wall
         self._timeout_s = timeout_s
-        self._locks: dict[str, asyncio.Lock] = {}
+        self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()  # while one is held or waited for
         self.may_use: Allowed = anybody
         """By (tenant, name of an adapter)."""
 
@@ -264,7 +265,8 @@ def _same(folder: str, found: Mapping[str, LoadedAdapter | DiptychError]) -> Loa
         raise InvalidRequestError(rule, param="lora_path")
     for worker_id, one in sorted(found.items()):
         if isinstance(one, DiptychError):
-            text = f"worker {worker_id}: {one.message}"
+            named = one.message.startswith(f"worker {worker_id} ")
+            text = one.message if named else f"worker {worker_id}: {one.message}"
             raise type(one)(text, param="lora_path", retry_after_s=one.retry_after_s)
     loaded = {worker_id: one for worker_id, one in found.items() if isinstance(one, LoadedAdapter)}
     first_id, first = min(loaded.items())

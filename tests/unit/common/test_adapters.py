@@ -108,6 +108,14 @@ def test_scales_are_peft_s(write):
         ({"r": 4.5}, "r"),
         ({"lora_alpha": None}, "lora_alpha"),
         ({"lora_alpha": float("nan")}, "lora_alpha"),
+        ({"lora_alpha": 10**400}, "lora_alpha"),
+        ({"alpha_pattern": {"q_proj": -(10**400)}}, "alpha_pattern"),
+        ({"r": 10**400}, "r"),
+        ({"r": 10**300}, "r"),
+        ({"rank_pattern": {"q_proj": 10**400}}, "rank_pattern"),
+        ({"layers_to_transform": "0"}, "layers_to_transform"),
+        ({"layers_to_transform": [0, True]}, "layers_to_transform"),
+        ({"layers_to_transform": [10**400]}, "target_modules"),
         ({"use_rslora": "yes"}, "use_rslora"),
         ({"rank_pattern": [1]}, "rank_pattern"),
         ({"rank_pattern": {"(": 4}}, "rank_pattern"),
@@ -155,6 +163,26 @@ def test_no_number_is_refused_in_every_dtype(write, dtype):
     with pytest.raises(AdapterError) as error:
         read_adapter(folder)
     assert error.value.param == name
+
+
+@pytest.mark.parametrize("shape", [[10**4000] * 200, [True, 6], [4, 6] + [1] * 7, [-4, -6], [4.0, 6], "46"])
+def test_a_shape_that_is_none_is_refused_before_it_is_computed_with(write, shape):
+    folder = write()
+    entry = {"dtype": "F32", "shape": shape, "data_offsets": [0, 96]}
+    header = json.dumps({f"base_model.model.{Q}.lora_A.weight": entry}).encode()
+    (folder / "adapter_model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(96))
+    with pytest.raises(AdapterError, match="no shape") as error:
+        read_adapter(folder)
+    assert error.value.param == "adapter_model.safetensors"
+
+
+def test_names_that_no_message_can_carry_are_refused_or_left_out(write):
+    for name in ("model.\n.q_proj", "a" * 600):
+        with pytest.raises(AdapterError, match="printable characters") as error:
+            read_adapter(write(tensors_of(name)))
+        str(error.value).encode()
+    assert read_adapter(write(base_model_name_or_path="\ud800")).base_model == ""
+    assert read_adapter(write(base_model_name_or_path="m" * 9999)).base_model == "m" * 512
 
 
 def test_a_rank_above_the_maximum_is_refused_with_the_numbers(write):

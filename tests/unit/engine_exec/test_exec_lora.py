@@ -175,6 +175,33 @@ def test_bfloat16_multiplies_the_scale_before_it_rounds(tmp_path):
     assert torch.equal(slots.a, known.a.bfloat16())
 
 
+@pytest.mark.parametrize(
+    ("dtype", "alpha"), [("float32", 1e38), ("bfloat16", 1e38), ("float16", 3e5), ("float32", 1e308)]
+)
+def test_a_scale_that_makes_b_infinite_is_refused_at_the_load(tmp_path, dtype, alpha):
+    """Every token of such an adapter was one without a number, and answers ended at once, with success."""
+    folder = write_adapter(tmp_path / "a", {"l.o_proj": (8, 12)}, rank=1, alpha=alpha, size=8.0)
+    model = LoraModel(LoraSizes(1, 4))
+    model.add(Linear((Part("l.o_proj", 8),), 12), torch.empty(0, dtype=getattr(torch, dtype)))
+    with pytest.raises(
+        AdapterError, match=rf"B of l\.o_proj times its scale, .*, is not finite in torch\.{dtype}"
+    ) as error:
+        model.read(folder, read_adapter(folder))
+    assert error.value.param == "lora_alpha"
+
+
+def test_an_a_that_half_precision_does_not_hold_is_refused_by_its_name(tmp_path):
+    folder = write_adapter(tmp_path / "a", {"l.o_proj": (8, 12)}, rank=1, alpha=1e-9, size=1e6)
+    halves, floats = LoraModel(LoraSizes(1, 4)), LoraModel(LoraSizes(1, 4))
+    for model, dtype in ((halves, torch.float16), (floats, torch.float32)):
+        model.add(Linear((Part("l.o_proj", 8),), 12), torch.empty(0, dtype=dtype))
+    floats.read(folder, facts := read_adapter(folder))
+    name = "base_model.model.l.o_proj.lora_A.weight"
+    with pytest.raises(AdapterError, match=r"lora_A\.weight holds numbers that torch\.float16 does not") as error:
+        halves.read(folder, facts)
+    assert error.value.param == name
+
+
 def test_what_does_not_fit_the_model_is_refused_with_the_numbers(adapters, driver_of, model_dir_of, tmp_path):
     model, folders = adapters
     runner = driver_of(model, backend="torch", max_loras=1, max_lora_rank=4).runner
