@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 from blake3 import blake3
 
+from diptych.common.adapters.module_patterns import MAX_PATTERNS, ModuleNames, PatternError
 from diptych.common.errors import AdapterError
 from diptych.common.model_files import ADAPTER_FILE
 from diptych.common.request import ADAPTER_ID_LENGTH
@@ -33,6 +34,7 @@ _MAX_CONFIG_BYTES = 4 << 20
 _MAX_NAME_CHARS = 512
 """Of a tensor."""
 _MAX_DIMENSIONS = 8
+_MAX_LAYER_NAMES = 64
 _EXPONENTS: Mapping[str, tuple[np.dtype[Any], int]] = {
     "F32": (np.dtype("<u4"), 0x7F800000),
     "F16": (np.dtype("<u2"), 0x7C00),
@@ -116,7 +118,7 @@ def load_adapter(folder: Path, max_rank: int = MAX_RANK) -> Adapter:
     config = _read_config(folder)
     _check_config(config)
     pairs = _pairs(_read_tensors(folder))
-    modules = tuple(_module(name, *pairs[name], config, max_rank) for name in sorted(pairs))
+    modules = _modules(pairs, config, max_rank)
     num_bytes = sum(tensor.data.nbytes for pair in pairs.values() for tensor in pair)
     base = config.get("base_model_name_or_path")
     facts = AdapterFacts(
@@ -214,77 +216,110 @@ def _rank(field: str, value: object) -> int:
     return int(number)
 
 
-def _by_pattern(config: Mapping[str, Any], field: str, module: str) -> object | None:
-    """The value of the first pattern that matches a module, as peft takes it; None: none does."""
+def _by_pattern(config: Mapping[str, Any], field: str, names: ModuleNames) -> dict[int, object]:
+    """By number of a module: the value of the first pattern that matches it, as peft takes it."""
     values: Mapping[str, object] = config.get(field) or {}
+    if len(values) > MAX_PATTERNS:
+        raise AdapterError(f"{field} has {len(values)} patterns, more than {MAX_PATTERNS}", param=field)
+    found: dict[int, object] = {}
     for pattern, value in values.items():
-        if _matches(field, rf"(.*\.)?({pattern})$", module, whole=False):
-            return value
-    return None
+        try:
+            for number in names.ending(pattern):
+                found.setdefault(number, value)
+        except PatternError as error:
+            raise _refusal(field, pattern, str(error)) from None
+    return found
 
 
-def _matches(field: str, pattern: str, text: str, *, whole: bool) -> bool:
-    try:
-        return bool((re.fullmatch if whole else re.match)(pattern, text))
-    except re.error as error:
-        raise _refusal(field, pattern, f"no regular expression: {error}") from None
-
-
-def _is_targeted(config: Mapping[str, Any], module: str) -> bool:
-    """As peft decides which modules an adapter has."""
+def _check_targets(config: Mapping[str, Any], modules: Sequence[str], names: ModuleNames) -> None:
+    """Raises: AdapterError for a module that target_modules leaves out, as peft decides which modules an adapter has."""
     targets = config.get("target_modules")
     if targets == "all-linear":
-        return True
+        return
     if isinstance(targets, str):
-        return _matches("target_modules", targets, module, whole=True)
-    if not isinstance(targets, list) or not all(isinstance(target, str) for target in targets):
+        try:
+            targeted = names.whole(targets)
+        except PatternError as error:
+            raise _refusal("target_modules", targets, str(error)) from None
+    elif isinstance(targets, list) and all(isinstance(target, str) for target in targets):
+        listed, layers = frozenset(targets), _layers(config)
+        targeted = {
+            number
+            for number, module in enumerate(modules)
+            if any(module[start:] in listed for start in (0, *(dot.end() for dot in re.finditer(r"\.", module))))
+            and (layers is None or _layer_of(module, config.get("layers_pattern")) in layers)
+        }
+    else:
         raise _refusal("target_modules", targets, "must be a list of names, a regular expression or all-linear")
-    if module not in targets and not any(module.endswith(f".{target}") for target in targets):
-        return False
+    for number, module in enumerate(modules):
+        if number not in targeted:
+            raise AdapterError(f"tensors of {module}, which target_modules leaves out", param="target_modules")
+
+
+def _layers(config: Mapping[str, Any]) -> frozenset[int] | None:
+    """None: all. Raises: AdapterError, also for the patterns by which layers are found."""
     layers = config.get("layers_to_transform")
     if layers is None or layers == []:
-        return True
+        return None
     listed = layers if isinstance(layers, list) else [layers]
     if not all(type(one) is int for one in listed):
         raise _refusal("layers_to_transform", layers, "must be a layer's number or a list of them")
-    return _layer_of(module, config.get("layers_pattern")) in listed
+    patterns = config.get("layers_pattern") or []
+    for pattern in patterns if isinstance(patterns, list) else [patterns]:
+        if not isinstance(pattern, str) or not re.fullmatch(r"(?:\w|\\?\.){1,64}", pattern, re.ASCII):
+            raise _refusal(
+                "layers_pattern", pattern, "must be a name, or a list of names, as layers: no other pattern is served"
+            )
+    if isinstance(patterns, list) and len(patterns) > _MAX_LAYER_NAMES:
+        raise _refusal("layers_pattern", patterns, f"must be at most {_MAX_LAYER_NAMES} names")
+    return frozenset(listed)
 
 
 def _layer_of(module: str, patterns: object) -> int | None:
+    """The patterns are names, so that each of these searches is short."""
     if not patterns:
         found = re.match(r".*?\.[^.]*\.(?P<number>\d+)\.", module)
         return int(found["number"]) if found else None
-    listed = patterns if isinstance(patterns, list) else [patterns]
-    for pattern in listed:
-        try:
-            found = re.match(rf"(?:^|.*?\.){pattern}\.(?P<number>\d+)\.", module)
-        except re.error as error:
-            raise _refusal("layers_pattern", pattern, f"no regular expression: {error}") from None
-        if found:
+    for pattern in patterns if isinstance(patterns, list) else [patterns]:
+        if found := re.match(rf"(?:^|.*?\.){pattern}\.(?P<number>\d+)\.", module):
             return int(found["number"])
     return None
 
 
-def _module(name: str, a: RawTensor, b: RawTensor, config: Mapping[str, Any], max_rank: int) -> AdapterModule:
-    if not _is_targeted(config, name):
-        raise AdapterError(f"tensors of {name}, which target_modules leaves out", param="target_modules")
-    pattern_rank = _by_pattern(config, "rank_pattern", name)
-    rank = _rank("r", config.get("r")) if pattern_rank is None else _rank("rank_pattern", pattern_rank)
+def _modules(
+    pairs: Mapping[str, tuple[RawTensor, RawTensor]], config: Mapping[str, Any], max_rank: int
+) -> tuple[AdapterModule, ...]:
+    modules = sorted(pairs)
+    names = ModuleNames(modules)
+    _check_targets(config, modules, names)
+    ranks, alphas = (_by_pattern(config, field, names) for field in ("rank_pattern", "alpha_pattern"))
+    return tuple(
+        _module(
+            name,
+            *pairs[name],
+            rank=_rank("rank_pattern", ranks[i]) if i in ranks else _rank("r", config.get("r")),
+            alpha=_number("alpha_pattern", alphas[i])
+            if i in alphas
+            else _number("lora_alpha", config.get("lora_alpha")),
+            rooted=bool(config.get("use_rslora")),
+            max_rank=max_rank,
+        )
+        for i, name in enumerate(modules)
+    )
+
+
+def _module(
+    name: str, a: RawTensor, b: RawTensor, *, rank: int, alpha: float, rooted: bool, max_rank: int
+) -> AdapterModule:
     if rank > max_rank:
         raise AdapterError(f"rank {rank} of {name} is above the maximum of {max_rank}", param="r")
-    pattern_alpha = _by_pattern(config, "alpha_pattern", name)
-    alpha = (
-        _number("lora_alpha", config.get("lora_alpha"))
-        if pattern_alpha is None
-        else _number("alpha_pattern", pattern_alpha)
-    )
     for tensor, axis in ((a, 0), (b, 1)):
         if len(tensor.shape) != 2 or 0 in tensor.shape or tensor.shape[axis] != rank:
             raise AdapterError(
                 f"{tensor.name} is {list(tensor.shape)}: dimension {axis} must be the rank, {rank}", param=tensor.name
             )
         _check_finite(tensor)
-    scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+    scale = alpha / (math.sqrt(rank) if rooted else rank)
     return AdapterModule(name, rank, scale, inputs=a.shape[1], outputs=b.shape[0])
 
 

@@ -80,6 +80,15 @@ def test_the_id_is_what_it_computes_and_not_where_or_how_it_was_made(write):
     assert len({first, *ids}) == 1 + len(others)
 
 
+def test_layers_are_found_as_peft_finds_them(write):
+    for fields in ({}, {"layers_pattern": "layers"}, {"layers_pattern": ["h", r"model\.layers"]}):
+        assert len(read_adapter(write(layers_to_transform=[0, 3], **fields)).modules) == 2
+        with pytest.raises(AdapterError, match="which target_modules leaves out"):
+            read_adapter(write(layers_to_transform=1, **fields))
+    with pytest.raises(AdapterError, match="which target_modules leaves out"):
+        read_adapter(write(layers_to_transform=0, layers_pattern="h"))
+
+
 def test_scales_are_peft_s(write):
     """rsLoRA divides by the root of the rank; the first pattern that matches counts, at the end of a module's name."""
     scales = [module.scale for module in read_adapter(write(use_rslora=True)).modules]
@@ -116,6 +125,13 @@ def test_scales_are_peft_s(write):
         ({"layers_to_transform": "0"}, "layers_to_transform"),
         ({"layers_to_transform": [0, True]}, "layers_to_transform"),
         ({"layers_to_transform": [10**400]}, "target_modules"),
+        ({"target_modules": "(.|.|.|.)*!"}, "target_modules"),
+        ({"target_modules": r"(.)\1"}, "target_modules"),
+        ({"alpha_pattern": {"a" * 9000: 4}}, "alpha_pattern"),
+        ({"rank_pattern": {str(number): 4 for number in range(70_000)}}, "rank_pattern"),
+        ({"layers_to_transform": [0], "layers_pattern": "(.|.)*"}, "layers_pattern"),
+        ({"layers_to_transform": [0], "layers_pattern": [3]}, "layers_pattern"),
+        ({"layers_to_transform": [0], "layers_pattern": ["layers"] * 65}, "layers_pattern"),
         ({"use_rslora": "yes"}, "use_rslora"),
         ({"rank_pattern": [1]}, "rank_pattern"),
         ({"rank_pattern": {"(": 4}}, "rank_pattern"),
