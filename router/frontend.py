@@ -44,6 +44,7 @@ from diptych.router.config import RouterConfig
 from diptych.router.fairness.budgets import SharedQuotas
 from diptych.router.fairness.fair_queue import Share
 from diptych.router.observe.access_log import Access, current_access, note_end
+from diptych.router.observe.adapter_metrics import seen_counters
 from diptych.router.observe.explain import RequestTrace
 from diptych.router.observe.metrics import RequestTimer, RouterMetrics
 from diptych.router.observe.request_span import RequestSpan, traced
@@ -571,7 +572,7 @@ class Frontend:
             "adapters_waiting": sum(len(cluster.adapter_turns) for cluster in self._clusters()),
             "stages": self.metrics.live.stages(),
             "series": self.metrics.live.points(now),
-            "counters": self.metrics.totals(),
+            "counters": seen_counters(self.metrics.totals(), lambda name: self.adapters.may_use(tenant, name)),
         }
 
     def exposition(self) -> bytes:

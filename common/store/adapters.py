@@ -22,6 +22,8 @@ from diptych.common.errors import InvalidRequestError
 
 MAX_ADAPTERS = 1024
 """Most names of a cluster."""
+MAX_GONE = 1024
+"""Unloaded names whose last number is kept; the ones that were unloaded longest ago are forgotten."""
 MAX_VERSIONS = 8
 """Of one name; older ones are forgotten."""
 MAX_FOLDER_CHARS = 4096
@@ -73,16 +75,36 @@ class AdapterEntry(msgspec.Struct, frozen=True):
         return any(version.number == number for version in self.versions)
 
     @property
+    def last_number(self) -> int:
+        """The greatest that is kept, which is the latest: see _pruned."""
+        return max(version.number for version in self.versions)
+
+    @property
     def adapter_ids(self) -> frozenset[str]:
         """Of all versions that are kept."""
         return frozenset(version.adapter_id for version in self.versions)
 
 
 class AdapterTable(msgspec.Struct, frozen=True):
-    """The whole registry. `revision`: rises with every change; 0: the store has none."""
+    """The whole registry. `revision`: rises with every change; 0: the store has none. `gone`: the last version's number of
+    names that were unloaded, the latest at the end."""
 
     revision: int = 0
     entries: Mapping[str, AdapterEntry] = {}
+    gone: Mapping[str, int] = {}
+
+    def next_number(self, name: str) -> int:
+        """Of a name's next version: a number that had other weights never comes again."""
+        entry = self.entries.get(name)
+        return 1 + (self.gone.get(name, 0) if entry is None else entry.last_number)
+
+    def gone_after(self, name: str, after: AdapterEntry | None) -> dict[str, int]:
+        """`gone` once the name has this entry; None: once it is unloaded."""
+        last = self.next_number(name) - 1
+        gone = {other: number for other, number in self.gone.items() if other != name}
+        if after is None and last:
+            gone[name] = last
+        return dict(list(gone.items())[-MAX_GONE:])
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,9 +181,10 @@ def with_version(
     (loaded,) = fresh.versions
     current = entry.version(entry.canary if canary_share and entry.canary else entry.stable)
     same = (current.adapter_id, current.folder) == (loaded.adapter_id, loaded.folder)
+    if same and not canary_share:
+        return entry  # it is the stable version: a canary beside it goes on
     if not same:
-        last = max(version.number for version in entry.versions)
-        current = msgspec.structs.replace(loaded, number=last + 1)
+        current = msgspec.structs.replace(loaded, number=entry.last_number + 1)
         entry = msgspec.structs.replace(entry, versions=(*entry.versions, current))
     if canary_share:
         return with_canary(entry, current.number, canary_share)

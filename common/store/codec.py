@@ -12,6 +12,7 @@ from diptych.common.block_identity import KEY_BYTES
 from diptych.common.request import is_adapter_id
 from diptych.common.store.adapters import (
     MAX_FOLDER_CHARS,
+    MAX_GONE,
     MAX_VERSIONS,
     AdapterEntry,
     AdapterVersion,
@@ -22,6 +23,7 @@ from diptych.common.store.worker_record import WorkerRecord
 from diptych.common.tiers import DEVICE, TIER_NAMES
 
 MAX_RECORD_BYTES = 64 * 1024
+MAX_GONE_BYTES = 256 * 1024
 MAX_KEYS_PER_EVENT = 8192
 MAX_PENDING_WORKERS = 1024
 MAX_KV_WINDOWS = 64
@@ -37,6 +39,7 @@ _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
 _ADDRESS = re.compile(r"[A-Za-z0-9.:_\[\]-]{1,255}:[0-9]{1,5}|unix:[^\x00-\x1f]{1,255}")
 _decoder = msgspec.json.Decoder(WorkerRecord)
 _adapter_decoder = msgspec.json.Decoder(AdapterEntry)
+_gone_decoder = msgspec.json.Decoder(list[tuple[str, int]])
 
 
 class BadRowError(ValueError):
@@ -192,6 +195,25 @@ def decode_adapter(name: str, raw: bytes) -> AdapterEntry:
     if not 0.0 <= entry.canary_share <= 1.0:
         raise BadRowError("adapter.canary_share: out of range")
     return entry
+
+
+def encode_gone(gone: Mapping[str, int]) -> bytes:
+    return msgspec.json.encode(list(gone.items()))
+
+
+def decode_gone(raw: bytes) -> dict[str, int]:
+    """Raises: BadRowError unless `raw` is a list of adapters' names with the last numbers of their versions."""
+    if len(raw) > MAX_GONE_BYTES:
+        raise BadRowError(f"gone: {len(raw)} bytes, more than {MAX_GONE_BYTES}")
+    try:
+        gone = dict(_gone_decoder.decode(raw))
+    except (msgspec.MsgspecError, ValueError, RecursionError) as err:
+        raise BadRowError(f"gone: {err}") from None
+    if len(gone) > MAX_GONE or not all(is_adapter_name(name) for name in gone):
+        raise BadRowError("gone: too many names, or one that is none")
+    if not all(1 <= number <= MAX_COUNT for number in gone.values()):
+        raise BadRowError("gone: a number is out of range")
+    return gone
 
 
 def _check_version(version: AdapterVersion) -> None:

@@ -67,9 +67,11 @@ class AdapterStore(Protocol):
         """The registry; None: its revision is `known`. After a loss of all data the revision is 0."""
         ...
 
-    async def write_adapter(self, name: str, entry: AdapterEntry | None, *, revision: int) -> int | None:
-        """Set one name's entry (None: remove it), if the registry still has this revision. Returns: its revision after
-        that; None: it has another one, and nothing is changed."""
+    async def write_adapter(
+        self, name: str, entry: AdapterEntry | None, *, revision: int, gone: Mapping[str, int]
+    ) -> int | None:
+        """Set one name's entry (None: remove it) and the last numbers of names that are gone, if the registry still has
+        this revision. Returns: its revision after that; None: it has another one, and nothing is changed."""
         ...
 
     async def restore_adapters(self, table: AdapterTable) -> bool:

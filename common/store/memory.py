@@ -34,8 +34,12 @@ class MemoryStore:
         self._events.clear()
         self._pending.clear()
         self._buckets.clear()
-        self._adapters = AdapterTable()
+        self.lose_adapters()
         self._youngest.clear()
+
+    def lose_adapters(self) -> None:
+        """As an eviction of their key."""
+        self._adapters = AdapterTable()
 
     def _check(self) -> None:
         if not self.available:
@@ -123,7 +127,9 @@ class MemoryStore:
         self._check()
         return None if self._adapters.revision == known else self._adapters
 
-    async def write_adapter(self, name: str, entry: AdapterEntry | None, *, revision: int) -> int | None:
+    async def write_adapter(
+        self, name: str, entry: AdapterEntry | None, *, revision: int, gone: Mapping[str, int]
+    ) -> int | None:
         self._check()
         table = self._adapters
         if table.revision != revision:
@@ -131,14 +137,14 @@ class MemoryStore:
         entries = {other: kept for other, kept in table.entries.items() if other != name}
         if entry is not None:
             entries[name] = entry
-        self._adapters = AdapterTable(revision + 1, entries)
+        self._adapters = AdapterTable(revision + 1, entries, dict(gone))
         return revision + 1
 
     async def restore_adapters(self, table: AdapterTable) -> bool:
         self._check()
         if self._adapters.revision:
             return False
-        self._adapters = AdapterTable(table.revision + 1, dict(table.entries))
+        self._adapters = AdapterTable(table.revision + 1, dict(table.entries), dict(table.gone))
         return True
 
     async def close(self) -> None:

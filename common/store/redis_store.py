@@ -6,8 +6,8 @@
     {cluster}:kv:ID         stream of cache events, MAXLEN ~
     {cluster}:routers       set of router ids that ever had something pending (swept by readers)
     {cluster}:pending:ID    hash under a TTL: worker id -> "tokens requests" that the router placed there
-    {cluster}:adapters      hash: name of an adapter -> its entry (JSON)
-    {cluster}:adapters:rev  revision of that hash, one more with every change
+    {cluster}:adapters      hash: name of an adapter -> its entry (JSON); :revision -> one more with every change; :gone ->
+                            last numbers of unloaded names (JSON). In one key, so that a loss of entries loses the revision, too
 
 Incarnations are ordered by a start number that Redis draws at the first registration: its own clock in microseconds, or
 one more than the last, whichever is larger, so that the order survives a FLUSHALL. A key of a wrong type is replaced.
@@ -38,10 +38,12 @@ from diptych.common.store.codec import (
     check_id,
     decode_adapter,
     decode_event,
+    decode_gone,
     decode_pending,
     decode_record,
     encode_adapter,
     encode_event,
+    encode_gone,
     encode_pending,
     encode_record,
 )
@@ -162,40 +164,51 @@ return {string.format('%.6f', granted), string.format('%.6f', level)}
 """
 
 
-# KEYS: adapters, revision. ARGV: the known revision. Returns nil where it is that one, else the revision and the hash.
-_READ_ADAPTERS = """
-if redis.call('TYPE', KEYS[2]).ok ~= 'string' then
-  if ARGV[1] == '0' then return nil end
-  return {'0', {}}
+_REVISION, _GONE = ":revision", ":gone"
+"""Fields of the hash that can be no adapter's name."""
+
+_REVISION_OF_ADAPTERS = """
+local function revision_of(key)
+  if redis.call('TYPE', key).ok ~= 'hash' then return '0' end
+  return redis.call('HGET', key, ':revision') or '0'
 end
-local revision = redis.call('GET', KEYS[2])
+"""
+
+# KEYS: adapters. ARGV: the known revision. Returns nil where it is that one, else the revision and the hash.
+_READ_ADAPTERS = (
+    _REVISION_OF_ADAPTERS
+    + """
+local revision = revision_of(KEYS[1])
 if revision == ARGV[1] then return nil end
-if redis.call('TYPE', KEYS[1]).ok ~= 'hash' then return {revision, {}} end
+if revision == '0' then return {revision, {}} end
 return {revision, redis.call('HGETALL', KEYS[1])}
 """
+)
 
-# KEYS: adapters, revision. ARGV: the expected revision, name, entry ("": remove it). Returns the new revision, or "".
-_WRITE_ADAPTER = """
-local kind = redis.call('TYPE', KEYS[2]).ok
-local revision = kind == 'string' and redis.call('GET', KEYS[2]) or '0'
+# KEYS: adapters. ARGV: the expected revision, what is gone, name, entry ("": remove it). Returns the new revision, or "".
+_WRITE_ADAPTER = (
+    _REVISION_OF_ADAPTERS
+    + """
+local revision = revision_of(KEYS[1])
 if revision ~= ARGV[1] then return '' end
-if kind ~= 'string' then redis.call('DEL', KEYS[1], KEYS[2]) end
-local is = redis.call('TYPE', KEYS[1]).ok
-if is ~= 'hash' and is ~= 'none' then redis.call('DEL', KEYS[1]) end
-if ARGV[3] == '' then redis.call('HDEL', KEYS[1], ARGV[2]) else redis.call('HSET', KEYS[1], ARGV[2], ARGV[3]) end
+if revision == '0' then redis.call('DEL', KEYS[1]) end
+if ARGV[4] == '' then redis.call('HDEL', KEYS[1], ARGV[3]) else redis.call('HSET', KEYS[1], ARGV[3], ARGV[4]) end
 local text = string.format('%.0f', tonumber(revision) + 1)
-redis.call('SET', KEYS[2], text)
+redis.call('HSET', KEYS[1], ':revision', text, ':gone', ARGV[2])
 return text
 """
+)
 
-# KEYS: adapters, revision. ARGV: the revision to set, then names and entries. Returns whether there was none.
-_RESTORE_ADAPTERS = """
-if redis.call('TYPE', KEYS[2]).ok == 'string' then return 0 end
-redis.call('DEL', KEYS[1], KEYS[2])
-for i = 2, #ARGV, 2 do redis.call('HSET', KEYS[1], ARGV[i], ARGV[i + 1]) end
-redis.call('SET', KEYS[2], ARGV[1])
+# KEYS: adapters. ARGV: fields and values of the hash. Returns whether there was no registry.
+_RESTORE_ADAPTERS = (
+    _REVISION_OF_ADAPTERS
+    + """
+if revision_of(KEYS[1]) ~= '0' then return 0 end
+redis.call('DEL', KEYS[1])
+for i = 1, #ARGV, 2 do redis.call('HSET', KEYS[1], ARGV[i], ARGV[i + 1]) end
 return 1
 """
+)
 
 
 class RedisStore:
@@ -470,7 +483,7 @@ class RedisStore:
 
     @property
     def _adapter_keys(self) -> list[str]:
-        return [self._key("adapters"), self._key("adapters", "rev")]
+        return [self._key("adapters")]
 
     async def read_adapters(self, known: int) -> AdapterTable | None:
         answer = await self._eval(_READ_ADAPTERS, self._adapter_keys, [str(known)])
@@ -479,22 +492,33 @@ class RedisStore:
         revision, flat = answer
         if not revision.isdigit() or len(revision) > 16:
             raise StoreError("redis: the revision of the adapters is not a number")
-        entries = {}
-        for raw_name, raw in zip(flat[::2], flat[1::2], strict=True):
+        rows = dict(zip(flat[::2], flat[1::2], strict=True))
+        entries: dict[str, AdapterEntry] = {}
+        gone: dict[str, int] = {}
+        rows.pop(_REVISION.encode(), None)
+        if (raw_gone := rows.pop(_GONE.encode(), None)) is not None:
+            try:
+                gone = decode_gone(raw_gone)
+            except BadRowError:
+                self.bad_rows += 1
+        for raw_name, raw in rows.items():
             try:
                 name = raw_name.decode()
                 entries[name] = decode_adapter(name, raw)
             except (BadRowError, UnicodeDecodeError):
                 self.bad_rows += 1
-        return AdapterTable(int(revision), dict(sorted(entries.items())[:MAX_ADAPTERS]))
+        return AdapterTable(int(revision), dict(sorted(entries.items())[:MAX_ADAPTERS]), gone)
 
-    async def write_adapter(self, name: str, entry: AdapterEntry | None, *, revision: int) -> int | None:
+    async def write_adapter(
+        self, name: str, entry: AdapterEntry | None, *, revision: int, gone: Mapping[str, int]
+    ) -> int | None:
         row = b"" if entry is None else encode_adapter(entry)
-        answer = await self._eval(_WRITE_ADAPTER, self._adapter_keys, [str(revision), name, row])
+        args = [str(revision), encode_gone(gone), name, row]
+        answer = await self._eval(_WRITE_ADAPTER, self._adapter_keys, args)
         return int(answer) if answer else None
 
     async def restore_adapters(self, table: AdapterTable) -> bool:
-        args: list[Any] = [str(table.revision + 1)]
+        args: list[Any] = [_REVISION, str(table.revision + 1), _GONE, encode_gone(table.gone)]
         for name, entry in table.entries.items():
             args += [name, encode_adapter(entry)]
         return bool(await self._eval(_RESTORE_ADAPTERS, self._adapter_keys, args))

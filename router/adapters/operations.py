@@ -141,18 +141,17 @@ class AdapterOperations:
             raise InvalidRequestError(f"lora_name: {name} is the name of a model", param="lora_name")
         model, workers = self._model(request.model)
 
-        def change(entry: AdapterEntry | None, found: LoadedAdapter) -> AdapterEntry:
-            version = AdapterVersion(
-                1, found.adapter_id, folder, max(1, found.rank), found.num_bytes, int(self._wall())
-            )
-            fresh = AdapterEntry(name, model, (version,), stable=1)
-            return with_version(entry, fresh, in_place=in_place, canary_share=share)
+        def change(table: AdapterTable, found: LoadedAdapter) -> AdapterEntry:
+            number, rank = table.next_number(name), max(1, found.rank)
+            version = AdapterVersion(number, found.adapter_id, folder, rank, found.num_bytes, int(self._wall()))
+            fresh = AdapterEntry(name, model, (version,), stable=number)
+            return with_version(table.entries.get(name), fresh, in_place=in_place, canary_share=share)
 
         async with self._turn(name):
             await self._registry().refresh()
-            change(self._registry().find(name), LoadedAdapter("0" * 32, 1, 0))  # before anything is loaded for it
+            change(self._registry().table, LoadedAdapter("0" * 32, 1, 0))  # before anything is loaded for it
             found = _same(folder, await workers.load_adapter(folder))
-            entry = await self._change(name, lambda before, _: change(before, found))
+            entry = await self._change(name, lambda _, table: change(table, found))
         assert entry is not None
         log.info("adapter loaded", adapter=name, adapter_id=found.adapter_id, stable=entry.stable, canary=entry.canary)
         return entry

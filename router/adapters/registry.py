@@ -129,10 +129,11 @@ class AdapterRegistry:
                 if before is None and len(table.entries) >= MAX_ADAPTERS:
                     rule = f"lora_name: there are {len(table.entries)} adapters, the most that are kept"
                     raise InvalidRequestError(rule, param="lora_name")
-                revision = await self._store.write_adapter(name, after, revision=table.revision)
+                gone = table.gone_after(name, after)
+                revision = await self._store.write_adapter(name, after, revision=table.revision, gone=gone)
                 if revision is not None:
                     entries = {other: entry for other, entry in table.entries.items() if other != name}
-                    self._set(AdapterTable(revision, entries if after is None else entries | {name: after}))
+                    self._set(AdapterTable(revision, entries if after is None else entries | {name: after}, gone))
                     return before, after
         except StoreError as err:
             text = f"the registry of adapters cannot be changed: {err}"

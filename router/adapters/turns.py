@@ -5,8 +5,9 @@ enter -> its adapter runs somewhere, or a slot is free for it --> placed at once
 slot free -> the first adapter: all of its requests at once
 
 A running adapter takes further requests without waiting until another adapter has waited TURN_S; then they wait behind it,
-so that the slot gets free. Requests of the base model never wait here. A worker has as many adapters in use as it has
-slots at most, which bounds what it installs and evicts.
+so that the slot gets free. Only workers that both could use count: a slot that no adapter before it could use, because of
+its rank, is free for an adapter at once. Requests of the base model never wait here. A worker has as many adapters in use
+as it has slots at most, which bounds what it installs and evicts.
 """
 
 from __future__ import annotations
@@ -60,6 +61,8 @@ class AdapterTurns:
         """By adapter, in the order in which adapters began to wait."""
         self._entering: Counter[str] = Counter()
         """Requests that have their turn and are not placed yet."""
+        self._needs: dict[str, AdapterNeed] = {}
+        """Of these adapters."""
         self._of_tenant: Counter[str] = Counter()
 
     def __len__(self) -> int:
@@ -67,38 +70,48 @@ class AdapterTurns:
 
     def may_pass(self, need: AdapterNeed) -> bool:
         """Whether a request would be placed at once."""
-        if not self._waiting:
-            return self._has_room(need)
-        return need.adapter_id not in self._waiting and self._runs(need) and not self._is_due()
+        return need.adapter_id not in self._waiting and self._may_enter(need, [w[0] for w in self._waiting.values()])
 
-    def _is_due(self) -> bool:
-        """Whether the first adapter has waited long enough for the others to make room."""
-        first = next(iter(self._waiting.values()), None)
-        return first is not None and self._now() - first[0].since >= TURN_S
+    def _may_enter(self, need: AdapterNeed, before: Sequence[_Waiter]) -> bool:
+        """Whether a request may be placed though these wait, the first of their adapters each."""
+        able = self._able(need)
+        names = {record.worker_id for record in able}
+        wanted: set[str] = set()
+        """Workers that both could use."""
+        is_due = False
+        for waiter in before:
+            if common := names & {record.worker_id for record in self._able(waiter.need)}:
+                wanted |= common
+                is_due = is_due or self._now() - waiter.since >= TURN_S
+        if not wanted:
+            return self._has_room(need, able)
+        runs_there = any(need.adapter_id in self._running(record) for record in able if record.worker_id in wanted)
+        if not is_due and (runs_there or self._entering[need.adapter_id]):
+            return True
+        others = [record for record in able if record.worker_id not in wanted]
+        return not runs_there and bool(others) and self._has_room(need, others)
 
     def _able(self, need: AdapterNeed) -> list[WorkerRecord]:
         return [record for record in self._workers() if not why_not(record, need)]
 
-    def _runs(self, need: AdapterNeed) -> bool:
-        name = need.adapter_id
-        return bool(self._entering[name]) or any(name in self._running(record) for record in self._able(need))
-
-    def _has_room(self, need: AdapterNeed) -> bool:
-        able = self._able(need)
+    def _has_room(self, need: AdapterNeed, able: Sequence[WorkerRecord]) -> bool:
         if not able:
             return True  # the placement says what is wrong
         running = [self._running(record) for record in able]
         if self._entering[need.adapter_id] or any(need.adapter_id in ids for ids in running):
             return True
         free = sum(max(0, record.max_loras - len(ids)) for record, ids in zip(able, running, strict=True))
-        coming = sum(not any(name in ids for ids in running) for name, count in self._entering.items() if count)
+        coming = sum(
+            not any(name in ids for ids in running) and any(not why_not(record, self._needs[name]) for record in able)
+            for name in self._entering
+        )
         return free > coming
 
     async def enter(self, need: AdapterNeed, tenant: str, left_s: float) -> float:
         """Wait for the turn; the caller must call `leave` once the request is placed, or will not be. Returns: seconds waited.
         Raises: OverloadedError, RequestDeadlineError."""
         if self.may_pass(need):
-            self._entering[need.adapter_id] += 1
+            self._has_turn(need)
             return 0.0
         if self._of_tenant[tenant] >= MAX_WAITING:
             raise self._refused(f"{MAX_WAITING} of your requests wait for a slot of their adapters")
@@ -137,23 +150,27 @@ class AdapterTurns:
                 del self._waiting[waiter.need.adapter_id]
                 self.let_in()
 
+    def _has_turn(self, need: AdapterNeed) -> None:
+        self._entering[need.adapter_id] += 1
+        self._needs[need.adapter_id] = need
+
     def leave(self, need: AdapterNeed) -> None:
         """A request that had its turn is placed, or will not be."""
         name = need.adapter_id
         self._entering[name] -= 1
         if not self._entering[name]:
-            del self._entering[name]
+            del self._entering[name], self._needs[name]
         self.let_in()
 
     def let_in(self) -> None:
         """Call it when there may be more room than before."""
+        before: list[_Waiter] = []
         for name, waiters in list(self._waiting.items()):
-            is_first = name == next(iter(self._waiting))
-            need = waiters[0].need
-            if not (self._has_room(need) if is_first else self._runs(need) and not self._is_due()):
+            if not self._may_enter(waiters[0].need, before):
+                before.append(waiters[0])
                 continue
             del self._waiting[name]
             for waiter in waiters:
                 if not waiter.turn.done():
-                    self._entering[name] += 1
+                    self._has_turn(waiter.need)
                     waiter.turn.set_result(None)

@@ -1,8 +1,12 @@
-"""Series with an adapter's name as label, for the first MAX_NAMED adapters; the others share the name "other"."""
+"""Series with an adapter's name as label, for the first MAX_NAMED adapters; the others share the name "other".
+
+A reader sees the series of the adapters that it may use, and those of "other".
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping
 
 from diptych.common.observe.metrics import Metrics
 from diptych.common.store.adapters import AdapterEntry, AdapterTable, ChosenAdapter
@@ -11,6 +15,37 @@ MAX_NAMED = 64
 OTHER = "other"
 """Also the name of an adapter that was unloaded while its request ran."""
 FINISHED = "finished"
+_LABEL = re.compile(rb'[{,]adapter="([^"]*)"')
+_COUNTERS = "adapter_"
+"""How the names of counters by adapter begin; their first label is the adapter."""
+Shows = Callable[[str], bool]
+"""Whether the reader may see the adapter of this name."""
+
+
+def seen_exposition(body: bytes, shows: Shows) -> bytes:
+    """The body of /metrics without the series of adapters that the reader may not see."""
+
+    def keeps(line: bytes) -> bool:
+        found = _LABEL.search(line)
+        return found is None or _is_seen(found[1].decode(), shows)
+
+    return b"".join(line for line in body.splitlines(keepends=True) if line.startswith(b"#") or keeps(line))
+
+
+def seen_counters(counters: Mapping[str, Mapping[str, float]], shows: Shows) -> dict[str, dict[str, float]]:
+    """As `seen_exposition`, of counters by name and label values."""
+    return {
+        name: {
+            labels: value
+            for labels, value in values.items()
+            if not labels or not name.startswith(_COUNTERS) or _is_seen(labels.partition(",")[0], shows)
+        }
+        for name, values in counters.items()
+    }
+
+
+def _is_seen(name: str, shows: Shows) -> bool:
+    return name == OTHER or shows(name)
 
 
 class AdapterMetrics:

@@ -25,14 +25,17 @@ _SCHEME = "bearer "
 @dataclass(frozen=True, slots=True)
 class Caller:
     """An authenticated caller. `key_id`: public part of the key; empty when no keys are required. `tenant`: "" is the
-    default tenant. `admin`: may load and unload adapters; without keys nobody is."""
+    default tenant. `admin`: may load and unload adapters; without keys nobody is. `known`: False where keys are required and
+    the page is open to everybody."""
 
     key_id: str = ""
     tenant: str = ""
     admin: bool = False
+    known: bool = True
 
 
 ANYBODY = Caller()
+STRANGER = Caller(known=False)
 
 
 def require_admin(caller: Caller) -> None:

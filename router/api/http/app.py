@@ -53,6 +53,7 @@ from diptych.router.api.openai.requests import (
 from diptych.router.api.openai.responses import ResponsesRequest, responses_call
 from diptych.router.api.openai.tokenize import DetokenizeRequest, TokenizeRequest, tokenize_spec
 from diptych.router.observe.access_log import current_access
+from diptych.router.observe.adapter_metrics import seen_exposition
 from diptych.router.observe.status_page import Status, add_status
 from diptych.router.processes.siblings import Siblings
 from diptych.router.requests.messages import ModelInfo, UncheckedRequest
@@ -333,8 +334,14 @@ def _add_operations(app: FastAPI, router_api: RouterApi, metrics: Metrics, sibli
 
     @app.get("/metrics")
     async def show_metrics() -> Response:
-        own = metrics.expose()
-        return Response(own if siblings is None else await siblings.exposition(own), media_type=CONTENT_TYPE)
+        body, caller = metrics.expose(), current_caller.get()
+        if siblings is not None:
+            body = await siblings.exposition(body)
+
+        def shows(name: str) -> bool:
+            return caller.known and router_api.adapters.may_use(caller.tenant, name)
+
+        return Response(seen_exposition(body, shows), media_type=CONTENT_TYPE)
 
     @app.get("/version")
     async def show_version() -> Response:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from diptych.common.errors import AuthenticationError, DiptychError
-from diptych.router.api.auth.authenticator import ANYBODY, Authenticator, current_caller
+from diptych.router.api.auth.authenticator import ANYBODY, STRANGER, Authenticator, current_caller
 from diptych.router.api.openai.errors import error_response
 from diptych.router.observe.access_log import current_access
 from diptych.router.observe.status_page import STATIC_PATHS
@@ -51,7 +51,7 @@ class GuardMiddleware:
                 # A proxy may have used the other header: what follows could be another client's request (request
                 # smuggling).
                 raise FramingError("content-length and transfer-encoding cannot be combined")
-            current_caller.set(ANYBODY)
+            current_caller.set(ANYBODY if self._keys is None else STRANGER)
             if self._keys is not None and scope["path"] not in self._open:
                 caller = self._keys.identify(_authorization(scope))
                 current_caller.set(caller)

@@ -211,6 +211,22 @@ async def test_reload_canary_promotion_and_rollback_are_followed_by_the_next_req
         await adapters.unload("poems")
 
 
+async def test_a_pinned_version_of_a_name_that_was_unloaded_is_never_other_weights(
+    pair: tuple[Fleet, Any, Any],
+) -> None:
+    """The numbers began at 1 again: a pin was answered with what had been loaded since."""
+    fleet, _, decode = pair
+    await load(fleet)
+    await fleet.ask(model="poems", adapter_version=1)
+    await fleet.frontend.adapters.unload("poems")
+    again = await load(fleet, folder="/lora/two")
+    assert (again.stable, [version.number for version in again.versions]) == (2, [2])
+    with pytest.raises(InvalidRequestError, match="no version 1"):
+        await fleet.ask(model="poems", adapter_version=1)
+    await fleet.ask(model="poems", adapter_version=2)
+    assert [submit.adapter for submit in decode.submits] == [ONE, TWO]
+
+
 async def test_a_repeated_request_of_a_stream_follows_the_registry(pair: tuple[Fleet, Any, Any]) -> None:
     """prepare_again kept the adapter of the request before."""
     fleet, _, _ = pair
@@ -610,7 +626,7 @@ async def test_the_sdk_with_an_admin_key_does_all_that_operators_do(
     authenticator = Authenticator(keys, now=time.monotonic)
     fleet.frontend.use_adapter_limits(authenticator.may_use_adapter)
     servers = ApiServers("127.0.0.1", 0, 0, keys=authenticator)
-    at = await servers.start(fleet.frontend, fleet.frontend.metrics)
+    at = await servers.start(fleet.frontend, fleet.frontend.metrics, status=fleet.frontend.status)
     try:
         async with AsyncClient(at.grpc, api_key=admin) as client:
             assert (await client.load_adapter("poems", "/lora/one")).stable == 1
@@ -669,6 +685,10 @@ async def test_the_sdk_with_an_admin_key_does_all_that_operators_do(
                 assert [status for status, _ in refused] == [404, 404], path
                 texts = {re.sub("poems|never", "NAME", text) for _, text in refused}
                 assert len(texts) == 1, "it cannot be seen that one exists"
+            for key, named in ((admin, True), (poet, True), (clerk, False)):
+                headers = {"authorization": f"Bearer {key}"}
+                for path in ("/metrics", "/status.json"):
+                    assert ("poems" in (await http.get(path, headers=headers)).text) is named, (path, named)
             assert await post("/v1/unload_lora_adapter", {"lora_name": "poems"}, admin) == (
                 200, "Success: LoRA adapter 'poems' removed successfully.",
             )  # fmt: skip
@@ -677,6 +697,25 @@ async def test_the_sdk_with_an_admin_key_does_all_that_operators_do(
             assert (await post("/v1/completions", ask_model, poet))[0] == 404
     finally:
         await servers.stop(1.0)
+
+
+async def test_an_open_metrics_page_names_no_adapter_where_keys_are_required(
+    pair: tuple[Fleet, Any, Any], tmp_path: Path
+) -> None:
+    fleet, _, _ = pair
+    await load(fleet)
+    await fleet.ask(model="poems")
+    key, _ = add_key(tmp_path / "keys.json", "acme", now=1.0)
+    for keys, named in ((Authenticator(tmp_path / "keys.json", now=time.monotonic), False), (None, True)):
+        servers = ApiServers("127.0.0.1", 0, 0, keys=keys, open_metrics=True)
+        at = await servers.start(fleet.frontend, fleet.frontend.metrics)
+        try:
+            async with httpx.AsyncClient(base_url=f"http://{at.http}", timeout=60) as http:
+                answer = await http.get("/metrics")
+                assert (answer.status_code, 'adapter="poems"' in answer.text) == (200, named)
+                assert "diptych_adapters_registered" in answer.text
+        finally:
+            await servers.stop(1.0)
 
 
 async def test_without_keys_nobody_changes_adapters_over_http(pair: tuple[Fleet, Any, Any]) -> None:

@@ -75,8 +75,8 @@ async def test_each_role_may_do_its_work(stores: tuple[RedisStore, RedisStore]) 
     assert (await router.list_pending())["r1"]["p0"] == PENDING
     assert (await router.lease_tokens("acme", per_minute=600, want=5.0))[0] == 5.0
     assert await router.restore_adapters(AdapterTable(0, {}))
-    assert await router.write_adapter("poems", adapter_entry("poems"), revision=1) == 2
-    assert await router.write_adapter("poems", None, revision=2) == 3
+    assert await router.write_adapter("poems", adapter_entry("poems"), revision=1, gone={}) == 2
+    assert await router.write_adapter("poems", None, revision=2, gone={}) == 3
     assert await router.read_adapters(2) == AdapterTable(3, {})
     await worker.remove_worker("p0", "a1")
     assert await router.list_workers() == []

@@ -15,7 +15,7 @@ from diptych.common.errors import InvalidRequestError
 from diptych.common.ids import new_request_id
 from diptych.common.store import adapters
 from diptych.common.store.adapters import AdapterTable, promoted, resolve, rolled_back, with_canary, with_version
-from diptych.common.store.codec import BadRowError, decode_adapter, encode_adapter
+from diptych.common.store.codec import BadRowError, decode_adapter, decode_gone, encode_adapter, encode_gone
 from diptych.common.store.memory import MemoryStore
 from diptych_tests.records import adapter_entry, adapter_version
 
@@ -67,6 +67,12 @@ def test_a_canary_replaces_a_canary_and_a_load_in_place_ends_it() -> None:
     assert with_version(canary, V3, canary_share=0.75).canary == 3, "the same content, with another share"
     whole = with_version(canary, adapter_entry("poems", "four"), in_place=True)
     assert (whole.stable, whole.canary, whole.previous) == (4, 0, 1)
+
+
+def test_a_load_in_place_of_what_is_stable_leaves_a_canary_alone() -> None:
+    """It ended the canary without a word."""
+    canary = with_version(V1, V2, canary_share=0.25)
+    assert with_version(canary, V1, in_place=True) == canary
 
 
 def test_versions_that_nothing_points_to_are_forgotten_and_numbers_never_come_again() -> None:
@@ -122,6 +128,15 @@ def test_hostile_entries_are_refused(change: dict[str, Any]) -> None:
             decode_adapter("poems", raw)
 
 
+@pytest.mark.parametrize(
+    "raw", [b"", b"{}", b'[["poems", 0]]', b'[["../x", 1]]', b'[["poems", "1"]]', b'[["poems", 1' + b"0" * 30 + b"]]"]
+)
+def test_hostile_numbers_of_names_that_are_gone_are_refused(raw: bytes) -> None:
+    with pytest.raises(BadRowError):
+        decode_gone(raw)
+    assert decode_gone(encode_gone({"b": 2, "a": 1})) == {"b": 2, "a": 1}
+
+
 def test_ids_that_another_name_has_stay_in_use() -> None:
     two = with_version(V1, V2, in_place=True)
     table = AdapterTable(1, {"poems": two, "prose": adapter_entry("prose", "one")})
@@ -133,12 +148,12 @@ def test_ids_that_another_name_has_stay_in_use() -> None:
 async def of_two(store: Any, other: Any) -> None:
     """What every store promises. Both lead to the same registry."""
     assert await store.read_adapters(0) is None
-    assert await store.write_adapter("poems", V1, revision=0) == 1
-    assert await store.write_adapter("poems", V2, revision=0) is None, "another one wrote first"
+    assert await store.write_adapter("poems", V1, revision=0, gone={}) == 1
+    assert await store.write_adapter("poems", V2, revision=0, gone={}) is None, "another one wrote first"
     assert await other.read_adapters(0) == AdapterTable(1, {"poems": V1})
     assert await other.read_adapters(1) is None
-    assert await other.write_adapter("prose", adapter_entry("prose"), revision=1) == 2
-    assert await store.write_adapter("poems", None, revision=2) == 3
+    assert await other.write_adapter("prose", adapter_entry("prose"), revision=1, gone={}) == 2
+    assert await store.write_adapter("poems", None, revision=2, gone={}) == 3
     assert await store.read_adapters(2) == AdapterTable(3, {"prose": adapter_entry("prose")})
     assert not await store.restore_adapters(AdapterTable(9, {})), "nothing is lost"
 

@@ -14,7 +14,7 @@ from diptych.common.store.adapters import AdapterTable, with_version
 from diptych.common.store.memory import MemoryStore
 from diptych.router.adapters import registry as registry_module
 from diptych.router.adapters.registry import AdapterRegistry
-from diptych_tests.records import adapter_entry
+from diptych_tests.records import adapter_entry, adapter_version
 
 POEMS, PROSE = adapter_entry("poems"), adapter_entry("prose")
 
@@ -45,7 +45,7 @@ async def test_a_look_sees_what_was_written_before_it_though_an_older_read_runs(
     registry = AdapterRegistry(store)
     older = asyncio.create_task(registry.refresh())
     await rest()
-    await store.write_adapter("poems", POEMS, revision=0)
+    await store.write_adapter("poems", POEMS, revision=0, gone={})
     looks = [asyncio.create_task(registry.look_up("poems")) for _ in range(50)]
     await rest()
     store.go.set()
@@ -59,7 +59,7 @@ async def test_a_look_sees_what_was_written_before_it_though_an_older_read_runs(
 async def test_a_look_that_is_cancelled_leaves_the_others_theirs() -> None:
     store = SlowStore()
     registry = AdapterRegistry(store)
-    await store.write_adapter("poems", POEMS, revision=0)
+    await store.write_adapter("poems", POEMS, revision=0, gone={})
     one, other = (asyncio.create_task(registry.look_up("poems")) for _ in range(2))
     await rest()
     one.cancel()
@@ -78,6 +78,7 @@ async def test_changes_of_two_routers_are_both_made() -> None:
     await other.refresh()
     assert one.table == other.table == AdapterTable(2, {"poems": POEMS, "prose": PROSE})
     second = adapter_entry("poems", "other")
+    assert one.table.gone == {}
     before, after = await other.change("poems", lambda entry, table: with_version(entry, second, in_place=True))
     assert (before, after and after.stable) == (POEMS, 2)
     assert await other.change("poems", lambda entry, table: entry) == (after, after)
@@ -121,3 +122,33 @@ async def test_the_first_router_after_a_loss_of_all_data_writes_what_it_knows() 
     for registry in (other, one, late):
         await registry.refresh()
         assert registry.table == AdapterTable(2, {"poems": POEMS})
+
+
+async def test_a_loss_of_the_adapters_alone_is_noticed() -> None:
+    store = MemoryStore(FakeClock())
+    one, other = AdapterRegistry(store), AdapterRegistry(store)
+    await one.change("poems", lambda entry, table: POEMS)
+    store.lose_adapters()
+    await one.refresh()
+    await other.refresh()
+    assert one.table == other.table == AdapterTable(2, {"poems": POEMS})
+
+
+async def test_numbers_of_an_unloaded_name_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = MemoryStore(FakeClock())
+    registry, other = AdapterRegistry(store), AdapterRegistry(store)
+    two = adapter_entry("poems", "one", "two")
+    await registry.change("poems", lambda entry, table: two)
+    await registry.change("poems", lambda entry, table: None)
+    await other.refresh()
+    assert (other.table.gone, other.table.next_number("poems"), other.table.next_number("new")) == ({"poems": 2}, 3, 1)
+    store.flush()
+    await other.refresh()
+    assert other.table.gone == {"poems": 2}, "after a loss of all data, too"
+    third = adapter_entry("poems", versions=(adapter_version(3),), stable=3)
+    await other.change("poems", lambda entry, table: third)
+    assert (other.table.gone, other.table.next_number("poems")) == ({}, 4)
+    monkeypatch.setattr(adapters, "MAX_GONE", 1)
+    for name in ("prose", "poems", "prose"):
+        await other.change(name, lambda entry, table: None if entry is not None else PROSE)
+    assert other.table.gone == {"prose": 1}, "the latest"

@@ -149,6 +149,41 @@ async def test_workers_that_cannot_serve_it_hold_no_request_up() -> None:
     assert slots.turns.may_pass(need("a", rank=4))
 
 
+async def test_a_waiter_for_large_ranks_holds_up_nobody_who_fits_elsewhere() -> None:
+    """Once an adapter waited, only those that ran could pass, though it needed a worker that they do not need."""
+    slots = Slots()
+    slots.records = [
+        worker_record("small", max_loras=2, max_lora_rank=8),
+        worker_record("big", max_loras=1, max_lora_rank=16),
+    ]
+    turns = slots.turns
+    slots.in_use.add("big", need("a").adapter_id)
+    waits = asyncio.create_task(turns.enter(need("w", 16), "t", 1000.0))
+    await rest()
+    slots.clock.advance(TURN_S)
+    assert (len(turns), waits.done()) == (1, False)
+    for name in "cd":
+        assert await turns.enter(need(name), "t", 1000.0) == 0.0, "it had to wait"
+        slots.in_use.add("small", need(name).adapter_id)
+        turns.leave(need(name))
+    assert turns.may_pass(need("c")), "it runs where the waiter cannot"
+    assert not turns.may_pass(need("a")), "it runs where the waiter's slot is to come from"
+    assert not turns.may_pass(need("e")), "the small worker is full, and the big one is the waiter's"
+    behind = asyncio.create_task(turns.enter(need("e"), "t", 1000.0))
+    await rest()
+    slots.in_use.remove("big", need("a").adapter_id)
+    await rest()
+    assert (waits.done(), behind.done()) == (True, False)
+    assert not turns.may_pass(need("v", 16)), "its slot is given, though nobody runs there yet"
+    slots.in_use.remove("small", need("c").adapter_id)
+    await rest()
+    assert behind.done(), "the large one that enters takes nothing of the small worker"
+    turns.leave(need("w", 16))
+    turns.leave(need("e"))
+    assert not turns._entering
+    assert not turns._needs
+
+
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.tuples(st.sampled_from(NAMES), st.booleans()), max_size=40), st.integers(1, 3))
 def test_never_more_adapters_in_use_than_slots_and_all_are_served(moves: list[tuple[str, bool]], workers: int) -> None:

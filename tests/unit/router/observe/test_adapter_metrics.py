@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from diptych.common.observe.metrics import Metrics
 from diptych.common.store.adapters import AdapterTable, ChosenAdapter
-from diptych.router.observe.adapter_metrics import FINISHED, MAX_NAMED, OTHER, AdapterMetrics
+from diptych.router.observe.adapter_metrics import (
+    FINISHED,
+    MAX_NAMED,
+    OTHER,
+    AdapterMetrics,
+    seen_counters,
+    seen_exposition,
+)
 from diptych_tests.records import adapter_entry, adapter_version
 
 
@@ -39,3 +46,24 @@ def test_requests_of_a_canary_are_counted_apart() -> None:
     assert metrics.totals()["adapter_canary_requests"] == {"poems": 2}
     series.ended(None, FINISHED)
     assert metrics.totals()["adapter_requests"] == {"poems,finished": 3}
+
+
+def test_a_reader_sees_the_series_of_adapters_that_it_may_use() -> None:
+    metrics = Metrics()
+    metrics.identify({"role": "router", "worker": "router-0"})
+    of_adapters = AdapterMetrics(metrics)
+    of_adapters.on_change(AdapterTable(1, {name: adapter_entry(name) for name in ("poems", "prose")}))
+    for name in ("poems", "prose", "a stranger"):
+        of_adapters.ended(ChosenAdapter(name, adapter_version()), FINISHED, 10, 5)
+    whole = metrics.expose()
+    assert seen_exposition(whole, lambda name: True) == whole
+    seen = seen_exposition(whole, "prose".__eq__)
+    assert b'adapter="prose"' in seen
+    assert b'adapter="other"' in seen
+    assert b"poems" not in seen
+    assert [line for line in whole.splitlines() if b"poems" not in line] == seen.splitlines(), "nothing else is missing"
+    assert b"prose" not in seen_exposition(whole, lambda name: False)
+    counters = seen_counters(metrics.totals() | {"errors": {"poems": 1.0}}, "prose".__eq__)
+    assert counters["adapter_requests"] == {"prose,finished": 1.0, "other,finished": 1.0}
+    assert counters["adapter_prompt_tokens"] == {"prose": 10.0, "other": 10.0}
+    assert (counters["adapter_turns_refused"], counters["errors"]) == ({"": 0.0}, {"poems": 1.0})
