@@ -37,7 +37,7 @@ from diptych.common.tls import load_redis_tls
 from diptych.router.adapters.modules import StartAdapters
 from diptych.router.adapters.operations import AdapterOperations
 from diptych.router.adapters.registry import AdapterRegistry
-from diptych.router.adapters.resolution import AdapterChoice, checked_choice, named_adapter
+from diptych.router.adapters.resolution import AdapterChoice, checked_choice, named_adapter, unknown_model
 from diptych.router.api.packed_ids import PackedIds
 from diptych.router.cluster.cluster import RETRY_AFTER_S, Cluster, new_router_id
 from diptych.router.config import RouterConfig
@@ -243,11 +243,16 @@ class Frontend:
         """The adapter that the request names; None: the base model answers, or the check of its name fails. Raises:
         ModelNotFoundError, InvalidRequestError."""
         name, param = named_adapter(spec.model, spec.adapter, self._models)
+        if not name and spec.adapter_version:
+            raise InvalidRequestError("adapter_version is given without an adapter", param="adapter_version")
         if not name or self._registry is None:
             return None
         entry = await self._registry.look_up(name) if self.adapters.may_use(spec.tenant, name) else None
         version = spec.adapter_version
-        return checked_choice(entry, name, param, model=spec.model, version=version, models=self._models)
+        choice = checked_choice(entry, name, param, model=spec.model, version=version, models=self._models)
+        if choice is None:
+            raise unknown_model(name, self._models, [one.name for one in self.adapters.entries(spec.tenant)])
+        return choice
 
     def _choice_again(self, before: ValidatedRequest) -> AdapterChoice | None:
         """As `_choice`, for another request of the same names."""

@@ -168,12 +168,14 @@ class AdapterLibrary:
             if self.hold(adapter_id):
                 return
             if not folder:
-                raise NoWorkerError(f"worker {self._worker_id} lacks the adapter {adapter_id}, and has no folder of it")
+                raise NoWorkerError(
+                    f"worker {self._worker_id} lacks the adapter {adapter_id}, and has no folder of it", param="adapter"
+                )
             try:
                 await self._load_once(folder, adapter_id)
             except AdapterError as error:  # it was one that can be served when it was registered
                 what = f"worker {self._worker_id} cannot load the adapter {adapter_id}"
-                raise NoWorkerError(f"{what}: {error.message}") from None
+                raise NoWorkerError(f"{what}: {error.message}", param="adapter") from None
         if not self.hold(adapter_id):
             raise self._full()
 

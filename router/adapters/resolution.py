@@ -52,6 +52,22 @@ class AdapterChoice:
                     yield ChosenAdapter(self.entry.name, version)
 
 
+_SHOWN = 4
+"""Adapters that an error names."""
+
+
+def unknown_model(name: str, models: Collection[str], adapters: Collection[str]) -> ModelNotFoundError:
+    """`adapters`: those that the caller may use."""
+    shown = name[:128].encode("ascii", "replace").decode()
+    there = [repr(one) for one in models]
+    text = f"the model {shown!r} does not exist; there {'is' if len(there) == 1 else 'are'} {', '.join(there)}"
+    if adapters:
+        named = ", ".join(repr(one) for one in sorted(adapters)[:_SHOWN])
+        more = f" and {len(adapters) - _SHOWN} more" if len(adapters) > _SHOWN else ""
+        text += f", with adapters {named}{more}"
+    return ModelNotFoundError(text, param="model")
+
+
 def named_adapter(model: object, adapter: object, models: Collection[str]) -> tuple[str, str]:
     """(name of the adapter, field that names it); ("", ""): the request wants a base model, or an invalid value stands
     where the check of the model reports it. `models`: names of the base models. Raises: InvalidRequestError."""

@@ -541,6 +541,16 @@ class Relay:
 
     # ---- relaying ------------------------------------------------------------------------------------------------
 
+    def _for_caller(self, error: DiptychError) -> DiptychError:
+        """A worker names itself, the folder and the id of an adapter that it cannot load: that is for operators."""
+        adapter = self._request.adapter
+        if adapter is None or error.param != "adapter" or not isinstance(error, NoWorkerError):
+            return error
+        name, version = adapter.name, adapter.version.number
+        log.warning("a worker cannot load an adapter", adapter=name, version=version, error=error.message)
+        text = f"adapter {name!r} version {version} cannot be loaded"
+        return NoWorkerError(text, param="adapter", retry_after_s=error.retry_after_s)
+
     def _expire(self) -> None:
         """The deadline has passed."""
         self._timer = None
@@ -589,7 +599,7 @@ class Relay:
                 ended.stop_token_id if ended.HasField("stop_token_id") else None,
             )
         if event.end.HasField("failure"):
-            error = from_failure(event.end.failure)
+            error = self._for_caller(from_failure(event.end.failure))
             self._record_outcome(error.reason, event.end.prefill_faults)
             raise error
         self._lifecycle.on(Move.END)

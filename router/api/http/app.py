@@ -16,11 +16,12 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import PlainTextResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from diptych.common.errors import DiptychError, InvalidRequestError, ModelNotFoundError
+from diptych.common.errors import DiptychError, InvalidRequestError
 from diptych.common.observe.metrics import CONTENT_TYPE, Metrics
 from diptych.common.observe.tracing import TRACEPARENT
 from diptych.common.store.adapters import lost_versions
 from diptych.router.adapters.operations import LoadRequest
+from diptych.router.adapters.resolution import unknown_model
 from diptych.router.api.auth.authenticator import Authenticator, current_caller, require_admin
 from diptych.router.api.auth.limits import MeteredRouterApi
 from diptych.router.api.http.guard import GuardMiddleware
@@ -273,10 +274,12 @@ def _add_models(app: FastAPI, router_api: RouterApi) -> None:
 
     @app.get("/v1/models/{name:path}")
     async def model(name: str) -> Response:
-        for found in router_api.models(current_caller.get().tenant):
+        there = router_api.models(current_caller.get().tenant)
+        for found in there:
             if found.id == name:
                 return json_response(shown(found))
-        raise ModelNotFoundError(f"model {name!r} is not served here", param="model")
+        adapters = [one.id for one in there if one.parent]
+        raise unknown_model(name, [one.id for one in there if not one.parent], adapters)
 
 
 def _add_adapters(app: FastAPI, router_api: RouterApi, bodies: Bodies) -> None:

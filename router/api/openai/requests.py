@@ -55,7 +55,7 @@ _UNION_FORMS = {
 }
 _UNCHANGED = (
     "use_beam_search", "local_prefill_max_tokens", "priority", "truncate_prompt_tokens", "truncation_side", "cache_salt",
-    "cache_ttl_s", "cache_priority", "session_id",
+    "cache_ttl_s", "cache_priority", "session_id", "adapter", "adapter_version",
 )  # fmt: skip
 """Fields that are passed on unchanged."""
 _TYPES: Mapping[str, Any] = {
@@ -105,6 +105,8 @@ class Sampled(_with_sampling("_Sampled", _Strict, responses=True)):  # type: ign
     """Common fields of all requests."""
 
     model: str = ""
+    adapter: str | None = None
+    adapter_version: int | None = None
     use_beam_search: bool | None = None
     stream: bool | None = None
     user: str | None = None

@@ -38,6 +38,7 @@ from diptych.common.store.adapters import AdapterEntry, lost_versions
 from diptych.common.store.interface import KvEvent
 from diptych.common.store.worker_record import WorkerLoad
 from diptych.router.adapters.operations import LoadRequest
+from diptych.router.adapters.resolution import unknown_model
 from diptych.router.api.auth.authenticator import Authenticator
 from diptych.router.api.auth.keys import add_key
 from diptych.router.api.grpc.operations import OperationsService
@@ -349,6 +350,24 @@ async def test_a_version_whose_folder_holds_other_content_does_not_become_an_ans
         worker.adapters["/lora/two"] = InvalidRequestError("no such file")
     with pytest.raises(InvalidRequestError, match="2 of poems .*: worker d0: no such file"):
         await adapters.roll_back("poems", 2)
+
+
+async def test_a_tenant_reads_no_path_or_worker_of_an_adapter_that_cannot_be_loaded(
+    pair: tuple[Fleet, Any, Any],
+) -> None:
+    fleet, _, decode = pair
+    await load(fleet)
+    decode.refuse = NoWorkerError(f"worker d0 cannot load the adapter {ONE}: /lora/one: No such file", param="adapter")
+    with pytest.raises(NoWorkerError) as caught:
+        await fleet.ask(model="poems", timeout_s=5.0)
+    assert "adapter 'poems' version 1 cannot be loaded" in caught.value.message
+    for hidden in (ONE, "/lora", "d0"):
+        assert hidden not in caught.value.message
+
+
+def test_an_error_names_a_few_adapters() -> None:
+    error = unknown_model("x", ["a", "b"], [f"n{i}" for i in range(6)])
+    assert error.message.endswith("there are 'a', 'b', with adapters 'n0', 'n1', 'n2', 'n3' and 2 more")
 
 
 async def end(fleet: Fleet, worker: Any) -> None:
@@ -672,7 +691,33 @@ async def test_the_sdk_with_an_admin_key_does_all_that_operators_do(
                 ("tiny", None, None), ("poems", "tiny", "/lora/two"),
             ]  # fmt: skip
             hidden = await http.get("/v1/models/poems", headers={"authorization": f"Bearer {clerk}"})
-            assert hidden.status_code == 404
+            assert (hidden.status_code, "with adapters" in hidden.text) == (404, False)
+            for path in ("/v1/models/nope", "/v1/completions"):
+                own = {"authorization": f"Bearer {poet}"}
+                ask_nope = ask_model | {"model": "nope"}
+                answer = await (
+                    http.post(path, json=ask_nope, headers=own) if "comp" in path else http.get(path, headers=own)
+                )
+                text = "the model 'nope' does not exist; there is 'tiny', with adapters 'poems'"
+                assert (answer.status_code, answer.json()["error"]["message"]) == (404, text)
+            num_before = len(decode.submits)
+            by_field = {"model": "tiny", "prompt": [1] * 20, "max_tokens": 2, "adapter": "poems", "adapter_version": 1}
+            assert (await post("/v1/completions", by_field, poet))[0] == 200
+            chat = {
+                "model": "poems",
+                "messages": [{"role": "user", "content": "a"}],
+                "max_tokens": 2,
+                "adapter": "poems",
+            }
+            assert (await post("/v1/chat/completions", chat, poet))[0] == 200
+            assert [submit.adapter for submit in decode.submits[num_before:]] == [ONE, TWO]
+            for wrong, code, param in (
+                ({"adapter": "letters", "model": "poems"}, 400, "adapter"), ({"adapter": "letters"}, 404, "adapter"),
+                ({"adapter_version": 9}, 400, "adapter_version"), ({"adapter": None}, 400, "adapter_version"),
+                ({"adapter": 3}, 400, "adapter"),
+            ):  # fmt: skip
+                status, text = await post("/v1/completions", by_field | wrong, poet)
+                assert (status, json.loads(text)["error"]["param"]) == (code, param)
             for path, body in (
                 ("/tokenize", {"prompt": "w1 w2"}),
                 ("/detokenize", {"tokens": [1, 2]}),
