@@ -2,23 +2,34 @@
 
 wait until workers are usable -> each name that the registry does not have is loaded -> what failed is tried again
 
+The pause between two tries doubles while the reasons stay the same: up to MAX_PAUSE_S where a worker refuses the files, which
+only somebody who changes them can mend, and up to MAX_WAIT_S else.
+
 A name that the registry has keeps its versions: a restart undoes no rollback.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 
 import structlog
 
-from diptych.common.errors import DiptychError
+from diptych.common.errors import DiptychError, InvalidRequestError
 from diptych.router.adapters.operations import AdapterOperations, LoadRequest
 
 log = structlog.get_logger(__name__)
 
 WAIT_S = 0.1
 RETRY_S = 2.0
+MAX_WAIT_S = 10.0
+MAX_PAUSE_S = 300.0
+
+
+def next_pause(pause_s: float, *, changed: bool, refused: bool) -> float:
+    """Seconds until the next try. `changed`: a reason is another one than at the last try. `refused`: all are refusals of the
+    files."""
+    return RETRY_S if changed else min(2 * pause_s, MAX_PAUSE_S if refused else MAX_WAIT_S)
 
 
 class StartAdapters:
@@ -28,15 +39,24 @@ class StartAdapters:
         folders: by name.
         model: name of their base model.
         ready: whether the model's workers are usable.
+        sleep: waits for seconds.
     """
 
     def __init__(
-        self, operations: AdapterOperations, folders: Mapping[str, str], model: str, ready: Callable[[], bool]
+        self,
+        operations: AdapterOperations,
+        folders: Mapping[str, str],
+        model: str,
+        ready: Callable[[], bool],
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
         self._operations = operations
         self._folders = folders
         self._model = model
         self._ready = ready
+        self._sleep = sleep
+        self._refused: set[str] = set()
+        """Names whose files a worker refused at the last try."""
         self.missing: dict[str, str] = dict.fromkeys(folders, "is not loaded yet")
         """Why a name is not served, by name."""
         self.tried = not folders
@@ -44,14 +64,18 @@ class StartAdapters:
 
     async def run(self) -> None:
         """Returns once all are loaded."""
-        while not self._ready():  # noqa: ASYNC110 - readiness is polled
-            await asyncio.sleep(WAIT_S)
+        while not self._ready():
+            await self._sleep(WAIT_S)
+        pause_s = RETRY_S
         while self.missing:
+            before = dict(self.missing)
             for name in list(self.missing):
                 await self._load(name)
             self.tried = True
             if self.missing:
-                await asyncio.sleep(RETRY_S)
+                changed = any(before[name] != why for name, why in self.missing.items())
+                pause_s = next_pause(pause_s, changed=changed, refused=self.missing.keys() <= self._refused)
+                await self._sleep(pause_s)
 
     async def _load(self, name: str) -> None:
         folder = self._folders[name]
@@ -63,6 +87,7 @@ class StartAdapters:
                     if self.missing[name] != error.message:
                         log.error("an adapter cannot be loaded", adapter=name, folder=folder, error=error.message)
                     self.missing[name] = error.message
+                    (self._refused.add if isinstance(error, InvalidRequestError) else self._refused.discard)(name)
                     return
         del self.missing[name]
 

@@ -1,0 +1,56 @@
+"""Adapters of the start that cannot be loaded are tried again, ever less often."""
+
+from __future__ import annotations
+
+import pytest
+
+from diptych.common.errors import DiptychError, InvalidRequestError, NoWorkerError
+from diptych.router.adapters.modules import MAX_PAUSE_S, MAX_WAIT_S, StartAdapters
+from diptych.router.adapters.operations import AdapterOperations, LoadRequest
+
+
+class Refusing(AdapterOperations):
+    """Loads end with these errors, the last one again and again."""
+
+    def __init__(self, errors: list[DiptychError]) -> None:
+        super().__init__(lambda: None, dict)  # type: ignore[arg-type, return-value]
+        self.errors = errors
+
+    def entries(self, tenant: str | None = None) -> list:  # type: ignore[type-arg]
+        return []
+
+    async def load(self, request: LoadRequest):  # type: ignore[no-untyped-def]
+        raise self.errors.pop(0) if len(self.errors) > 1 else self.errors[0]
+
+
+class Enough(Exception):
+    pass
+
+
+async def pauses(errors: list[DiptychError], num: int) -> list[float]:
+    seen: list[float] = []
+
+    async def sleep(pause_s: float) -> None:
+        seen.append(pause_s)
+        if len(seen) == num:
+            raise Enough
+
+    with pytest.raises(Enough):
+        await StartAdapters(Refusing(errors), {"poems": "/lora/one"}, "tiny", lambda: True, sleep).run()
+    return seen
+
+
+async def test_files_that_are_refused_are_tried_again_ever_less_often() -> None:
+    """They were tried every 2 s for ever."""
+    seen = await pauses([InvalidRequestError("use_dora is not served")], 12)
+    assert seen[:4] == [2.0, 4.0, 8.0, 16.0]
+    assert seen[-1] == MAX_PAUSE_S
+
+
+async def test_workers_that_do_not_answer_are_asked_again_soon() -> None:
+    assert (await pauses([NoWorkerError("busy")], 8))[-1] == MAX_WAIT_S
+
+
+async def test_another_reason_begins_with_short_pauses() -> None:
+    errors = [InvalidRequestError("a"), InvalidRequestError("a"), NoWorkerError("b"), InvalidRequestError("c")]
+    assert await pauses(errors, 5) == [2.0, 4.0, 2.0, 2.0, 4.0]
