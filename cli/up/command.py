@@ -27,7 +27,7 @@ from diptych.cli.up.config import UpConfig, threads_for
 from diptych.cli.up.gpus import GpuAssignment, assign_gpus, describe_assignments, find_gpus
 from diptych.cli.up.processes import ProcessIdentity, require_free_port, tail
 from diptych.cli.up.progress_log import Stages
-from diptych.cli.up.readiness import NotServingYet, first_answer, is_ready
+from diptych.cli.up.readiness import NotServingYet, first_answer, is_ready, unserved_adapters
 from diptych.cli.up.run_folder import ChildState, ClusterState, RunFolder
 from diptych.cli.up.startup_message import has_chat_template, startup_message
 from diptych.cli.up.supervisor import Child, Supervisor, exit_reason
@@ -258,6 +258,8 @@ def _start(plan: ClusterPlan, supervisor: Supervisor, signals: _Signals, stages:
             raise StartFailed(f"not ready after {config.startup_timeout_s:.0f} s: {why}")
         time.sleep(0.1)
     stages.done("workers are registered and ready")
+    for reason in unserved_adapters(why):
+        stages.done(f"warning: --lora-modules: {reason}")
     stages.stage("first token")
     while True:
         try:

@@ -37,12 +37,21 @@ def is_ready(host: str, port: int, *, timeout_s: float = 1.0, tls_cert: Path | N
     try:
         connection.request("GET", "/ready", headers=_key_header())
         response = connection.getresponse()
-        body = response.read(4096).decode(errors="replace")
+        body = response.read(65_536).decode(errors="replace")
         return response.status == 200, body
     except OSError:
         return False, "not listening yet"
     finally:
         connection.close()
+
+
+def unserved_adapters(body: str) -> list[str]:
+    """From the body of /ready: a line for each adapter of --lora-modules that could not be loaded."""
+    try:
+        reasons = json.loads(body)["reasons"]
+    except (ValueError, LookupError, TypeError):
+        return []
+    return [str(reason) for reason in reasons if str(reason).startswith("adapter ")]
 
 
 _PROMPT = "France is"

@@ -7,7 +7,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 
-from diptych.cli.up.readiness import NotServingYet, first_answer
+from diptych.cli.up.readiness import NotServingYet, first_answer, unserved_adapters
 
 
 @pytest.mark.parametrize(("status", "kind"), [(503, NotServingYet), (500, RuntimeError)])
@@ -32,3 +32,9 @@ def test_a_router_process_that_knows_no_worker_yet_is_asked_again(status, kind):
             first_answer("127.0.0.1", server.server_port, timeout_s=60.0)
         thread.join()
     assert type(error.value) is kind
+
+
+def test_adapters_that_could_not_be_loaded_are_named_when_the_cluster_is_ready():
+    body = '{"ready": true, "reasons": ["p0 is being connected", "adapter poems: worker d0: no such file"]}'
+    assert unserved_adapters(body) == ["adapter poems: worker d0: no such file"]
+    assert unserved_adapters('{"ready": true, "rea') == []
