@@ -1,21 +1,26 @@
-"""`diptych adapters`: the LoRA adapters of a running cluster. Operators use the cluster secret, as `diptych move`."""
+"""`diptych adapters`: the LoRA adapters of a running cluster or server. Who calls has the cluster secret, as for
+`diptych move`, or an admin's API key."""
 
 from __future__ import annotations
 
+import re
 import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from diptych.cli.operator_calls import call_operator
+from diptych.cli.operator_calls import call_admin
 from diptych.cli.router_access import SECRET_FILE, TLS_CA, TLS_SERVER_NAME
-from diptych.common.errors import ConfigError
+from diptych.common.errors import ConfigError, DiptychError
 from diptych.common.store.adapters import lost_versions
 
 app = typer.Typer(
     name="adapters",
-    help="LoRA adapters: names, versions, and which version answers. Workers need --enable-lora and --lora-dir.",
+    help="LoRA adapters: names, versions, and which version answers. Workers need --enable-lora and --lora-dir. Changes "
+    "need the cluster secret, or an admin's key in DIPTYCH_API_KEY.",
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -23,17 +28,20 @@ app = typer.Typer(
 _ADDRESS = Annotated[str, typer.Option(help="host:port of a router's gRPC server; default: the cluster here.")]
 _NAME = Annotated[str, typer.Argument(metavar="NAME", help="Name of the adapter, as requests name it.")]
 _LOAD_TIMEOUT_S = 60.0
+HEADER = "name  model  version  answers  id  rank  size  day  folder"
 
 
 @app.command("list")
 def show(
     address: _ADDRESS = "", tls_ca: TLS_CA = None, tls_server_name: TLS_SERVER_NAME = "", secret_file: SECRET_FILE = ""
 ) -> None:
-    """One line a version: name, number, what it answers, id, rank, size, day, folder."""
+    """One line a version, below a header."""
     from diptych.rpc.v1 import router_pb2
 
     question, kind = router_pb2.ListAdaptersRequest(), router_pb2.ListAdaptersResponse
-    answer = call_operator("ListAdapters", question, kind, address, tls_ca, tls_server_name, secret_file)
+    answer = call_admin("ListAdapters", question, kind, address, tls_ca, tls_server_name, secret_file, open_to_all=True)
+    if answer.adapters:
+        print(HEADER)
     for adapter in answer.adapters:
         print("\n".join(lines_of(adapter)))
 
@@ -59,7 +67,7 @@ def load(
     from diptych.rpc.v1 import router_pb2
 
     if not folder:
-        raise ConfigError("folder", folder, "must be the folder of an adapter")
+        raise ConfigError("FOLDER", folder, "must be the folder of an adapter")
     path = str(Path(folder).absolute())
     request = router_pb2.AddAdapterRequest(
         name=name, folder=path, model=model, in_place=in_place, canary_share=canary_share
@@ -81,7 +89,8 @@ def unload(
     from diptych.rpc.v1 import router_pb2
 
     question, kind = router_pb2.RemoveAdapterRequest(name=name), router_pb2.Adapter
-    gone = call_operator("RemoveAdapter", question, kind, address, tls_ca, tls_server_name, secret_file)
+    with in_the_commands_words():
+        gone = call_admin("RemoveAdapter", question, kind, address, tls_ca, tls_server_name, secret_file)
     print(f"{gone.name} is unloaded; it had version {gone.stable}")
 
 
@@ -100,7 +109,8 @@ def canary(
 
     change = router_pb2.AdapterCanary(version=version, share=share)
     request = router_pb2.RouteAdapterRequest(name=name, canary=change)
-    _change("RouteAdapter", request, address, tls_ca, tls_server_name, secret_file)
+    with in_the_commands_words({"version": "VERSION"}):
+        _change("RouteAdapter", request, address, tls_ca, tls_server_name, secret_file)
 
 
 @app.command()
@@ -134,7 +144,22 @@ def rollback(
 
     change = router_pb2.AdapterRollback(version=to)
     request = router_pb2.RouteAdapterRequest(name=name, roll_back=change)
-    _change("RouteAdapter", request, address, tls_ca, tls_server_name, secret_file)
+    with in_the_commands_words({"version": "--to"}):
+        _change("RouteAdapter", request, address, tls_ca, tls_server_name, secret_file)
+
+
+_FLAGS = {"lora_name": "NAME", "lora_path": "FOLDER", "canary_share": "--canary-share", "model": "--model"}
+
+
+@contextmanager
+def in_the_commands_words(more: Mapping[str, str] | None = None) -> Iterator[None]:
+    """An error that begins with a field of the API begins with the argument or the flag instead. `more`: further ones."""
+    try:
+        yield
+    except DiptychError as error:
+        names = _FLAGS | dict(more or {})
+        error.message = re.sub(r"^\w+(?=:| must )", lambda found: names.get(found[0], found[0]), error.message)
+        raise
 
 
 def _change(
@@ -143,10 +168,9 @@ def _change(
     """Returns: the router.proto Adapter."""
     from diptych.rpc.v1 import router_pb2
 
-    timeout_s = _LOAD_TIMEOUT_S
-    adapter = call_operator(
-        method, request, router_pb2.Adapter, address, tls_ca, tls_server_name, secret_file, timeout_s=timeout_s
-    )
+    kind, timeout_s = router_pb2.Adapter, _LOAD_TIMEOUT_S
+    with in_the_commands_words():
+        adapter = call_admin(method, request, kind, address, tls_ca, tls_server_name, secret_file, timeout_s=timeout_s)
     print("\n".join(lines_of(adapter)))
     return adapter
 

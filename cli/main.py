@@ -39,7 +39,9 @@ _DETACH = typer.Option("--detach", help="Return once the cluster serves; `diptyc
 def _up(config: UpConfig, detach: bool = False) -> int:
     from diptych.cli.up.cluster_plan import diptych_command, own_name
     from diptych.cli.up.command import run_detached, run_up
+    from diptych.worker.config import lora_folders
 
+    lora_folders(config.lora_dir)  # at once, and not by a worker seconds later
     if detach:
         again = [argument for argument in sys.argv[1:] if argument != "--detach"]
         return run_detached([*diptych_command(), *again], run_dir(), config.startup_timeout_s + 1800.0)
@@ -67,8 +69,10 @@ def _router(config: RouterConfig) -> int:
 
 
 def _worker(config: WorkerConfig) -> int:
+    from diptych.worker.config import lora_folders
     from diptych.worker.device_start import begin_context
 
+    lora_folders(config.lora_dir)  # before the imports
     begin_context(config.device)
     from diptych.cli.worker_roles import run_worker  # takes seconds
 
@@ -80,10 +84,12 @@ def _serve(config: ServeConfig) -> int:
     from diptych.cli.progress import progress_on
     from diptych.cli.up.cluster_plan import own_name
     from diptych.cli.up.processes import require_free_port
+    from diptych.worker.config import lora_folders
     from diptych.worker.device_start import begin_context
 
     for name in ("http_port", "grpc_port"):  # fail before the model is fetched and loaded
         require_free_port(name, config.host, getattr(config, name))
+    lora_folders(config.lora_dir)
     with progress_on() as progress:
         folder = resolve_model(config.model or DEFAULT_ALIASES[0], progress)
     begin_context(config.device)
@@ -343,8 +349,18 @@ def main() -> NoReturn:
             raise
         if (context := getattr(error, "ctx", None)) is not None:
             print(f"{context.get_usage()}\nsee {context.command_path} --help\n", file=sys.stderr)
-        _fail(words(), getattr(error, "exit_code", 2))
+        _fail(words() + _hint(arguments, words()), getattr(error, "exit_code", 2))
     sys.exit(code if isinstance(code, int) else 0)
+
+
+def _hint(arguments: Sequence[str], words: str) -> str:
+    """What to do where a flag that may be given several times was followed by several values, as vLLM takes them."""
+    flag = next((one for one in ("--lora-modules", "--lora-dir") if one in arguments), "")
+    return (
+        f"; several values of {flag}: repeat the flag, or put commas between them"
+        if flag and "extra arg" in words
+        else ""
+    )
 
 
 def _named(arguments: Sequence[str]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -257,11 +258,16 @@ class RouterConfig:
             raise ConfigError("generation_config", self.generation_config, 'must be "auto" or "none"')
 
 
+_SECOND_MODULE = re.compile(r"\s[A-Za-z0-9._:/-]+=")
+_NEEDS_QUOTES = re.compile(r",|\s[A-Za-z0-9._:/-]+=")
+"""Of a folder that NAME=FOLDER cannot hold."""
+
+
 def lora_modules(entries: tuple[str, ...]) -> dict[str, str]:
-    """Folder by name of NAME=FOLDER entries. Raises: ConfigError."""
+    """Folder by name of entries NAME=FOLDER, or vLLM's {"name": ..., "path": ...}. Raises: ConfigError."""
     found: dict[str, str] = {}
     for entry in entries:
-        name, _, folder = entry.partition("=")
+        name, folder = _json_module(entry) if entry.lstrip().startswith("{") else _plain_module(entry)
         if not ADAPTER_NAME.fullmatch(name) or not folder:
             raise ConfigError("lora_modules", entry, "must be NAME=FOLDER, the name of letters, digits or ._:/-")
         if name in found:
@@ -270,6 +276,34 @@ def lora_modules(entries: tuple[str, ...]) -> dict[str, str]:
     return found
 
 
+def _plain_module(entry: str) -> tuple[str, str]:
+    name, _, folder = entry.partition("=")
+    if _SECOND_MODULE.search(folder):
+        rule = "several adapters: repeat the flag, or put commas between them"
+        raise ConfigError("lora_modules", entry, rule)
+    return name, folder
+
+
+def _json_module(entry: str) -> tuple[str, str]:
+    """`base_model_name` may be there, as for vLLM: here the base model is the served one."""
+    rule = 'must be a JSON object as {"name": "NAME", "path": "FOLDER"}'
+    try:
+        fields = json.loads(entry)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError("lora_modules", entry, f"{rule}: {error}") from None
+    unknown = sorted(fields.keys() - {"name", "path", "base_model_name"})
+    if unknown:
+        raise ConfigError("lora_modules", entry, f"{rule}, without {', '.join(map(repr, unknown))}")
+    name, folder = fields.get("name"), fields.get("path")
+    if not isinstance(name, str) or not isinstance(folder, str):
+        raise ConfigError("lora_modules", entry, rule)
+    return name, folder
+
+
 def absolute_modules(entries: tuple[str, ...]) -> tuple[str, ...]:
-    """The same with absolute folders, of workers on this machine. Raises: ConfigError."""
-    return tuple(f"{name}={Path(folder).expanduser().absolute()}" for name, folder in lora_modules(entries).items())
+    """The same with absolute folders, of workers on this machine, each one value of a flag. Raises: ConfigError."""
+    found = {name: str(Path(folder).expanduser().absolute()) for name, folder in lora_modules(entries).items()}
+    return tuple(
+        json.dumps({"name": name, "path": folder}) if _NEEDS_QUOTES.search(folder) else f"{name}={folder}"
+        for name, folder in found.items()
+    )

@@ -27,7 +27,6 @@ import structlog
 from diptych.common.adapters.peft import TENSORS_FILE, AdapterFacts, read_adapter
 from diptych.common.errors import (
     AdapterError,
-    ConfigError,
     DiptychError,
     InternalError,
     InvalidRequestError,
@@ -37,6 +36,7 @@ from diptych.common.errors import (
 from diptych.common.model_files import ADAPTER_FILE
 from diptych.common.request import is_adapter_id
 from diptych.engine.messages import Command, DropAdapter, KeepAdapter, LoadedAdapter
+from diptych.worker.config import lora_folders
 
 log = structlog.get_logger(__name__)
 T = TypeVar("T")
@@ -397,12 +397,3 @@ class AdapterLibrary:
 def _resident(adapter_id: str, entry: _Entry) -> ResidentAdapter:
     loaded = entry.loaded
     return ResidentAdapter(adapter_id, loaded.rank, loaded.num_bytes, entry.base_model, entry.num_holds)
-
-
-def lora_folders(folders: Sequence[str]) -> tuple[Path, ...]:
-    """Those of the setting. Raises: ConfigError for one that is none."""
-    paths = tuple(Path(folder).expanduser().absolute() for folder in folders)
-    for path in paths:
-        if not path.is_dir():
-            raise ConfigError("lora_dir", str(path), "is no folder")
-    return paths

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar
@@ -57,6 +57,15 @@ def check_lora(enable_lora: bool, max_loras: int, max_cpu_loras: int, lora_dir: 
         raise ConfigError("lora_dir", ", ".join(lora_dir), "needs enable_lora")
     if max_cpu_loras < max_loras:
         raise ConfigError("max_cpu_loras", max_cpu_loras, f"must be at least max_loras={max_loras}")
+
+
+def lora_folders(folders: Sequence[str]) -> tuple[Path, ...]:
+    """Those of the setting. Raises: ConfigError for one that is none."""
+    paths = tuple(Path(folder).expanduser().absolute() for folder in folders)
+    for path in paths:
+        if not path.is_dir():
+            raise ConfigError("lora_dir", str(path), "is no folder")
+    return paths
 
 
 @dataclass(frozen=True, slots=True)

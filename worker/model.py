@@ -35,8 +35,7 @@ from diptych.engine.grammar.vocabulary import vocabulary_of
 from diptych.engine.runner import ModelRunner
 from diptych.engine.sched.requests.output import DetokenizerFactory
 from diptych.kvtransfer.wrappers import ciphers
-from diptych.worker.adapters import lora_folders
-from diptych.worker.config import AUTO, WorkerConfig
+from diptych.worker.config import AUTO, WorkerConfig, lora_folders
 from diptych.worker.defaults import DeviceFacts, ModelFacts, settled, slab_quotas
 from diptych.worker.role_spec import DECODE, ROLES
 

@@ -35,6 +35,7 @@ def engine_numbers(stats: EngineStats) -> dict[str, float]:
     values = {field.name: getattr(stats, field.name) for field in dataclasses.fields(stats)}
     numbers = {name: float(value) for name, value in values.items() if isinstance(value, int | float)}
     adapters = {
+        "adapters_in_slots": float(len(stats.adapters.resident)),
         "adapter_installs": float(stats.adapters.installs),
         "adapter_evictions": float(stats.adapters.evictions),
     }

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
+from diptych.cli.doctor import adapters as doctor_adapters
 from diptych.cli.doctor import gpus as doctor_gpus
 from diptych.cli.doctor import hosts as doctor_hosts
 from diptych.cli.doctor import serving as doctor_serving
@@ -28,6 +29,7 @@ CHECKS: tuple[Callable[[Facts], Iterator[Verdict]], ...] = (
     doctor_serving.cache,
     doctor_serving.tokenizer,
     doctor_serving.fallbacks,
+    doctor_adapters.adapters,
     doctor_hosts.transport,
     doctor_gpus.gpus,
     doctor_hosts.kernels,

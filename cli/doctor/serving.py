@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 
+from diptych.cli.doctor.adapters import MORE_SLOTS, slots_are_short, slots_explain_the_queue
 from diptych.cli.doctor.facts import Facts, Worker
 from diptych.cli.doctor.verdict import Level, Verdict, amount, bad, info, milliseconds, ok, warn
 from diptych.common.errors import WorkerDrainedError, from_reason
@@ -31,7 +32,9 @@ def batches(facts: Facts) -> Iterator[Verdict]:
             continue
         per_step = tokens / steps
         seen = f"{worker.id}: {per_step:.1f} tokens a step, {running:.0f} of {most} running, {waiting:.0f} wait"
-        if waiting and running < SMALL_BATCH_SHARE * most:
+        if waiting and slots_are_short(worker):
+            yield warn("batch", seen, f"requests wait for slots of their adapters: {MORE_SLOTS}")
+        elif waiting and running < SMALL_BATCH_SHARE * most:
             yield warn(
                 "batch",
                 seen,
@@ -130,12 +133,12 @@ def queues(facts: Facts) -> Iterator[Verdict]:
     slow_transfers = transfer is not None and transfer > 0.05 and transfer > 0.5 * prefill
     transfers = facts.samples("transfer")
     if queue > 0.1 and queue > prefill:
-        yield bad(
-            "time",
-            seen,
-            "requests wait longer than they compute: add workers to the pool that the balance below names, "
-            "or shed earlier",
-        )
+        why = "requests wait longer than they compute"
+        if slots_explain_the_queue(facts):
+            step = f"{why}, for slots of their adapters: {MORE_SLOTS}"
+        else:
+            step = f"{why}: add workers to the pool that the balance below names, or shed earlier"
+        yield bad("time", seen, step)
     elif transfer is not None and slow_transfers and transfers >= MIN_TRANSFERS:
         yield warn(
             "time",

@@ -26,8 +26,10 @@ class ServeConfig:
         model: a local Hugging Face folder, a GGUF file or a hub id; "" is the default model, fetched and converted once.
         served_model_name: the name clients use; "": the model's name.
         host: interface of the two servers.
-        http_port: of the OpenAI API, the status page and /metrics.
+        http_port: of the OpenAI API, the status page and /metrics of the router.
         grpc_port: of the SDK.
+        metrics_host: interface of the worker's /metrics.
+        metrics_port: port of the worker's /metrics; not set: off; 0: any free one.
         keys_file: API keys made by `diptych keys`.
         access_log: one log line per request: id, label, tenant, workers, tokens, times.
         cors_origins: web pages from there (scheme://host[:port], or "*" for all) may call the API from a browser.
@@ -63,7 +65,8 @@ class ServeConfig:
         max_lora_rank: the largest rank of an adapter, up to 64.
         max_cpu_loras: adapters in host memory; the one used longest ago leaves first.
         lora_dir: folders that adapters are loaded from, and all folders in them; comma-separated, or the flag several times.
-        lora_modules: NAME=FOLDER of adapters to load at the start, from these folders; comma-separated, or several flags.
+        lora_modules: NAME=FOLDER of adapters to load at the start, from these folders, or {"name": ..., "path": ...};
+            comma-separated, or several flags.
         lora_load_timeout_s: for one load of an adapter, and for the requests that wait for it.
         tool_call_parser: hermes, llama3-json, mistral or a plug-in's name; "auto" chooses by the chat template, "none"
             rejects tools.
@@ -82,6 +85,8 @@ class ServeConfig:
     host: str = "127.0.0.1"
     http_port: int = 8000
     grpc_port: int = 50050
+    metrics_host: str = _WORKER.metrics_host
+    metrics_port: int | None = None
     keys_file: Path | None = None
     access_log: bool = True
     cors_origins: tuple[str, ...] = ()
@@ -125,6 +130,8 @@ class ServeConfig:
         self.parts(model="", name="", secret_file="")
         if self.http_port == self.grpc_port != 0:
             raise ConfigError("grpc_port", self.grpc_port, "must differ from http_port")
+        if self.metrics_port and self.metrics_port in (self.http_port, self.grpc_port):
+            raise ConfigError("metrics_port", self.metrics_port, "must differ from http_port and grpc_port")
         if self.lora_modules and not self.enable_lora:
             raise ConfigError("lora_modules", ", ".join(self.lora_modules), "needs enable_lora")
 

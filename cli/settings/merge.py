@@ -175,7 +175,7 @@ def convert(key: str, value: Any, hint: Any) -> Any:
     if typing.get_origin(hint) is tuple:
         if not isinstance(value, (str, list, tuple)):
             raise ConfigError(key, value, "must be a list")
-        items = value.split(",") if isinstance(value, str) and value else value
+        items = split_list(value) if isinstance(value, str) and value else value
         return tuple(convert(key, item, typing.get_args(hint)[0]) for item in items)
     if hint is Path:
         if not isinstance(value, (str, Path)):
@@ -193,6 +193,25 @@ def convert(key: str, value: Any, hint: Any) -> Any:
         check_number(key, made)
         return made
     return value
+
+
+def split_list(text: str) -> list[str]:
+    """The parts between commas; the commas of a JSON object separate nothing."""
+    parts, depth, quoted, escaped, start = [], 0, False, False, 0
+    for at, char in enumerate(text):
+        if quoted:
+            quoted = escaped or char != '"'
+            escaped = char == "\\" and not escaped
+        elif depth and char == '"':
+            quoted = True
+        elif char == "{" and (depth or not text[start:at].strip()):
+            depth += 1
+        elif char == "}" and depth:
+            depth -= 1
+        elif char == "," and not depth:
+            parts.append(text[start:at])
+            start = at + 1
+    return [*parts, text[start:]]
 
 
 def _is_plain(value: Any) -> bool:

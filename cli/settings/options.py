@@ -94,7 +94,7 @@ def add_settings_command(
 
 def _listed(values: Sequence[str]) -> list[str] | None:
     """The values of a flag that may be given several times, each with commas. None: it was not given."""
-    return [part for value in values for part in value.split(",")] or None
+    return [part for value in values for part in settings.split_list(value)] or None
 
 
 def _settings_text(name: str, config: Any) -> str:

@@ -51,7 +51,8 @@ class UpConfig:
         max_lora_rank: the largest rank of an adapter, up to 64.
         max_cpu_loras: adapters in a worker's memory; the one used longest ago leaves first.
         lora_dir: folders that adapters are loaded from, and all folders in them; comma-separated, or the flag several times.
-        lora_modules: NAME=FOLDER of adapters to load at the start, from these folders; comma-separated, or several flags.
+        lora_modules: NAME=FOLDER of adapters to load at the start, from these folders, or {"name": ..., "path": ...};
+            comma-separated, or several flags.
         device: cpu or cuda; on cuda each worker gets one GPU; with fewer GPUs than workers they share memory.
         prefill_gpus: GPUs of the prefill workers, as indices among those that CUDA shows: 0 or 0,1; empty: automatic.
         decode_gpus: GPUs of the decode workers, likewise; empty: automatic.

@@ -165,6 +165,8 @@ def _check_config(config: Mapping[str, Any]) -> None:
     """Raises: AdapterError for what would change the results, and is not computed here."""
     if config.get("peft_type") != "LORA":
         raise _refusal("peft_type", config.get("peft_type"), "only LORA is served")
+    if config.get("task_type") not in (None, "", "CAUSAL_LM"):
+        raise _refusal("task_type", config["task_type"], "only CAUSAL_LM is served")
     for name in _SWITCHES:
         if config.get(name):
             raise _refusal(name, config[name], "is not served")
@@ -408,4 +410,4 @@ def _unknown(name: str) -> AdapterError:
 def _check_finite(tensor: RawTensor) -> None:
     bits, exponent = _EXPONENTS[tensor.dtype]
     if ((np.frombuffer(tensor.data, dtype=bits) & exponent) == exponent).any():
-        raise AdapterError(f"{tensor.name} holds infinities or no numbers", param=tensor.name)
+        raise AdapterError(f"{tensor.name} holds NaN or infinities", param=tensor.name)

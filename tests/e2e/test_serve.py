@@ -8,6 +8,7 @@ import httpx
 import pytest
 
 from diptych.cli.models.store import default_model_path
+from diptych.cli.up.processes import free_port
 from diptych.client import Client
 from diptych_tests.lora import linear_shapes, write_adapter
 
@@ -24,7 +25,9 @@ def test_one_process_serves_both_apis_and_adapters_and_ends_on_sigterm(cluster, 
         *(f"--lora-modules={n}=lora/{n}" for n in ("one", "two")),
     )
     sizes = ("--num-blocks", "64", "--max-model-len", "512")
-    with cluster_module.running_serve(tmp_path, *sizes, "--enable-lora", *adapters) as serving:
+    metrics = free_port("127.0.0.1")
+    own = ("--metrics-port", str(metrics), "--enable-lora")
+    with cluster_module.running_serve(tmp_path, *sizes, *own, *adapters) as serving:
         body = {"prompt": "The capital of France is", "max_tokens": 8, "temperature": 0, "return_token_ids": True}
         here, there = (
             httpx.post(f"{server.http_url}/v1/completions", json=body, timeout=300.0).json()["choices"][0]
@@ -37,6 +40,8 @@ def test_one_process_serves_both_apis_and_adapters_and_ends_on_sigterm(cluster, 
             tokens = tuple(asked["choices"][0]["token_ids"])
             assert answers.setdefault(name, tokens) == tokens
         assert len({*answers.values(), tuple(here["token_ids"])}) == 3
+        series = httpx.get(f"http://127.0.0.1:{metrics}/metrics", timeout=30.0).text
+        assert 'diptych_lora_resident{role="decode",worker="local"} 2.0' in series
         with Client(serving.grpc_address, timeout_s=300.0) as client:
             answer = client.generate(prompt=body["prompt"], max_tokens=8, temperature=0, explain=True)
             guided = client.generate(prompt="A or b?", choice=["größer", "no"], max_tokens=16)

@@ -43,7 +43,7 @@ def require_admin(caller: Caller) -> None:
     if not caller.admin:
         raise PermissionDeniedError(
             "an admin key is needed to change adapters: `diptych keys add --admin` makes one (the router needs --keys-file); "
-            "`diptych adapters` takes the cluster secret instead"
+            "`diptych adapters` takes it from DIPTYCH_API_KEY, or the cluster secret instead"
         )
 
 

@@ -15,11 +15,14 @@ from typing import Any
 
 import httpx
 import pytest
+from typer.testing import CliRunner
 
+from diptych.cli.adapters import app as adapters_command
 from diptych.cli.adapters import lines_of
 from diptych.cli.operator_calls import ask
 from diptych.cli.router_access import RouterAccess
 from diptych.cli.serve.config import ServeConfig
+from diptych.cli.settings.merge import split_list
 from diptych.cli.up.config import UpConfig
 from diptych.client import AdapterReport, AsyncClient
 from diptych.common.block_identity import block_keys, header_of_request
@@ -27,6 +30,7 @@ from diptych.common.clock import MonotonicClock
 from diptych.common.errors import (
     AuthenticationError,
     ConfigError,
+    DiptychError,
     InternalError,
     InvalidRequestError,
     ModelNotFoundError,
@@ -44,7 +48,7 @@ from diptych.router.api.auth.keys import add_key
 from diptych.router.api.grpc.operations import OperationsService
 from diptych.router.api.grpc.service import RouterService
 from diptych.router.api.packed_ids import PackedIds
-from diptych.router.config import RouterConfig, absolute_modules
+from diptych.router.config import RouterConfig, absolute_modules, lora_modules
 from diptych.router.frontend import Frontend
 from diptych.router.placement.placer import PromptBlocks
 from diptych.router.requests.messages import FinishedEvent, StartedEvent, UncheckedRequest
@@ -763,6 +767,52 @@ async def test_an_open_metrics_page_names_no_adapter_where_keys_are_required(
             await servers.stop(1.0)
 
 
+async def test_the_command_takes_an_admins_key_where_it_has_no_cluster_secret(
+    pair: tuple[Fleet, Any, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As under `diptych serve`, whose secret nobody has."""
+    fleet, _, _ = pair
+    keys = tmp_path / "keys.json"
+    admin, _ = add_key(keys, "ops", now=1.0, admin=True)
+    poet, _ = add_key(keys, "poet", now=1.0)
+    servers = ApiServers("127.0.0.1", 0, 0, keys=Authenticator(keys, now=time.monotonic))
+    at = await servers.start(fleet.frontend, fleet.frontend.metrics)
+    monkeypatch.delenv("DIPTYCH_SECRET_FILE", raising=False)
+
+    async def command(key: str, *arguments: str) -> Any:
+        environment = {"DIPTYCH_API_KEY": key}
+        return await asyncio.to_thread(
+            CliRunner().invoke, adapters_command, [*arguments, "--address", at.grpc], env=environment
+        )
+
+    try:
+        refused = await command("", "load", "poems", "/lora/one")
+        assert isinstance(refused.exception, ConfigError)
+        assert all(words in str(refused.exception) for words in ("DIPTYCH_API_KEY", "--admin", "--secret-file"))
+        assert isinstance((await command("", "list")).exception, AuthenticationError)
+        denied = await command(poet, "load", "poems", "/lora/one")
+        assert isinstance(denied.exception, PermissionDeniedError)
+        assert "DIPTYCH_API_KEY" in denied.exception.message
+        assert (await command(admin, "load", "poems", "/lora/one")).exit_code == 0
+        for arguments, words in (
+            (("load", "../x", "/lora/one"), "NAME must be"),
+            (("load", "prose", "/lora/one", "--canary-share", "2"), "--canary-share must be"),
+            (("load", "prose", "/lora/one", "--model", "other"), "the model 'other'"),
+            (("canary", "poems", "7", "0.5"), "VERSION: poems has no version 7"),
+            (("promote", "poems"), "NAME: poems has no canary"),
+            (("rollback", "poems", "--to", "7"), "--to: poems has no version 7"),
+        ):
+            failed = (await command(admin, *arguments)).exception
+            assert isinstance(failed, DiptychError)
+            assert failed.message.startswith(words), failed.message
+        listed = (await command(poet, "list")).stdout  # the router's log may be in it
+        assert "name  model  version  answers" in listed
+        assert "\npoems  tiny  1  stable 100%" in listed
+        assert "poems is unloaded; it had version 1\n" in (await command(admin, "unload", "poems")).stdout
+    finally:
+        await servers.stop(1.0)
+
+
 async def test_without_keys_nobody_changes_adapters_over_http(pair: tuple[Fleet, Any, Any]) -> None:
     fleet, _, decode = pair
     servers = ApiServers("127.0.0.1", 0, 0)
@@ -825,6 +875,31 @@ def test_an_entry_of_lora_modules_names_what_is_wrong(entry: str, tmp_path: Path
         with pytest.raises(ConfigError, match="needs enable_lora"):
             kind(lora_modules=("poems=/lora",))
         assert kind(lora_modules=("poems=/lora",), enable_lora=True, lora_dir=(str(tmp_path),)).lora_modules
+
+
+@pytest.mark.parametrize(
+    ("entry", "words"),
+    [
+        ('{"name": "poems"', "must be a JSON object"),
+        ('{"name": "poems"}', "must be a JSON object"),
+        ('{"name": "poems", "path": 3}', "must be a JSON object"),
+        ('{"name": "poems", "path": "/x", "rank": 3}', "without 'rank'"),
+        ('{"name": "../x", "path": "/x"}', "must be NAME=FOLDER"),
+        ("poems=/x prose=/y", "repeat the flag"),
+    ],
+)
+def test_other_forms_of_lora_modules_are_refused_with_what_is_wrong(entry: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words) as caught:
+        RouterConfig(model="/models/tiny", lora_modules=(entry,))
+    assert caught.value.field == "lora_modules"
+
+
+def test_lora_modules_as_json_as_vllm_has_them() -> None:
+    entries = ('{"name": "poems", "path": "/x, y=z", "base_model_name": "tiny"}', "prose=/y")
+    assert lora_modules(entries) == {"poems": "/x, y=z", "prose": "/y"}
+    passed = absolute_modules(entries)
+    assert lora_modules(passed) == lora_modules(entries)
+    assert split_list(",".join(passed)) == list(passed), "each is one value of the router's flag"
 
 
 def test_serve_and_up_pass_absolute_folders_to_the_router() -> None:

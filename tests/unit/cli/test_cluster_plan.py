@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from diptych.cli import main
 from diptych.cli.serve.config import ServeConfig
 from diptych.cli.up.cluster_plan import ClusterPlan, own_name
 from diptych.cli.up.config import UpConfig
@@ -14,6 +16,7 @@ from diptych.cli.up.run_folder import RunFolder
 from diptych.cli.up.startup_message import has_chat_template, startup_message
 from diptych.common.errors import ConfigError
 from diptych.common.store.redis_url import connect
+from diptych.worker.config import WorkerConfig
 
 
 def make_plan(tmp_path: Path, **settings: object) -> ClusterPlan:
@@ -187,10 +190,42 @@ def test_adapters_are_the_workers_and_their_folders_are_found_by_them(
         make_plan(tmp_path, max_lora_rank=65)
 
 
+@pytest.mark.parametrize(
+    "start",
+    [
+        lambda **lora: main._up(UpConfig(**lora)),
+        lambda **lora: main._up(UpConfig(**lora), detach=True),
+        lambda **lora: main._serve(ServeConfig(http_port=0, grpc_port=0, **lora)),
+        lambda **lora: main._worker(WorkerConfig(**lora)),
+    ],
+    ids=["up", "up --detach", "serve", "worker"],
+)
+def test_a_folder_of_adapters_that_is_none_is_refused_before_anything_starts(start: Any, tmp_path: Path) -> None:
+    missing = tmp_path / "nosuch"
+    with pytest.raises(ConfigError, match=r"lora_dir.*nosuch.*is no folder"):
+        start(enable_lora=True, lora_dir=(str(tmp_path), str(missing)))
+
+
+@pytest.mark.parametrize("flag", ["--lora-modules", "--lora-dir"])
+def test_several_values_after_one_flag_are_refused_with_a_hint(
+    flag: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["diptych", "serve", flag, "a=/x", "b=/y"])
+    with pytest.raises(SystemExit) as caught:
+        main.main()
+    assert caught.value.code == 2
+    assert f"several values of {flag}: repeat the flag, or put commas between them" in capsys.readouterr().err
+
+
 def test_serve_gives_its_worker_the_settings_of_adapters(tmp_path: Path) -> None:
     config = ServeConfig(enable_lora=True, max_loras=3, lora_dir=(str(tmp_path),), lora_load_timeout_s=2.0)
     _, worker = config.parts(model="", name="", secret_file="")
     assert (worker.enable_lora, worker.max_loras, worker.lora_dir) == (True, 3, (str(tmp_path),))
     assert worker.lora_load_timeout_s == 2.0
+    assert worker.metrics_port is None
+    _, worker = ServeConfig(metrics_port=9100).parts(model="", name="", secret_file="")
+    assert (worker.metrics_host, worker.metrics_port) == ("127.0.0.1", 9100), "series of adapters are the worker's"
+    with pytest.raises(ConfigError, match="metrics_port"):
+        ServeConfig(metrics_port=8000)
     with pytest.raises(ConfigError, match="lora_dir"):
         ServeConfig(enable_lora=True)

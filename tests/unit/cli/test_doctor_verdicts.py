@@ -109,6 +109,16 @@ def test_an_incompatible_pair_is_one_verdict_though_the_router_names_it_among_it
 
 GPU = {**SETTINGS, "device": "cuda:0"}
 RDMA = replace(HOST, rdma_devices=("mlx5_0",))
+ONE_PROCESS = {
+    **STATUS,
+    "model": "tiny",
+    "one_process": True,
+    "cluster": {"workers": [{"id": "local", "role": "decode", "address": "127.0.0.1:1", "index_mode": "EXACT"}]},
+}
+LORA = {**SETTINGS, "enable_lora": "True", "max_loras": "2"}
+TAKING_PREFILL = moved(replace(PREFILL, settings=LORA), adapters_in_slots=2.0, adapter_installs=3.0)
+TAKING = moved(replace(DECODE, settings=LORA), adapters_in_slots=2.0, adapter_installs=1.0)
+SHORT = moved(TAKING, adapter_installs=4.0, adapter_evictions=4.0)
 HOST_TIER = {**SETTINGS, "num_host_blocks": "100", "preemption_mode": "auto"}
 
 
@@ -178,6 +188,16 @@ HOST_TIER = {**SETTINGS, "num_host_blocks": "100", "preemption_mode": "auto"}
         ("tokenizer", Level.OK, "p95 1 ms", facts()),
         ("balance", Level.WARN, "both pools", facts(moved(PREFILL, computed_tokens_total=590.0), moved(DECODE, steps=95.0))),
         ("fallbacks", Level.WARN, "2 to other_prefill", facts(counters={**STATUS["counters"], "fallbacks": {"other_prefill": 2.0}})),
+        ("adapters", Level.OK, "p0: 2 of 2 slots in use, 3 installs and 0 evictions", facts(TAKING_PREFILL, TAKING)),
+        ("adapters", Level.WARN, "d0: 2 of 2 slots in use, 4 installs and 4 evictions", facts(TAKING_PREFILL, SHORT)),
+        ("adapters", Level.WARN, "1 registered, 3 requests wait for a slot", facts(TAKING_PREFILL, TAKING, adapters=[{"name": "poems"}], adapters_waiting=3)),
+        ("adapters", Level.WARN, "raise --max-loras", Facts({**ONE_PROCESS, "adapters_waiting": 3, "adapters": [{"name": "poems"}]}, [])),
+        ("adapters", Level.WARN, "p0 takes no adapters: the prompts", facts(decode=TAKING)),
+        ("adapters", Level.BAD, "d0 takes no adapters: requests of adapters are not answered", facts(TAKING_PREFILL)),
+        ("batch", Level.WARN, "for slots of their adapters: raise --max-loras", facts(TAKING_PREFILL, moved(SHORT, num_waiting=6.0))),
+        ("time", Level.BAD, "for slots of their adapters: raise --max-loras", facts(TAKING_PREFILL, SHORT, stages={**STATUS["stages"], "queue": stage(0.9)})),
+        ("time", Level.BAD, "for slots of their adapters: raise --max-loras", facts(TAKING_PREFILL, TAKING, adapters_waiting=3, stages={**STATUS["stages"], "queue": stage(0.9)})),
+        ("time", Level.BAD, "add workers", facts(TAKING_PREFILL, TAKING, stages={**STATUS["stages"], "queue": stage(0.9)})),
         ("errors", Level.INFO, "of the requests themselves: 1 INVALID_ARGUMENT, 2 MODEL_NOT_FOUND, 4 PROMPT_TOO_LONG", facts(counters={**STATUS["counters"], "request_errors": {"MODEL_NOT_FOUND": 2.0, "INVALID_ARGUMENT": 1.0, "PROMPT_TOO_LONG": 4.0}})),
         ("errors", Level.WARN, "3 INTERNAL, 1 NEW_REASON, 2 QUOTA_EXCEEDED", facts(counters={**STATUS["counters"], "request_errors": {"INTERNAL": 3.0, "NEW_REASON": 1.0, "QUOTA_EXCEEDED": 2.0}})),
         ("errors", Level.WARN, "3 OVERLOADED", facts(counters={**STATUS["counters"], "request_errors": {"OVERLOADED": 3.0, "CLIENT_LEFT": 9.0}})),
@@ -195,7 +215,7 @@ CAN_BE = {
     for check, levels in {
         "cluster": (OK, BAD, UNKNOWN), "time": (OK, INFO, WARN, BAD), "balance": (OK, INFO, WARN), "batch": (OK, INFO, WARN),
         "preemptions": (OK, WARN, BAD), "swap": (OK, INFO, WARN), "kv": (OK, WARN, BAD), "cache": (OK, WARN),
-        "tokenizer": (OK, WARN), "fallbacks": (OK, WARN, BAD), "errors": (INFO, WARN), "transport": (OK, WARN, BAD),
+        "tokenizer": (OK, WARN), "adapters": (OK, WARN, BAD), "fallbacks": (OK, WARN, BAD), "errors": (INFO, WARN), "transport": (OK, WARN, BAD),
         "rdma": (OK, INFO, WARN), "link": (OK, INFO, WARN), "kernels": (OK, WARN), "cores": (OK, WARN), "limits": (OK, WARN, BAD), "clock": (OK, WARN, BAD),
     }.items()
     for level in levels
@@ -204,7 +224,7 @@ CAN_BE = {
 
 def test_every_check_can_find_something() -> None:
     """No branch is dead: the table above has every pair of check and level in the code."""
-    assert len({check.__name__ for check in CHECKS}) == len(CHECKS) == 16
+    assert len({check.__name__ for check in CHECKS}) == len(CHECKS) == 17
     table = next(mark for mark in test_each_fault_is_named.pytestmark if mark.name == "parametrize").args[1]
     asked = {(row[0], row[1]) for row in table} | {(v.check, v.level) for v in examine(facts())}
     assert asked >= CAN_BE, CAN_BE - asked
@@ -257,14 +277,6 @@ def test_5_5_a_healthy_idle_cluster_has_no_warning() -> None:
     idle = moved(replace(DECODE, links={"p0": 2e6}), steps=0.0, num_running=0.0, kv_bytes_received=0.0)
     found = examine(facts(moved(PREFILL, computed_tokens_total=0.0), idle, stages={}))
     assert [verdict for verdict in found if verdict.level not in (Level.OK, Level.INFO)] == []
-
-
-ONE_PROCESS = {
-    **STATUS,
-    "model": "tiny",
-    "one_process": True,
-    "cluster": {"workers": [{"id": "local", "role": "decode", "address": "127.0.0.1:1", "index_mode": "EXACT"}]},
-}
 
 
 def test_a_healthy_server_of_one_process_has_no_warning(capsys: pytest.CaptureFixture[str]) -> None:

@@ -133,6 +133,10 @@ def test_a_list_is_given_by_one_flag_with_commas_or_by_several() -> None:
     assert given("--folders", "a,b", "--folders", "c", "--sizes=3") == Listed(("a", "b", "c"), (3,))
     environ = {"DIPTYCH_FOLDERS": "d,e"}
     assert settings.merge(Listed, {}, environ=environ) == Listed(("d", "e"))
+    objects = ('{"a": 1, "b": {"c": "}, \\\\\\", {"}}', '{"d": [2, 3]}')
+    assert given("--folders", f"x,{objects[0]},{objects[1]}", "--folders", "y{,z") == Listed(
+        ("x", *objects, "y{", "z")
+    ), "the commas of a JSON object separate nothing"
     assert settings.merge(Listed, {"folders": ["a"]}, environ=environ) == Listed(("a",))
     assert settings.merge(Listed, {}, environ={"DIPTYCH_FOLDERS": ""}) == Listed()
     assert CliRunner().invoke(app, ["run", "--sizes", "x"]).exit_code == 2

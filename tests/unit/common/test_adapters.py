@@ -102,6 +102,7 @@ def test_scales_are_peft_s(write):
     ("changes", "param"),
     [
         ({"peft_type": "IA3"}, "peft_type"),
+        ({"task_type": "SEQ_CLS"}, "task_type"),
         ({"use_dora": True}, "use_dora"),
         ({"bias": "lora_only"}, "bias"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
