@@ -12,7 +12,7 @@ from typing import Any
 import typer
 
 from diptych.cli.settings import merge as settings
-from diptych.cli.settings.options import _keyword, _parameter, field_help
+from diptych.cli.settings.options import _keyword, _parameter, field_help, listed
 from diptych.common.errors import ConfigError
 
 
@@ -50,6 +50,7 @@ def add_bench_command(
 
     def command(*, verbose: bool = False, **values: Any) -> None:
         given = {key: values.pop(key) for key in arguments}
+        values = {key: listed(value) for key, value in values.items()}
         try:
             chosen = defaults | dict(fixed(given) if fixed else {})
             built = {key: _build(cls, values, chosen) for key, cls in classes.items()}

@@ -69,7 +69,7 @@ def add_settings_command(
         config_path = values.pop("config", None) or os.environ.get("DIPTYCH_CONFIG")
         verbose = values.pop("verbose", False)
         more = {key: values.pop(key) for key in extra}
-        values = {name: _listed(value) if isinstance(value, (list, tuple)) else value for name, value in values.items()}
+        values = {name: listed(value) for name, value in values.items()}
         elsewhere = frozenset(field.name for other in known() for field in dataclasses.fields(other))
         try:
             file = settings.read_file(Path(config_path)) if config_path else {}
@@ -92,9 +92,11 @@ def add_settings_command(
     app.command(name, help=help)(command)
 
 
-def _listed(values: Sequence[str]) -> list[str] | None:
-    """The values of a flag that may be given several times, each with commas. None: it was not given."""
-    return [part for value in values for part in settings.split_list(value)] or None
+def listed(value: Any) -> Any:
+    """Of a flag that may be given several times, each with commas: all values, or None: it was not given. Of others their value."""
+    if not isinstance(value, (list, tuple)):
+        return value
+    return [part for one in value for part in settings.split_list(one)] or None
 
 
 def _settings_text(name: str, config: Any) -> str:

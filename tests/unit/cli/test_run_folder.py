@@ -103,7 +103,7 @@ def test_a_command_that_changes_something_takes_no_default_address(tmp_path: Pat
     assert f"no cluster runs from {tmp_path / 'none'}: name the router of the one to change (--url)" in str(refused)
     refused = CliRunner().invoke(build_app("move"), ["move", "req-1"]).exception
     assert isinstance(refused, ConfigError)
-    assert "name the router that has the request (--address)" in str(refused)
+    assert "name a router (--address)" in str(refused)
     assert StatusClient().url == "http://127.0.0.1:8000"
     assert "using the default address http://127.0.0.1:8000 (--url" in capsys.readouterr().err
     RunFolder(tmp_path).write_state(make_state())

@@ -135,7 +135,7 @@ def test_what_has_no_identity_is_refused_and_not_left_out(prompt, param):
 
 
 CALLERS = {"engine/sched/scheduler.py", "router/placement/placer.py"}
-BY_HAND = re.compile(r"\breplace\([^)]*\b(?:salt|adapter)=|\.with_salt\(")
+BY_HAND = re.compile(r"\breplace\(\s*[\w.]*(?:header|identity)\b[^)]*\b(?:salt|adapter)=|\.with_salt\(")
 
 
 def test_no_other_code_makes_the_header_of_a_request():
