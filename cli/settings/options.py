@@ -93,7 +93,7 @@ def add_settings_command(
 
 
 def listed(value: Any) -> Any:
-    """Of a flag that may be given several times, each with commas: all values, or None: it was not given. Of others their value."""
+    """All values of a flag that may be given several times, each with commas; None: it was not given. Others as they are."""
     if not isinstance(value, (list, tuple)):
         return value
     return [part for one in value for part in settings.split_list(one)] or None

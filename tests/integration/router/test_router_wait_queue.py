@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from diptych.common.errors import NoWorkerError, RequestDeadlineError
+from diptych.common.errors import NoWorkerError, OverloadedError, RequestDeadlineError
 from diptych.common.secret import tenant_salt
 from diptych.common.store.worker_record import WorkerLoad
 from diptych.router.fairness.fair_queue import Share
@@ -39,7 +39,8 @@ async def test_a_tenant_with_ten_times_the_requests_gets_its_share(model_folder,
         (refused,) = fleet.frontend.place([await fleet.frontend.prepare(spec)])
         assert isinstance(refused, NoWorkerError)
         assert "ticket" in refused.message
-        with pytest.raises(RequestDeadlineError):
+        # On a loaded machine its time may be over before it could wait: then admission refuses it.
+        with pytest.raises((RequestDeadlineError, OverloadedError)):
             await send(fleet, "greedy", timeout_s=0.1)
         decode.go.set()
         await asyncio.gather(*tasks)
