@@ -2,51 +2,25 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from diptych.cli.models.store import ensure_default_model
-from diptych.common.adapters.peft import read_adapter
-from diptych.common.block_identity import IdentityHeader
 from diptych.common.request import Prompt
 from diptych.common.sampling import SamplingParams
-from diptych.engine.config import EngineConfig
-from diptych.engine.exec.model_runner import TorchModelRunner
-from diptych.engine.executor import LocalExecutor
-from diptych.engine.messages import EngineRequest, KeepAdapter
+from diptych.engine.messages import EngineRequest
 from diptych.engine.offline import OfflineEngine, OfflineResult
 from diptych_tests import golden_adapters
 from diptych_tests.golden_adapters import AdapterCase
+from diptych_tests.lora import adapter_engine, keep_adapter
 
-BLOCK_SIZE, NUM_BLOCKS = 16, 600
 TOLERANCE = 1e-4
 """Of logprobs in float32."""
 
 
-def engine_of(
-    model: Path, backend: str, max_loras: int = 0, max_lora_rank: int = 16
-) -> tuple[OfflineEngine, TorchModelRunner]:
-    runner = TorchModelRunner.load(
-        model, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, num_threads=1, backend=backend, max_loras=max_loras,
-        max_lora_rank=max_lora_rank,
-    )  # fmt: skip
-    config = EngineConfig(num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, max_step_time_s=None, mixed_step_time_s=None)
-    identity = IdentityHeader(bytes(32), "golden", "golden", runner.kv_dtype, BLOCK_SIZE)
-    return OfflineEngine(LocalExecutor(runner), config, identity), runner
-
-
-def keep(engine: OfflineEngine, runner: TorchModelRunner, folder: Path) -> str:
-    """Returns: the adapter's id."""
-    facts = read_adapter(folder)
-    engine.send(KeepAdapter(runner.read_adapter(folder, facts)))
-    return facts.id
-
-
 def golden_engine(backend: str, max_loras: int) -> tuple[OfflineEngine, dict[str, str]]:
     """An engine that knows all trained adapters, and their ids by name."""
-    engine, runner = engine_of(ensure_default_model(), backend, max_loras)
-    ids = {name: keep(engine, runner, golden_adapters.FOLDER / name) for name in golden_adapters.names()}
+    engine, runner = adapter_engine(ensure_default_model(), backend, max_loras)
+    ids = {name: keep_adapter(engine, runner, golden_adapters.FOLDER / name) for name in golden_adapters.names()}
     return engine, ids | {golden_adapters.BASE: ""}
 
 

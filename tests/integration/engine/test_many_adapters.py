@@ -7,18 +7,13 @@ from pathlib import Path
 import pytest
 
 from diptych.common.adapters.peft import read_adapter
-from diptych.common.block_identity import IdentityHeader
 from diptych.common.request import Prompt
 from diptych.common.sampling import SamplingParams
-from diptych.engine.config import EngineConfig
-from diptych.engine.exec.model_runner import TorchModelRunner
-from diptych.engine.executor import LocalExecutor
-from diptych.engine.messages import EngineRequest, KeepAdapter
+from diptych.engine.messages import EngineRequest
 from diptych.engine.offline import OfflineEngine, OfflineResult
 from diptych_tests import quantized
-from diptych_tests.lora import linear_shapes, merge_adapter, write_adapter
+from diptych_tests.lora import adapter_engine, keep_adapter, linear_shapes, merge_adapter, write_adapter
 
-BLOCK_SIZE, NUM_BLOCKS = 16, 600
 TOLERANCE = 1e-4
 """Of logprobs in float32."""
 
@@ -46,25 +41,6 @@ def test_what_peft_wrote_is_read_with_the_ranks_and_scales_of_its_patterns() -> 
     assert {module.scale for module in facts["french"].modules} == {2.0}
 
 
-def engine_of(
-    model: Path, backend: str, max_loras: int = 0, max_lora_rank: int = 16
-) -> tuple[OfflineEngine, TorchModelRunner]:
-    runner = TorchModelRunner.load(
-        model, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, num_threads=1, backend=backend, max_loras=max_loras,
-        max_lora_rank=max_lora_rank,
-    )  # fmt: skip
-    config = EngineConfig(num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, max_step_time_s=None, mixed_step_time_s=None)
-    identity = IdentityHeader(bytes(32), "many", "many", runner.kv_dtype, BLOCK_SIZE)
-    return OfflineEngine(LocalExecutor(runner), config, identity), runner
-
-
-def keep(engine: OfflineEngine, runner: TorchModelRunner, folder: Path) -> str:
-    """Returns: the adapter's id."""
-    facts = read_adapter(folder)
-    engine.send(KeepAdapter(runner.read_adapter(folder, facts)))
-    return facts.id
-
-
 @pytest.mark.parametrize("backend", ["torch", "native"])
 def test_32_adapters_of_ranks_4_to_32_in_one_batch(backend: str, compiler: str, tmp_path: Path) -> None:
     """Each row as with weights that its adapter was added to, and one row of the base model among them."""
@@ -88,13 +64,13 @@ def test_32_adapters_of_ranks_4_to_32_in_one_batch(backend: str, compiler: str, 
         requests = [EngineRequest(str(i), Prompt(prompts[i], adapter=adapter), params) for i, adapter in asked.items()]
         return dict(zip(asked, engine.generate(requests), strict=True))
 
-    engine, runner = engine_of(model, backend, max_loras=32, max_lora_rank=32)
-    ids = {i: keep(engine, runner, folder) for i, folder in enumerate(folders)}
+    engine, runner = adapter_engine(model, backend, max_loras=32, max_lora_rank=32)
+    ids = {i: keep_adapter(engine, runner, folder) for i, folder in enumerate(folders)}
     assert {read_adapter(folder).rank for folder in folders} == set(range(4, 33))
     mixed = answer(engine, ids | {32: ""})
-    alone = answer(engine_of(model, backend)[0], {32: ""})
+    alone = answer(adapter_engine(model, backend)[0], {32: ""})
     for i, folder in enumerate(folders):
-        merged, _ = engine_of(merge_adapter(model, folder, tmp_path / f"merged{i}"), backend)
+        merged, _ = adapter_engine(merge_adapter(model, folder, tmp_path / f"merged{i}"), backend)
         alone |= answer(merged, {i: ""})
     for i, expected in alone.items():
         assert mixed[i].error is None

@@ -1,4 +1,4 @@
-"""LoRA adapters of random numbers, in folders as peft writes them."""
+"""LoRA adapters of random numbers, in folders as peft writes them, and an engine that serves adapters."""
 
 from __future__ import annotations
 
@@ -9,8 +9,14 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
-from diptych.common.adapters.peft import load_adapter
+from diptych.common.adapters.peft import load_adapter, read_adapter
+from diptych.common.block_identity import IdentityHeader
+from diptych.engine.config import EngineConfig
+from diptych.engine.exec.model_runner import TorchModelRunner
 from diptych.engine.exec.models.registry import describe
+from diptych.engine.executor import LocalExecutor
+from diptych.engine.messages import KeepAdapter
+from diptych.engine.offline import OfflineEngine
 
 Shape = tuple[int, int]
 
@@ -71,3 +77,24 @@ def merge_adapter(model: Path, adapter: Path, out: Path) -> Path:
         tensors[name] = (tensors[name] + added).astype(np.float32)
     save_file(tensors, out / "model.safetensors")
     return out
+
+
+def adapter_engine(
+    model: Path, backend: str, max_loras: int = 0, max_lora_rank: int = 16
+) -> tuple[OfflineEngine, TorchModelRunner]:
+    """An engine of 600 blocks of 16 tokens on one thread, in float32."""
+    blocks, size = 600, 16
+    runner = TorchModelRunner.load(
+        model, num_blocks=blocks, block_size=size, num_threads=1, backend=backend, max_loras=max_loras,
+        max_lora_rank=max_lora_rank,
+    )  # fmt: skip
+    config = EngineConfig(num_blocks=blocks, block_size=size, max_step_time_s=None, mixed_step_time_s=None)
+    identity = IdentityHeader(bytes(32), "adapters", "adapters", runner.kv_dtype, size)
+    return OfflineEngine(LocalExecutor(runner), config, identity), runner
+
+
+def keep_adapter(engine: OfflineEngine, runner: TorchModelRunner, folder: Path) -> str:
+    """Give an engine the adapter of a folder. Returns: its id."""
+    facts = read_adapter(folder)
+    engine.send(KeepAdapter(runner.read_adapter(folder, facts)))
+    return facts.id

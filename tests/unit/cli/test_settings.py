@@ -112,7 +112,7 @@ def test_children_get_settings_of_ours_as_flags_and_their_own_by_environment(mon
 
 @dataclass(frozen=True)
 class Listed:
-    folders: tuple[str, ...] = ()
+    lora_dir: tuple[str, ...] = ()
     sizes: tuple[int, ...] = (1, 2)
 
 
@@ -130,13 +130,13 @@ def test_a_list_is_given_by_one_flag_with_commas_or_by_several() -> None:
         return seen.pop()
 
     assert given() == Listed()
-    assert given("--folders", "a,b", "--folders", "c", "--sizes=3") == Listed(("a", "b", "c"), (3,))
-    environ = {"DIPTYCH_FOLDERS": "d,e"}
+    assert given("--lora-dir", "a,b", "--lora-dir", "c", "--sizes=3") == Listed(("a", "b", "c"), (3,))
+    environ = {"DIPTYCH_LORA_DIR": "d,e"}
     assert settings.merge(Listed, {}, environ=environ) == Listed(("d", "e"))
     objects = ('{"a": 1, "b": {"c": "}, \\\\\\", {"}}', '{"d": [2, 3]}')
-    assert given("--folders", f"x,{objects[0]},{objects[1]}", "--folders", "y{,z") == Listed(
+    assert given("--lora-dir", f"x,{objects[0]},{objects[1]}", "--lora-dir", "y{,z") == Listed(
         ("x", *objects, "y{", "z")
     ), "the commas of a JSON object separate nothing"
-    assert settings.merge(Listed, {"folders": ["a"]}, environ=environ) == Listed(("a",))
-    assert settings.merge(Listed, {}, environ={"DIPTYCH_FOLDERS": ""}) == Listed()
+    assert settings.merge(Listed, {"lora_dir": ["a"]}, environ=environ) == Listed(("a",))
+    assert settings.merge(Listed, {}, environ={"DIPTYCH_LORA_DIR": ""}) == Listed()
     assert CliRunner().invoke(app, ["run", "--sizes", "x"]).exit_code == 2
