@@ -34,13 +34,14 @@ from diptych.engine.ranks import (
     READY,
     UNPACK,
 )
-from diptych.engine.runner import ModelRunner, OutOfDeviceMemory
+from diptych.engine.runner import ModelRunner, OutOfDeviceMemory, RunnerLost
 
 _log = logging.getLogger(__name__)
 
 
 class Rank:
-    """Args: samples: the step's result is this rank's; others only compute KV."""
+    """Args: samples: the step's result is this rank's. The others get the same step all the same: where ranks compute the logits
+    together, each must know which rows are sampled."""
 
     def __init__(self, runner: ModelRunner, *, samples: bool) -> None:
         self._runner, self._samples = runner, samples
@@ -87,8 +88,6 @@ class Rank:
         raise ValueError(f"no frame has kind {kind}")
 
     def _execute(self, seqs: Sequence[ScheduledSeq]) -> bytes:
-        if not self._samples:
-            seqs = [replace(seq, sample=False, prompt_targets=(), vouch=False) for seq in seqs]
         for seq in seqs:
             seq.memo = self._memos.get(seq.attempt)
         result = self._runner.execute(seqs)
@@ -108,6 +107,8 @@ def serve(connection: socket.socket, rank: Rank) -> None:
             code, answer = OK, rank.answer(kind, body)
         except OutOfDeviceMemory as error:
             code, answer = NO_MEMORY, str(error).encode()
+        except RunnerLost:
+            raise  # this rank can compute nothing any more: the executor finds it ended
         except Exception as error:  # the engine ends the step's requests, as it does for a runner of its own
             _log.exception("a frame of kind %d failed", kind)
             code, answer = FAILED, f"{type(error).__name__}: {error}".encode()

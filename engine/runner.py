@@ -16,6 +16,10 @@ class StepAborted(Exception):
     """The step was given up between two layers; it has no effect."""
 
 
+class RunnerLost(Exception):
+    """A rank that computes with this runner is gone, or stands still: it can compute nothing any more, and its process ends."""
+
+
 class OutOfDeviceMemory(Exception):
     """A step needs more memory than the device has left; it has no effect, and the runner works on."""
 

@@ -174,7 +174,7 @@ class BatchBuilder:
             _GroupBuilder(
                 group,
                 index,
-                windows=[description.windows[layer] for layer in group.group.layers],
+                windows=[description.windows[layer - pool.kv.layers.start] for layer in group.group.layers],
                 run_tokens=max(1, run_bytes // _gathered_bytes(group, pool.kv, dtype)),
                 dtype=dtype,
             )

@@ -156,6 +156,12 @@ class Checkpoint:
         for name in [name for name in self._shards if name.endswith(tuple(suffixes))]:
             del self._shards[name]
 
+    def leave(self, names: Iterable[str]) -> None:
+        """Forget the tensors of other pipeline stages. Args: names: less the last word of a tensor's name."""
+        layers = set(names)
+        for name in [name for name in self._shards if name.rpartition(".")[0] in layers]:
+            del self._shards[name]
+
     def finish(self) -> None:
         """Raises: ConfigError when tensors are left over, or one that was taken holds NaN or infinity."""
         if self._shards:

@@ -66,14 +66,18 @@ class Decoder:
         layout: Layout,
         should_abort: Callable[[], bool] | None,
         on_layers: Callable[[int], None] | None = None,
+        x: Tensor | None = None,
     ) -> Tensor | None:
         """Compute the step's tokens and store their KV.
 
-        Args: on_layers: told between two layers how many are done.
-        Returns: logits of layout.sample_rows, [num_samples, vocab_size] in the model's dtype; None when there are none.
+        Args:
+            on_layers: told between two layers how many are done.
+            x: what the pipeline stage before has computed, [num_rows, hidden_size]; None: this is the first one.
+        Returns: logits of layout.sample_rows, [num_samples, vocab_size] in the model's dtype; None when there are none. Of a
+            stage before the last one [num_rows, hidden_size], for the next stage.
         Raises: StepAborted when should_abort() turned true between two layers.
         """
-        hooks, x = Hooks(should_abort, on_layers), None
+        hooks = Hooks(should_abort, on_layers)
         parts = layout.parts if isinstance(layout, _MixedLayout) else [layout]
         for runtime, part in zip(self._runtimes, parts, strict=True):
             runtime.begin(part)

@@ -7,11 +7,13 @@ from torch import Tensor
 from torch.nn.functional import embedding
 
 from diptych.engine.exec.layers.embedding import Embedding
+from diptych.engine.exec.parallel.vocabulary import VocabularyPart
 
 
-def embed(token_ids: Tensor, weight: Tensor, layer: Embedding) -> Tensor:
-    """token_ids: [rows], any integer dtype. Returns: [rows, hidden_size], a new tensor. No sync."""
-    x = embedding(token_ids, weight)
+def embed(token_ids: Tensor, weight: Tensor, layer: Embedding, part: VocabularyPart | None) -> Tensor:
+    """token_ids: [rows], any integer dtype. part: of the weight that this rank has; None: all. Returns: [rows, hidden_size], a
+    new tensor. No sync."""
+    x = embedding(token_ids, weight) if part is None else part.look_up(token_ids, weight)
     return x if layer.scale == 1.0 else x.mul_(_rounded(layer.scale, x.dtype))
 
 

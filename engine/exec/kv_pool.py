@@ -203,8 +203,8 @@ class KvPool:
         self.block_size, self.num_layers = kv.block_size, kv.num_layers
         self.bytes_per_token = kv.bytes_per_token
         places = {layer: (g, i) for g, group in enumerate(kv.groups) for i, layer in enumerate(group.layers)}
-        self.places: list[tuple[int, int]] = [places[layer] for layer in range(kv.num_layers)]
-        """Of each layer of the model: its group, and its index there."""
+        self.places: list[tuple[int, int]] = [places[layer] for layer in kv.layers]
+        """Of each layer, counted within those that the format has: its group, and its index there."""
 
     @property
     def num_blocks(self) -> tuple[int, ...]:
@@ -218,13 +218,13 @@ class KvPool:
         return group.tensor
 
     def layer(self, index: int) -> Tensor:
-        """[num_blocks, 2, block_size, num_kv_heads, head_dim] of a layer of the model, a view; of a quantized group
+        """[num_blocks, 2, block_size, num_kv_heads, head_dim] of a layer of `places`, a view; of a quantized group
         [num_blocks, 2, block_size, 1, slot_bytes]."""
         group, layer = self.places[index]
         return self.groups[group].tensor[:, layer]
 
     def elements(self, index: int) -> tuple[Tensor, Tensor | None]:
-        """Of a layer of the model: [num_blocks, 2, block_size, num_kv_heads, head_dim], and in a quantized group, whose elements
+        """Of a layer of `places`: [num_blocks, 2, block_size, num_kv_heads, head_dim], and in a quantized group, whose elements
         these are codes of, [num_blocks, 2, block_size, num_kv_heads] scales. Views."""
         codec, layer = self.groups[self.places[index][0]].codec, self.layer(index)
         if codec is None:

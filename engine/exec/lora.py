@@ -8,7 +8,7 @@ does not use, parts that it leaves alone and slots without one are zeros, so tha
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -147,7 +147,8 @@ def lora_delta(x: Tensor, slots: LoraSlots, slot: int) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class HostAdapter:
-    """Implements engine.step_messages.LoadedAdapter. layers: by place among the model's linear layers; None: left alone."""
+    """Implements engine.step_messages.LoadedAdapter. layers: by place among the model's linear layers; None:
+    left alone, or on another pipeline stage."""
 
     id: str
     rank: int
@@ -164,12 +165,17 @@ class LoraModel:
 
     Args:
         shard: of this rank.
-        pinned: adapters are kept in page-locked memory, from which a GPU copies while the host goes on.
+        before, behind: linear layers of the model on other pipeline stages: adapters may have them, too, and every rank counts
+            the same parts.
     """
 
-    def __init__(self, sizes: LoraSizes, shard: Shard = WHOLE, *, pinned: bool = False) -> None:
+    def __init__(
+        self, sizes: LoraSizes, shard: Shard = WHOLE, *, before: Sequence[Linear] = (), behind: Sequence[Linear] = ()
+    ) -> None:
         self.sizes = sizes
-        self._shard, self._pinned = shard, pinned
+        self._shard, self._before, self._behind = shard, before, behind
+        self._pinned = False
+        """Adapters are kept in page-locked memory, from which a GPU copies while the host goes on."""
         self._layers: list[tuple[Linear, LoraSlots]] = []
 
     def add(self, layer: Linear, like: Tensor) -> LoraSlots:
@@ -177,6 +183,7 @@ class LoraModel:
         outputs, inputs = local_sizes(layer, self._shard)
         slots = LoraSlots(outputs, inputs, self.sizes, like)
         self._layers.append((layer, slots))
+        self._pinned |= like.device.type == "cuda"
         return slots
 
     @property
@@ -185,8 +192,10 @@ class LoraModel:
 
     def install(self, slot: int, adapter: HostAdapter, parts: range | None = None) -> None:
         """A part is one linear layer. See ModelRunner.install_adapter."""
+        first = len(self._before)
         for i in range(adapter.num_parts) if parts is None else parts:
-            self._layers[i][1].install(slot, adapter.layers[i])
+            if first <= i < first + len(self._layers):
+                self._layers[i - first][1].install(slot, adapter.layers[i])
 
     def read(self, folder: Path, facts: AdapterFacts) -> HostAdapter:
         """See ModelRunner.read_adapter. A rank keeps its part.
@@ -197,11 +206,13 @@ class LoraModel:
         if adapter.facts.id != facts.id:
             raise AdapterError(f"{folder} holds the adapter {adapter.facts.id}, not {facts.id}", param="adapter")
         modules = {module.name: module for module in adapter.facts.modules}
-        known = {part.name: (layer, part) for layer, _ in self._layers for part in layer.parts}
+        own = (layer for layer, _ in self._layers)
+        known = {part.name: (layer, part) for layer in (*self._before, *own, *self._behind) for part in layer.parts}
         for name, module in modules.items():
             _check_fit(module, known.get(name))
         with torch.inference_mode():
-            layers = tuple(self._layer(layer, slots, modules, adapter) for layer, slots in self._layers)
+            here = [self._layer(layer, slots, modules, adapter) for layer, slots in self._layers]
+        layers = (*[None] * len(self._before), *here, *[None] * len(self._behind))
         num_bytes = sum(one.a.nbytes + one.b.nbytes for one in layers if one is not None)
         return HostAdapter(facts.id, adapter.facts.rank, num_bytes, layers)
 

@@ -24,10 +24,13 @@ from diptych.engine.exec.cuda.late_kernels import warn_of_late_kernels
 from diptych.engine.exec.cuda.sizing import PoolBudget, out_of_memory, profile
 from diptych.engine.exec.decoder import Decoder
 from diptych.engine.exec.kv_pool import KvPool, check_pool, kv_format_of
-from diptych.engine.exec.loading import PlacedModel, load_weights
+from diptych.engine.exec.loading import PlacedModel, load_weights, names_elsewhere
 from diptych.engine.exec.lora import NO_LORAS, HostAdapter, LoraSizes
 from diptych.engine.exec.models.fields import eos_token_ids
 from diptych.engine.exec.models.registry import describe
+from diptych.engine.exec.parallel.communicator import Communicator
+from diptych.engine.exec.parallel.place import WHOLE_PLACE, RankPlace
+from diptych.engine.exec.parallel.stage import SampledStep, Stage
 from diptych.engine.exec.sampling import draw_step, want_prompt_rows
 from diptych.engine.exec.weights import ModelWeights
 from diptych.engine.messages import BlockCopy, LoadedAdapter, Payload, ScheduledSeq, StepResult
@@ -176,6 +179,7 @@ class TorchModelRunner:
         weights, plan = model.weights, model.plan
         like, description = weights.embedding, weights.description
         self.description = description
+        """Of a rank: its part."""
         self.backend = plan.summary()
         """Names of the back ends, with their blocks where there are several."""
         self.refusals = [line for _, line in plan.reasons()]
@@ -185,18 +189,19 @@ class TorchModelRunner:
         self.loras = NO_LORAS if weights.lora is None else weights.lora.sizes
         """Slots for adapters."""
         kv = kv_format_of(
-            description,
+            plan.model,
             block_size=block_size,
             dtype=str(like.dtype).removeprefix("torch."),
             window_groups=demand is not None,
             kv_cache_dtype=kv_cache_dtype,
         )
         self.kv_dtype = "+".join(kv.dtypes)
+        part = plan.place.part(kv)
+        self._groups = tuple(kv.groups.index(kv.group(group.name)) for group in part.groups)
+        """Of the model's KV groups those that are in this rank's pool."""
+        blocks = (num_blocks,) if demand is None else demand.group_blocks(kv, num_blocks)
         self.pool = KvPool(
-            (num_blocks,) if demand is None else demand.group_blocks(kv, num_blocks),
-            kv,
-            device=like.device,
-            num_host_blocks=num_host_blocks,
+            [blocks[group] for group in self._groups], part, device=like.device, num_host_blocks=num_host_blocks
         )
         self.num_host_blocks = num_host_blocks
         self.num_blocks, self.block_size, self.max_model_len = num_blocks, block_size, max_model_len
@@ -217,6 +222,9 @@ class TorchModelRunner:
             )
         else:
             self._decoder = Decoder(model, self.pool, max_model_len=max_model_len)
+        self._stage: Stage | None = None
+        if weights.communicator is not None:
+            self._stage = Stage(self._decoder, weights, self._groups)
 
     @classmethod
     def load(
@@ -239,6 +247,8 @@ class TorchModelRunner:
         kv_cache_dtype: str = SAME_DTYPE,
         max_loras: int = 0,
         max_lora_rank: int = 16,
+        place: RankPlace = WHOLE_PLACE,
+        communicator: Communicator | None = None,
     ) -> TorchModelRunner:
         """Load a local Hugging Face folder.
 
@@ -257,7 +267,9 @@ class TorchModelRunner:
             batch_invariant: a sequence's tokens do not depend on the rest of its steps: see plan_for.
             kv_cache_dtype: of KV_CACHE_DTYPES: "auto" is `dtype`; the others are quantized, with scales.
             max_loras: adapters on the device at one time; 0: none are served. max_lora_rank: of any of them.
-        Raises: ConfigError naming the field.
+            place: which part of the model this rank computes. communicator: to the other ranks, where there are some; all of
+                them load at the same time, with the same arguments.
+        Raises: ConfigError naming the field; RunnerLost.
         """
         folder = Path(path)
         if dtype not in DTYPES:
@@ -287,6 +299,7 @@ class TorchModelRunner:
             kv_cache_dtype=kv_cache_dtype,
         )
         check_pool(kv, num_host_blocks)
+        kv = place.part(kv)
         plan = plan_for(
             description,
             kv,
@@ -295,6 +308,7 @@ class TorchModelRunner:
             wanted=backend,
             batch_invariant=batch_invariant,
             loras=loras,
+            place=place,
         )
         preparing = None
         if device == "cuda" and plan.names == (TRITON,):
@@ -303,7 +317,8 @@ class TorchModelRunner:
         began = time.monotonic()
         try:
             with Checkpoint(folder, dtype=DTYPES[dtype], device=_device(device)) as source:
-                model = load_weights(source, plan, loras=loras)
+                source.leave(names_elsewhere(description, place))
+                model = load_weights(source, plan, loras, communicator)
         except torch.OutOfMemoryError as error:
             raise out_of_memory("model", str(folder), f"the weights in {dtype}", error) from None
         log.info("weights loaded in %.2f s", time.monotonic() - began)
@@ -338,10 +353,17 @@ class TorchModelRunner:
                 )
                 budget = replace(budget, reserve_bytes=budget.reserve_bytes + outputs)
             num_blocks = profile(lambda n: make(n, sizes=trial_sizes, shapes=trial_shapes), budget, kv, demand)
+        if communicator is not None:
+            num_blocks = communicator.agree_min(num_blocks)
         try:
             return make(num_blocks, num_host_blocks)
         except torch.OutOfMemoryError as error:
             raise out_of_memory("num_blocks", num_blocks, f"{num_blocks:,} KV blocks", error) from None
+
+    def watch_progress(self, callback: Callable[[], None]) -> None:
+        """Of a rank: the callback is called between two layers, and before and after every operation between ranks."""
+        if self._stage is not None:
+            self._stage.watch_progress(callback)
 
     @property
     def capabilities(self) -> RunnerCapabilities:
@@ -356,7 +378,7 @@ class TorchModelRunner:
             eos_token_ids=self.eos_token_ids,
             num_host_blocks=self.num_host_blocks,
             runs_ahead=self._runs_ahead,
-            reports_layers=self._reports_layers,
+            reports_layers=self._reports_layers and self._stage is None,
             verifies_drafts=True,
             kv=self.pool.kv,
             group_blocks=self.pool.num_blocks,
@@ -392,6 +414,8 @@ class TorchModelRunner:
         self._check_adapters(seqs)
         if self._fused is not None:
             return self._execute_fused(self._fused, seqs, should_abort, result)
+        if self._stage is not None:
+            return self._execute_stage(self._stage, seqs, result)
         batch = self._decoder.lay_out(seqs)
         prompt_rows = want_prompt_rows(seqs, batch)
         logits = self._decoder.forward(batch, should_abort, self.on_layers)
@@ -399,6 +423,14 @@ class TorchModelRunner:
         if logits is None:
             return result
         draw_step(seqs, batch.sample_seqs, prompt_rows, logits, self.eos_token_ids, result)
+        return result
+
+    def _execute_stage(self, stage: Stage, seqs: Sequence[ScheduledSeq], result: StepResult) -> StepResult:
+        step = stage.run(seqs)
+        if step is not None:
+            self._note(seqs, step, result)
+            if step.logits is not None:
+                draw_step(seqs, step.sample_seqs, step.prompt_rows, step.logits, self.eos_token_ids, result)
         return result
 
     @torch.inference_mode()
@@ -433,7 +465,7 @@ class TorchModelRunner:
 
         return _with_memory(step)
 
-    def _note(self, seqs: Sequence[ScheduledSeq], batch: Layout | CudaBatch, result: StepResult) -> None:
+    def _note(self, seqs: Sequence[ScheduledSeq], batch: Layout | CudaBatch | SampledStep, result: StepResult) -> None:
         """See engine.provenance."""
         if self._provenance is None:
             if not any(seq.vouch for seq in seqs):
@@ -451,8 +483,12 @@ class TorchModelRunner:
 
     @torch.inference_mode()
     def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
-        """See ModelRunner.copy_blocks."""
-        self.pool.copy_blocks(copies)
+        """See ModelRunner.copy_blocks. Groups are the model's."""
+        if self._stage is None:
+            self.pool.copy_blocks(copies)
+        else:
+            groups = {group: own for own, group in enumerate(self._groups)}
+            self.pool.copy_blocks([replace(one, group=groups[one.group]) for one in copies if one.group in groups])
         if self._provenance is not None:
             self._provenance.copied(copies)
 

@@ -12,6 +12,8 @@ from diptych.engine.exec.lora import LoraModel
 from diptych.engine.exec.methods.base import LoadedLinear
 from diptych.engine.exec.models.description import ModelDescription
 from diptych.engine.exec.norm import RmsNorm
+from diptych.engine.exec.parallel.communicator import Communicator, GatheredLinear
+from diptych.engine.exec.parallel.vocabulary import VocabularyPart
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,9 +40,12 @@ class BlockWeights:
 class ModelWeights:
     """
     Args:
-        embedding: [vocab_size, hidden_size].
+        description: what is computed here: of a rank its part, see parallel.place.local_description.
+        embedding: [vocab_size, hidden_size]; of a rank its rows, of a later pipeline stage none.
         norm: before the head.
         lora: the slots for adapters in the blocks' linear layers; None: there are none.
+        communicator: to the other ranks; None: there are none.
+        vocabulary: which rows of the embedding this rank has; None: all.
     """
 
     description: ModelDescription
@@ -49,9 +54,11 @@ class ModelWeights:
     norm: RmsNorm
     lm_head: LoadedLinear
     lora: LoraModel | None = None
+    communicator: Communicator | None = None
+    vocabulary: VocabularyPart | None = None
 
     def sizes(self) -> WeightSizes:
-        head = self.lm_head
+        head = self.lm_head.inner if isinstance(self.lm_head, GatheredLinear) else self.lm_head
         shared = isinstance(head, DenseLinear) and head.weight.data_ptr() == self.embedding.data_ptr()
         layers = sum(linear.num_bytes for block in self.blocks for linear in block.linears)
         adapters = 0 if self.lora is None else self.lora.num_bytes

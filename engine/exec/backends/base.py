@@ -29,6 +29,8 @@ from diptych.engine.exec.layers.rope import Rope
 from diptych.engine.exec.lora import NO_LORAS, LoraSizes, LoraSlots
 from diptych.engine.exec.methods.base import LinearMethod, LinearWeights, LoadedLinear
 from diptych.engine.exec.models.description import ModelDescription
+from diptych.engine.exec.parallel.communicator import Communicator
+from diptych.engine.exec.parallel.place import WHOLE_PLACE, RankPlace, local_description
 from diptych.engine.exec.weights import ModelWeights
 from diptych.engine.messages import ScheduledSeq
 
@@ -37,17 +39,24 @@ AnyBlock = Embedding | DecoderBlock | LmHead
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Consecutive blocks of one back end: layers [first, last), and the ends of the model that it runs as well."""
+    """Consecutive blocks of one back end: layers [first, last), and the ends of the model that it runs as well.
+
+    Args:
+        num_layers: of this rank; layers are counted within it.
+        last_stage: this rank has the model's last layer.
+    """
 
     first: int
     last: int
     embedding: bool
     head: bool
     num_layers: int
+    last_stage: bool = True
 
     @property
     def has_last_layer(self) -> bool:
-        return self.last == self.num_layers > self.first
+        """Behind whose attention only the rows matter whose logits are wanted."""
+        return self.last_stage and self.last == self.num_layers > self.first
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,8 +108,8 @@ class Runtime(Protocol):
 
         Args:
             x: [num_rows, hidden_size], may be overwritten; None: the segment begins with the embedding.
-        Returns: what comes after the segment: x, of layout.sample_rows alone behind the last layer, or logits behind the head.
-            None behind the last layer when no logits are wanted.
+        Returns: what comes after the segment: x, of layout.sample_rows alone behind the model's last layer, or logits behind the
+            head. None behind the model's last layer when no logits are wanted.
         Raises: StepAborted.
         """
         ...
@@ -129,6 +138,15 @@ class Backend(Protocol):
 
     def keep_lora(self, linear: LoadedLinear, slots: LoraSlots) -> LoadedLinear:
         """A layer of `keep` with what its rows' adapters add. Args: slots: written in place, also while steps run."""
+        ...
+
+    def place_refusal(self, place: RankPlace) -> str | None:
+        """Why it cannot compute a rank's part of a model; None: it can."""
+        ...
+
+    def keep_reduced(self, linear: LoadedLinear, communicator: Communicator) -> LoadedLinear:
+        """A layer of `keep` or `keep_lora` that is divided by inputs, where the rank has some of them: from it come the sums over
+        the tensor-parallel group, before an output norm or the residual. Args: linear: this rank's addends."""
         ...
 
     def runtime(self, weights: ModelWeights, pool: KvPool, max_model_len: int) -> Runtime:
@@ -235,8 +253,10 @@ EVERY_BLOCK = "every block"
 class Plan:
     """
     Args:
+        description: what is computed here: of a rank its part, see local_description.
         block_owners: the back end of each layer.
         refusals: of those back ends that would have been taken first.
+        whole: the model; None: `description` is.
     """
 
     description: ModelDescription
@@ -244,21 +264,29 @@ class Plan:
     block_owners: tuple[Backend, ...]
     head_owner: Backend
     refusals: tuple[Refusal, ...]
+    place: RankPlace = WHOLE_PLACE
+    whole: ModelDescription | None = None
+
+    @property
+    def model(self) -> ModelDescription:
+        """The whole one, of which the checkpoint has the weights."""
+        return self.whole or self.description
 
     def segments(self) -> list[tuple[Backend, Segment]]:
-        """The whole model in order."""
+        """This rank's layers in order; the embedding is the first stage's, the head the last one's."""
+        first_stage, last_stage = self.place.first_stage, self.place.last_stage
         total = len(self.block_owners)
         cuts = [i for i in range(1, total) if self.block_owners[i] is not self.block_owners[i - 1]]
         bounds = list(zip([0, *cuts], [*cuts, total], strict=True))
         out = []
-        if self.embedding_owner is not self.block_owners[0]:
+        if first_stage and self.embedding_owner is not self.block_owners[0]:
             out.append((self.embedding_owner, Segment(0, 0, True, False, total)))
         for first, last in bounds:
             owner = self.block_owners[first]
-            embeds = first == 0 and owner is self.embedding_owner
-            heads = last == total and owner is self.head_owner
-            out.append((owner, Segment(first, last, embeds, heads, total)))
-        if self.head_owner is not self.block_owners[-1]:
+            embeds = first_stage and first == 0 and owner is self.embedding_owner
+            heads = last_stage and last == total and owner is self.head_owner
+            out.append((owner, Segment(first, last, embeds, heads, total, last_stage)))
+        if last_stage and self.head_owner is not self.block_owners[-1]:
             out.append((self.head_owner, Segment(total, total, False, True, total)))
         return out
 
@@ -311,17 +339,20 @@ def make_plan(
     backends: Sequence[Backend],
     unusable: Sequence[Refusal] = (),
     loras: LoraSizes = NO_LORAS,
+    place: RankPlace = WHOLE_PLACE,
 ) -> Plan:
     """Give every block to the first back end that takes it; the ends of the model rather to the one beside them.
 
     Args:
-        kv: of the pool.
+        description: of the whole model.
+        kv: of the pool, which is this rank's.
         backends: in the order in which they are asked.
         unusable: back ends that cannot be used here at all.
         loras: slots for adapters in every layer.
-    Raises: ConfigError naming the block that none takes, with every reason.
+    Raises: ConfigError naming the block that none takes, with every reason, and see local_description.
     """
-    refusals = list(unusable)
+    refusals, whole = list(unusable), description
+    description = local_description(whole, place)
 
     def owner(block: AnyBlock, name: str, asked: Sequence[Backend]) -> Backend:
         reasons = []
@@ -342,4 +373,4 @@ def make_plan(
 
     embedding = owner(description.embedding, "embedding", beside(owners[0]))
     head = owner(description.head, "head", beside(owners[-1]))
-    return Plan(description, embedding, owners, head, tuple(refusals))
+    return Plan(description, embedding, owners, head, tuple(refusals), place, None if description is whole else whole)

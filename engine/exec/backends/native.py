@@ -16,6 +16,8 @@ from diptych.engine.exec.methods.base import LinearMethod, LinearWeights, Loaded
 from diptych.engine.exec.models.description import ModelDescription
 from diptych.engine.exec.native.decoder import NativeRuntime
 from diptych.engine.exec.native.weights import PackedLinear, Packer
+from diptych.engine.exec.parallel.communicator import Communicator
+from diptych.engine.exec.parallel.place import RankPlace
 from diptych.engine.exec.weights import ModelWeights
 from diptych.kernels.dispatch import NATIVE
 from diptych.kernels.native.api import GROUP_STEP, KV_CODES, MAX_INT8_INPUTS, Library
@@ -79,6 +81,14 @@ class NativeBackend:
         """See Backend.keep_lora."""
         assert isinstance(linear, PackedLinear), "what keep returned"
         return linear.with_lora(slots)
+
+    def place_refusal(self, place: RankPlace) -> str | None:
+        """See Backend.place_refusal."""
+        return None if place.num_ranks == 1 else "it computes whole models only"
+
+    def keep_reduced(self, linear: LoadedLinear, communicator: Communicator) -> LoadedLinear:
+        """See Backend.keep_reduced."""
+        raise TypeError("parts of a model were refused")
 
     def runtime(self, weights: ModelWeights, pool: KvPool, max_model_len: int) -> NativeRuntime:
         """See Backend.runtime."""

@@ -16,6 +16,7 @@ from diptych.engine.exec.layers.linear import PLAIN
 from diptych.engine.exec.lora import NO_LORAS, LoraSizes
 from diptych.engine.exec.models.description import ModelDescription
 from diptych.engine.exec.native.library import load_library
+from diptych.engine.exec.parallel.place import WHOLE_PLACE, RankPlace, local_description
 from diptych.kernels.dispatch import NATIVE, TORCH, TRITON, choose_backend
 from diptych.kernels.native.build import NativeError
 
@@ -72,11 +73,13 @@ def plan_for(
     wanted: str | None = None,
     batch_invariant: bool = False,
     loras: LoraSizes = NO_LORAS,
+    place: RankPlace = WHOLE_PLACE,
 ) -> Plan:
     """Which back end runs which block. What the fastest one refuses is logged as a warning, with its reasons.
 
     Args:
-        kv: of the pool.
+        description: of the whole model. place: which part of it is computed here.
+        kv: of the pool, which is this rank's.
         wanted: "native", "torch" or "triton": this one or none; None: the device's own, and torch for what that refuses.
         batch_invariant: only back ends that are.
         loras: slots for adapters in every layer.
@@ -90,12 +93,14 @@ def plan_for(
     backends: list[Backend] = []
     unusable: list[Refusal] = []
     for name in dict.fromkeys((first, TORCH)):
-        made = _MAKERS[name](description, dtype, batch_invariant)
+        made = _MAKERS[name](local_description(description, place), dtype, batch_invariant)
+        if not isinstance(made, Refusal) and (reason := made.place_refusal(place)):
+            made = Refusal(name, EVERY_BLOCK, reason)
         if isinstance(made, Refusal):
             unusable.append(made)
         else:
             backends.append(made)
-    plan = make_plan(description, kv, backends, unusable, loras)
+    plan = make_plan(description, kv, backends, unusable, loras, place)
     if wanted is not None and plan.refusals:
         raise ConfigError("backend", wanted, f"{_UNUSABLE[wanted]}: {plan.reasons()[0][1]}")
     if batch_invariant:

@@ -28,6 +28,8 @@ from diptych.engine.exec.linear import keep_linear
 from diptych.engine.exec.lora import LoraLinear, LoraSizes, LoraSlots
 from diptych.engine.exec.methods.base import LinearMethod, LinearWeights, LoadedLinear, StepRows
 from diptych.engine.exec.methods.registry import METHODS
+from diptych.engine.exec.parallel.communicator import Communicator, ReducedLinear
+from diptych.engine.exec.parallel.place import RankPlace
 from diptych.engine.exec.rope import rotate, table_of_each
 from diptych.engine.exec.weights import BlockWeights, ModelWeights
 from diptych.engine.messages import ScheduledSeq
@@ -66,6 +68,14 @@ class TorchBackend:
         """See Backend.keep_lora."""
         return LoraLinear(linear, slots)
 
+    def place_refusal(self, place: RankPlace) -> str | None:
+        """See Backend.place_refusal."""
+        return None
+
+    def keep_reduced(self, linear: LoadedLinear, communicator: Communicator) -> LoadedLinear:
+        """See Backend.keep_reduced."""
+        return ReducedLinear(linear, communicator)
+
     def runtime(self, weights: ModelWeights, pool: KvPool, max_model_len: int) -> TorchRuntime:
         """See Backend.runtime."""
         return TorchRuntime(weights, pool, max_model_len)
@@ -100,7 +110,7 @@ class TorchRuntime:
         """See Runtime.run."""
         description, weights, rows = self._description, self._weights, batch.rows
         if x is None:
-            x = embed(batch.token_ids, weights.embedding, description.embedding)
+            x = embed(batch.token_ids, weights.embedding, description.embedding, weights.vocabulary)
         turned = {rope: (cos[batch.positions], sin[batch.positions]) for rope, (cos, sin) in self._tables.items()}
         for index in range(segment.first, segment.last):
             if hooks.should_abort is not None and hooks.should_abort():
@@ -108,7 +118,7 @@ class TorchRuntime:
             if index and hooks.on_layers is not None:
                 hooks.on_layers(index)
             layer, block = weights.blocks[index], description.blocks[index]
-            is_last = index == description.num_layers - 1
+            is_last = segment.has_last_layer and index == segment.last - 1
             q, k, v = _qkv(block.attention, layer, layer.attention_norm(x), rows, *turned[self._ropes[index]])
             k, v = self._attention[index].write(k, v, batch)
             if is_last and not batch.sample_rows:

@@ -16,6 +16,8 @@ from diptych.engine.exec.linear import DenseLinear, keep_linear
 from diptych.engine.exec.lora import LoraSizes, LoraSlots
 from diptych.engine.exec.methods.base import LinearMethod, LinearWeights, LoadedLinear
 from diptych.engine.exec.methods.plain import PlainWeights
+from diptych.engine.exec.parallel.communicator import Communicator
+from diptych.engine.exec.parallel.place import RankPlace
 from diptych.engine.exec.weights import ModelWeights
 from diptych.kernels.dispatch import TRITON
 
@@ -63,6 +65,14 @@ class TritonBackend:
     def keep_lora(self, linear: LoadedLinear, slots: LoraSlots) -> LoadedLinear:
         """See Backend.keep_lora."""
         return AdaptedLinear(linear, slots)
+
+    def place_refusal(self, place: RankPlace) -> str | None:
+        """See Backend.place_refusal."""
+        return None if place.num_ranks == 1 else "it computes whole models only"
+
+    def keep_reduced(self, linear: LoadedLinear, communicator: Communicator) -> LoadedLinear:
+        """See Backend.keep_reduced."""
+        raise TypeError("parts of a model were refused")
 
     def runtime(self, weights: ModelWeights, pool: KvPool, max_model_len: int) -> CudaRuntime:
         """See Backend.runtime. Kernel by kernel, for steps that another back end shares; alone: engine.exec.cuda.backend."""

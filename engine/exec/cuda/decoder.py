@@ -101,7 +101,9 @@ class CudaDecoder:
         """
         description, weights, rows = self._description, self._weights, step.rows
         segment = segment or self._whole
-        residual = embed(step.token_ids, weights.embedding, description.embedding) if x is None else x
+        residual = x
+        if residual is None:
+            residual = embed(step.token_ids, weights.embedding, description.embedding, weights.vocabulary)
         if segment.first == segment.last:
             return self._head(self._final(residual), rows.only(step.sample_rows)) if segment.head else residual
         first = weights.blocks[segment.first]

@@ -12,7 +12,7 @@ from torch import Tensor
 from diptych.common.errors import ConfigError
 from diptych.common.kv_format import Shard
 from diptych.engine.exec.layers.linear import Linear, Part, ShardBy
-from diptych.engine.exec.methods.base import TensorPart, TensorSource
+from diptych.engine.exec.methods.base import TensorPart, TensorSource, share_of
 
 FIELD = "quantization_config"
 Setting = int | float | str | bool
@@ -154,12 +154,12 @@ def take(source: TensorSource, part: TensorPart, *dtypes: torch.dtype) -> Tensor
     if tensor.dtype not in dtypes:
         wanted = " or ".join(_named(dtype) for dtype in dtypes)
         raise refusal(source, part.name, f"holds {_named(tensor.dtype)}, not {wanted}")
-    return tensor[part.where]
+    return share_of(tensor, *part.where)
 
 
 def take_scales(source: TensorSource, part: TensorPart) -> Tensor:
     """A rank's share of scales, in the model's dtype. Raises: ConfigError, as `checked_scales`."""
-    return checked_scales(source, part.name, source.take(part.name, part.shape)[part.where])
+    return checked_scales(source, part.name, share_of(source.take(part.name, part.shape), *part.where))
 
 
 def take_output_scales(source: TensorSource, name: str, outputs: int, rows: slice) -> Tensor:

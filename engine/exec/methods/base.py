@@ -63,6 +63,12 @@ class TensorPart:
     where: tuple[slice, ...]
 
 
+def share_of(tensor: Tensor, *where: slice) -> Tensor:
+    """A rank's share of a tensor, in memory of its own, so that the others' can be freed."""
+    share = tensor[where]
+    return share if share.numel() == tensor.numel() else share.clone()
+
+
 class LinearWeights(Protocol):
     """What a method loaded: a type of its own."""
 

@@ -95,7 +95,7 @@ class NativeRuntime:
         """See Runtime.run."""
         description, weights, library = self._description, self._weights, self._library
         if x is None:
-            x = embed(torch.from_numpy(batch.token_ids), weights.embedding, description.embedding)
+            x = embed(torch.from_numpy(batch.token_ids), weights.embedding, description.embedding, weights.vocabulary)
         x = x.float()  # rows are kept in float32 from here to the segment's end
         if segment.first < segment.last:
             x = self._layers(x.contiguous(), batch, segment, hooks)

@@ -372,12 +372,11 @@ def tiny(tiny_dir) -> Driver:
 
 @pytest.fixture
 def driver_of():
-    """driver_of(folder, **load arguments) -> Driver."""
+    """driver_of(folder, **load arguments) -> Driver; with `runner` of that one."""
 
-    def make(folder, *, num_blocks=96, block_size=8, **kwargs):
-        return Driver(
-            TorchModelRunner.load(folder, num_blocks=num_blocks, block_size=block_size, num_threads=1, **kwargs)
-        )
+    def make(folder, *, num_blocks=96, block_size=8, runner=None, **kwargs):
+        settings = {"num_blocks": num_blocks, "block_size": block_size, "num_threads": 1, **kwargs}
+        return Driver(runner or TorchModelRunner.load(folder, **settings))
 
     return make
 

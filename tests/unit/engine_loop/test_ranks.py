@@ -116,7 +116,6 @@ def test_two_ranks_compute_what_one_runner_does(start):
     assert engine.stats().swaps_total > 0
     first, second = ([json.loads(line) for line in path.read_text().splitlines()] for path in notes)
     assert [step for step, _ in first] == [step for step, _ in second], "every rank gets the same step message"
-    assert [drawn for _, drawn in first] == [0] * len(first), "only the sampling rank draws"
     assert sum(drawn for _, drawn in second) > 50
     assert executor.capabilities.kv_bytes_per_token == 2 * FakeRunner(**POOL).kv_bytes_per_token
 
