@@ -14,7 +14,7 @@ from typing import Any, Protocol, TypeVar
 from urllib.parse import urlsplit
 
 import torch
-import torch.distributed as dist
+import torch.distributed
 from torch import Tensor
 
 from diptych.common.errors import ConfigError
@@ -23,6 +23,7 @@ from diptych.engine.exec.parallel.place import RankPlace
 from diptych.engine.runner import RunnerLost
 
 _T = TypeVar("_T")
+_dist: Any = torch.distributed  # which does not say that it exports its stores
 _MOST_SENDS = 8
 """Sends on their way; the next one waits for the oldest."""
 
@@ -96,11 +97,11 @@ class HostCommunicator:
         shard = place.shard
         self._peers = self._group(store, f"stage{place.stage}", shard.rank, shard.degree, device)
 
-    def _group(self, store: dist.Store, name: str, rank: int, size: int, device: Any) -> Any:
-        options = dist.ProcessGroupGloo._Options()
+    def _group(self, store: Any, name: str, rank: int, size: int, device: Any) -> Any:
+        options = _dist.ProcessGroupGloo._Options()
         options._timeout, options._devices = self._deadline, [device]
-        own = dist.PrefixStore(name, store)
-        return self._guarded(lambda: dist.ProcessGroupGloo(own, rank, size, options))
+        own = _dist.PrefixStore(name, store)
+        return self._guarded(lambda: _dist.ProcessGroupGloo(own, rank, size, options))
 
     def _guarded(self, step: Callable[[], _T]) -> _T:
         """Raises: RunnerLost in place of torch's errors."""
@@ -162,22 +163,22 @@ def _bytes(x: Tensor) -> Tensor:
     return x.view(-1).view(torch.uint8)
 
 
-def _meet(rendezvous: str, place: RankPlace, deadline: timedelta, host: str) -> tuple[dist.Store, Any]:
+def _meet(rendezvous: str, place: RankPlace, deadline: timedelta, host: str) -> tuple[Any, Any]:
     """Returns: the store over which ranks find each other, and the interface on which they talk. Raises: ConfigError;
     RuntimeError."""
     where = urlsplit(rendezvous)
     if where.scheme == "file" and Path(where.path).is_absolute():
-        device = dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")
-        return dist.FileStore(where.path, place.num_ranks), device
+        device = _dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")
+        return _dist.FileStore(where.path, place.num_ranks), device
     try:
         known = where.scheme == "tcp" and bool(where.hostname) and bool(where.port)
     except ValueError:
         known = False
     if not known or where.hostname is None or where.port is None:
         raise ConfigError("rendezvous", rendezvous, "must be file:///absolute/path or tcp://host:port")
-    store = dist.TCPStore(where.hostname, where.port, place.num_ranks, place.rank == 0, timeout=deadline)
+    store = _dist.TCPStore(where.hostname, where.port, place.num_ranks, place.rank == 0, timeout=deadline)
     device = (
-        dist.ProcessGroupGloo.create_device(hostname=host) if host else dist.ProcessGroupGloo.create_default_device()
+        _dist.ProcessGroupGloo.create_device(hostname=host) if host else _dist.ProcessGroupGloo.create_default_device()
     )
     return store, device
 
