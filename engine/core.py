@@ -146,6 +146,10 @@ class EngineCore:
             self._on_launched = callback
             self._executor.on_launched(callback)
 
+    def on_lost(self, callback: Callable[[str], None]) -> None:
+        """See Executor.on_lost."""
+        self._executor.on_lost(callback)
+
     @property
     def plan_at(self) -> float | None:
         """A step is on the device, and `step` should not be called before this time (monotonic): requests that arrive

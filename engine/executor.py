@@ -30,6 +30,11 @@ class Executor(Protocol):
         """See ModelRunner.on_launched."""
         ...
 
+    def on_lost(self, callback: Callable[[str], None]) -> None:
+        """`callback` is called with the reason when ExecutorLost will be raised from now on; by any thread, also while nothing
+        is computed."""
+        ...
+
     def execute(
         self,
         seqs: Sequence[ScheduledSeq],
@@ -88,6 +93,9 @@ class LocalExecutor:
 
     def on_launched(self, callback: Callable[[], None]) -> None:
         self.runner.on_launched = callback
+
+    def on_lost(self, callback: Callable[[str], None]) -> None:
+        """Never called: there is no other process."""
 
     def execute(
         self,

@@ -19,6 +19,7 @@ from typing import TypeVar
 from diptych.common.clock import Clock
 from diptych.common.errors import DiptychError, WorkerLostError
 from diptych.engine.core import EngineCore
+from diptych.engine.executor import ExecutorLost
 from diptych.engine.messages import (
     Cancel,
     Command,
@@ -68,6 +69,13 @@ class _Aside:
 _ASIDE = _Aside()
 
 
+@dataclass(frozen=True, slots=True)
+class _Lost:
+    """The executor was lost, maybe while nothing is computed."""
+
+    reason: str
+
+
 class _Cancelled:
     """Attempts whose Cancel is still in the inbox; every attempt, once the engine closes. Read between the layers of a
     step."""
@@ -106,7 +114,7 @@ class StepThread:
         self._clock = clock
         self._deliver = deliver
         self._on_exit = on_exit
-        self._inbox: SimpleQueue[Command | Query | _Stop | _Aside] = SimpleQueue()
+        self._inbox: SimpleQueue[Command | Query | _Stop | _Aside | _Lost] = SimpleQueue()
         self._grants: SimpleQueue[GrantSlabs] = SimpleQueue()
         """Slabs that came back: packing uses them at once, also while a step runs."""
         self._pulls: SimpleQueue[PullCommand] = SimpleQueue()
@@ -186,6 +194,7 @@ class StepThread:
     def _loop(self) -> None:
         core = self._core
         core.on_launched(self._flush)
+        core.on_lost(lambda reason: self._inbox.put(_Lost(reason)))
         core.on_packing(self._take_grants, self._flush)
         core.on_layer(self._poll_pulls)
         worked = False
@@ -266,12 +275,14 @@ class StepThread:
                 some = True
         return some
 
-    def _take(self, item: Command | Query | _Stop | _Aside) -> None:
+    def _take(self, item: Command | Query | _Stop | _Aside | _Lost) -> None:
         if isinstance(item, _Stop):
             self._stopping = True
         elif isinstance(item, _Aside):
             self._take_grants()
             self._take_pulls()
+        elif isinstance(item, _Lost):
+            raise ExecutorLost(item.reason)
         elif isinstance(item, Query):
             self._flush()  # the events that a value depends on are delivered before it
             item.reply(item.function(self._core), None)

@@ -1,55 +1,55 @@
 """An executor over several processes, one for each rank: every rank gets the same step message, one of them samples.
 
-    engine --frame--> every rank        the same bytes to each
+    engine --frame--> every rank        the same bytes to each; numbers and block ids, never KV
     engine <--frame-- every rank        "ok", or why not; the sampling rank's holds the step's result
 
-A frame is a kind (1 byte), a length (4 bytes, big endian) and so many bytes. A rank that ends, or does not take a frame
-or answer within the deadline, is lost: all ranks are killed, and every call raises ExecutorLost. So no rank waits for a
-lost one for longer than the deadline, whatever it waits in.
+KV is sharded by rank: a packed range is of one rank, which writes it into shared memory (common.shared_memory): a slab of the
+worker's ring, or a buffer from which it is copied.
 
-KV is sharded by rank: a packed range is each rank's bytes, one rank after the other.
+A rank that ends, or is stopped, and a step in which no rank goes on, are noticed by a thread that watches (engine.rank_watch).
+Then all ranks are killed, and every call raises ExecutorLost.
 """
 
 from __future__ import annotations
 
+import array
 import contextlib
 import itertools
 import json
 import logging
-import selectors
+import select
 import socket
-import struct
 import subprocess
 import sys
 import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Container, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-
-import xxhash
 
 from diptych.common import child
 from diptych.common.adapters.peft import AdapterFacts
 from diptych.common.errors import ConfigError, InternalError
+from diptych.common.shared_memory import SharedArea, find
 from diptych.engine import step_codec
 from diptych.engine.executor import ExecutorLost
 from diptych.engine.messages import BlockCopy, LoadedAdapter, Payload, ScheduledSeq, StepResult
 from diptych.engine.rank_adapters import RankAdapter, encode_read, read_answer
-from diptych.engine.runner import OutOfDeviceMemory, RunnerCapabilities, StepAborted, StepInFlight
+from diptych.engine.rank_board import Board
+from diptych.engine.rank_frames import DRAW, MAY_GIVE_UP, RANGE, STEP, WITH_LAYERS, WITH_RESULT, EngineEnd, Kind
+from diptych.engine.rank_watch import POLL_S, Watch, read_process
+from diptych.engine.runner import OutOfDeviceMemory, RunnerCapabilities, StepAborted
 
 _log = logging.getLogger(__name__)
-READY, EXECUTE, COPY, PACK, UNPACK, PULLED, OK, NO_MEMORY, FAILED = range(9)
-READ_ADAPTER, ADAPTER_READ, INSTALL_ADAPTER, FORGET_ADAPTERS = range(9, 13)
-"""Kinds of frames."""
-HEAD = struct.Struct(">BI")
 _READ_POLL_S = 0.02
 """Interval at which ranks are asked whether they have read an adapter."""
 _READ_S = 300.0
-_END_S = 5.0
+_ABORT_POLL_S = 0.02
+_END_S = 2.0
 """A rank's process ends by itself when its socket is closed; after this it is killed."""
+SILENCE_S = 3.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,8 @@ class RankSpec:
     """How a rank's process is started.
 
     Args:
-        factory: "module:callable"; called with `arguments`, returns the rank's ModelRunner.
+        factory: "module:callable"; called with `arguments`, returns the rank's ModelRunner. It gets the whole step, with what is
+            to be drawn; the sampling rank's result counts, and what others draw is not looked at.
         arguments: by name, as JSON holds them.
         env: the process's whole environment; None: ours without passwords.
     """
@@ -68,44 +69,47 @@ class RankSpec:
 
 
 class _Rank:
-    """The engine's end of one rank."""
+    """The engine's end of one rank. Its process ends with the thread that makes this."""
 
-    def __init__(self, number: int, spec: RankSpec, *, samples: bool) -> None:
+    def __init__(self, number: int, spec: RankSpec) -> None:
         self.number = number
-        self.socket, theirs = socket.socketpair()
+        ours, theirs = socket.socketpair()
+        self.link = EngineEnd(ours)
         with theirs:
-            command = [
-                sys.executable, "-P", "-m", "diptych.engine.rank_process", spec.factory, json.dumps(dict(spec.arguments)),
-                "1" if samples else "0",
-            ]  # fmt: skip
             self.process: subprocess.Popen[bytes] = child.start(
-                command,
+                [
+                    sys.executable,
+                    "-P",
+                    "-m",
+                    "diptych.engine.rank_process",
+                    spec.factory,
+                    json.dumps(dict(spec.arguments)),
+                ],
                 env=child.environment() if spec.env is None else spec.env,
                 stdin=theirs.fileno(),
                 stdout=child.DEVNULL,
             )
-        self.socket.setblocking(False)
-        self.outgoing = memoryview(b"")
-        self.incoming = bytearray()
 
-    def begin(self, frame: bytes) -> None:
-        self.outgoing, self.incoming = memoryview(frame), bytearray()
+
+@dataclass(slots=True)
+class _Call:
+    """Frames that were sent, and what has been answered."""
+
+    number: int
+    ranks: Container[int]
+    count: int
+    answers: dict[int, tuple[int, bytes]] = field(default_factory=dict)
+    layers: dict[int, int] = field(default_factory=dict)
+    """By rank, how many are computed."""
 
     @property
-    def answered(self) -> bool:
-        return len(self.incoming) >= HEAD.size and len(self.incoming) == HEAD.size + HEAD.unpack_from(self.incoming)[1]
+    def done(self) -> bool:
+        return len(self.answers) == self.count
 
-    def move(self) -> None:
-        """Send and receive what can be moved without waiting. Raises: OSError; EOFError."""
-        with contextlib.suppress(BlockingIOError):
-            while self.outgoing:
-                self.outgoing = self.outgoing[self.socket.send(self.outgoing) :]
-        with contextlib.suppress(BlockingIOError):
-            while not self.answered:
-                data = self.socket.recv(1 << 20)
-                if not data:
-                    raise EOFError("it ended")
-                self.incoming += data
+    @property
+    def num_layers(self) -> int:
+        """How many are computed on every rank."""
+        return min(self.layers.values()) if len(self.layers) == self.count else 0
 
 
 class RanksExecutor:
@@ -115,39 +119,76 @@ class RanksExecutor:
         sampler: the rank that samples: rank 0 of the last pipeline stage.
         deadline_s: for one call, from its first byte to the last rank's answer.
         start_deadline_s: until all runners are made.
+        silence_s: without a sign of life of any rank while a step runs, after which all are lost.
     Raises: ExecutorLost when a rank does not come up; ConfigError when the ranks' runners do not fit together.
     """
 
     def __init__(
-        self, specs: Sequence[RankSpec], *, sampler: int, deadline_s: float, start_deadline_s: float = 600.0
+        self,
+        specs: Sequence[RankSpec],
+        *,
+        sampler: int,
+        deadline_s: float,
+        start_deadline_s: float = 600.0,
+        silence_s: float = SILENCE_S,
     ) -> None:
         if not 0 <= sampler < len(specs):
             raise ConfigError("sampler", sampler, f"must be one of {len(specs)} ranks")
         self._sampler, self._deadline_s = sampler, deadline_s
-        self._lost: str | None = None
-        self._lock = threading.Lock()
-        """Of the frames: one call at a time. A step holds it for its length."""
-        self._adapter_numbers = itertools.count()
+        self._lost = ""
+        self._lock = threading.RLock()
+        """Of the frames. A step that `execute` computes holds it for its length."""
+        self._losing = threading.Lock()
+        """Only one reason is kept, and told."""
+        self._closing = threading.Event()
+        self._on_lost: Callable[[str], None] = lambda reason: None
+        self._on_launched: Callable[[], None] = lambda: None
+        self._encoder = step_codec.SeqEncoder()
+        self._numbers = itertools.count(1)
+        self._calls: dict[int, _Call] = {}
+        """Those that are not answered."""
+        self._last_launched = 0
+        self._adapter_numbers, self._area_numbers = itertools.count(), itertools.count()
         self._forgotten: deque[int] = deque()
         """Numbers of adapters that nothing holds any more."""
+        self._areas: dict[int, int] = {}
+        """id of each area that the ranks have mapped -> its number."""
+        self._forgotten_areas: deque[int] = deque()
+        self._spare: SharedArea | None = None
+        """For KV that is not in shared memory."""
         self._ranks: list[_Rank] = []
+        self._board = Board(len(specs))
+        self._watch = Watch(silence_s)
+        started: deque[BaseException | None] = deque()
+        begun = threading.Event()
+        self._watcher = threading.Thread(
+            target=self._run_watch, args=(specs, started, begun), name="diptych-ranks", daemon=True
+        )
+        self._watcher.start()
         try:
-            for number, spec in enumerate(specs):
-                self._ranks.append(_Rank(number, spec, samples=number == sampler))
-            declared = [json.loads(answer) for answer in self._call(READY, b"", start_deadline_s)]
-            self._parts = [
-                RunnerCapabilities(
-                    **{**one, "eos_token_ids": tuple(one["eos_token_ids"]), "group_blocks": (), "rank_sizes": ()}
-                )
-                for one in declared
-            ]
+            begun.wait()
+            if (error := started.popleft()) is not None:
+                raise error
+            for rank in self._ranks:
+                about = json.dumps([len(specs), rank.number]).encode()
+                self._tell(Kind.BOARD, 0, {rank.number: about}, self._board.area)
+            answers = self._call(Kind.READY, b"", deadline_s=start_deadline_s)
+            self._parts = [_capabilities(answer) for answer in answers]
+            self._watch.cpu_counts = not any(part.runs_ahead for part in self._parts)
             self.capabilities = _together(self._parts, self._parts[sampler])
         except BaseException:
             self.close()
             raise
 
     def on_launched(self, callback: Callable[[], None]) -> None:
-        """Never called: no step is on a device when `execute` returns."""
+        self._on_launched = callback
+
+    def on_lost(self, callback: Callable[[str], None]) -> None:
+        self._on_lost = callback
+        if self._lost:
+            callback(self._lost)
+
+    # ---- steps ----
 
     def execute(
         self,
@@ -155,17 +196,76 @@ class RanksExecutor:
         should_abort: Callable[[], bool],
         on_layers: Callable[[int], None] | None = None,
     ) -> StepResult:
-        """A step is given up before it is sent, or not at all: ranks must agree."""
+        """A step is given up where all ranks agree on it: before it is sent, and in one pipeline stage between two layers."""
         if should_abort():
             raise StepAborted
-        answers = self._call(EXECUTE, step_codec.encode_seqs(seqs), self._deadline_s)
-        return step_codec.decode_result(answers[self._sampler])
+        with self._lock:
+            self._board.begin_step()
+            flags = (WITH_LAYERS if on_layers is not None else 0) | (0 if self._sampler else MAY_GIVE_UP)
+            call = self._begin_step(Kind.EXECUTE, flags, 0, self._encoder.encode(seqs))
+            self._on_launched()
+            gave_up, reported, until = False, 0, time.monotonic() + self._deadline_s
+            try:
+                while not call.done:
+                    self._move(_ABORT_POLL_S)
+                    if not gave_up and not self._sampler and should_abort():
+                        gave_up = True
+                        self._board.give_up(call.number)
+                    while on_layers is not None and reported < call.num_layers and not call.done:
+                        reported += 1
+                        on_layers(reported)
+                    self._check_deadline(call, until, self._deadline_s)
+            except BaseException:
+                self._calls.pop(call.number, None)
+                raise
+            return step_codec.decode_result(self._taken(call)[self._sampler])
 
-    def launch(self, seqs: Sequence[ScheduledSeq], sources: Sequence[int] = ()) -> StepInFlight:
-        raise InternalError("an executor over processes launches no steps ahead")
+    def launch(self, seqs: Sequence[ScheduledSeq], sources: Sequence[int] = ()) -> StepOnRanks:
+        """A rank that cannot launch it says so with the step's result."""
+        with self._lock:
+            call = self._begin_step(Kind.LAUNCH, 0, self._last_launched, self._encoder.encode(seqs, sources))
+            self._last_launched = call.number
+        return StepOnRanks(self, call, seqs)
+
+    def draw_step(self, call: _Call, seqs: Sequence[ScheduledSeq], ended: Container[int]) -> None:
+        """See StepInFlight.draw. Raises: ExecutorLost."""
+        with self._lock:
+            body = DRAW.pack(call.number) + self._encoder.encode_draw(seqs, ended)
+            self._tell(Kind.DRAW, call.number, self._same(body))
+
+    def step_is_done(self, call: _Call) -> bool:
+        """Never blocks. Raises: ExecutorLost."""
+        if not call.done:
+            with self._lock:
+                self._move(0.0)
+        return call.done
+
+    def step_result(self, call: _Call) -> StepResult:
+        with self._lock:
+            if not call.done:
+                self._tell(Kind.RESULT, call.number, self._same(b""))
+            return step_codec.decode_result(self._awaited(call, self._deadline_s)[self._sampler])
+
+    def _begin_step(self, kind: int, flags: int, before: int, body: bytes) -> _Call:
+        plain, sampling = (STEP.pack(flags | more, before) + body for more in (0, WITH_RESULT))
+        bodies = {rank.number: sampling if rank.number == self._sampler else plain for rank in self._ranks}
+        return self._begin(kind, bodies)
 
     def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
-        self._call(COPY, step_codec.encode_copies(copies), self._deadline_s)
+        self._call(Kind.COPY, step_codec.encode_copies(copies))
+
+    def expect_compiled(self) -> None:
+        """See ModelRunner.expect_compiled."""
+        self._call(Kind.COMPILED, b"")
+
+    def note_pulled(
+        self, block_table: Sequence[int], token_ids: Sequence[int], first_new: int, first_block: int = 0
+    ) -> None:
+        """The sampling rank records it: it says what KV was computed from."""
+        body = json.dumps([list(block_table), list(token_ids), first_new, first_block]).encode()
+        self._call(Kind.PULLED, {self._sampler: body})
+
+    # ---- KV ----
 
     def pack(
         self,
@@ -176,14 +276,14 @@ class RanksExecutor:
         group: int = 0,
         part: int = 0,
     ) -> int:
-        """KV of rank `part`. Returns: xxh3-64 of its bytes. Raises: InternalError for a range of some layers or of one of several
-        groups, or in GPU memory."""
-        if layers is not None or group or not isinstance(out, memoryview):
-            raise InternalError("an executor over processes packs whole ranges into host memory")
-        body = json.dumps([list(block_ids), num_tokens]).encode()
-        [data] = self._call_some(PACK, {part: body}, self._deadline_s)
-        out[: len(data)] = data
-        return int(xxhash.xxh3_64_intdigest(data))
+        """KV of rank `part`. Returns: xxh3-64 of its bytes. Raises: InternalError for a range in GPU memory."""
+        view = _in_host_memory(out)[: self._size(num_tokens, layers, group, part)]
+        with self._lock:
+            area, offset = self._shared(view)
+            [answer] = self._range(Kind.PACK, block_ids, num_tokens, area, offset, len(view), layers, group, part)
+            if area is self._spare:
+                view[:] = memoryview(area.memory)[offset : offset + len(view)]
+        return int.from_bytes(answer, "little")
 
     def unpack(
         self,
@@ -194,22 +294,67 @@ class RanksExecutor:
         group: int = 0,
         part: int = 0,
     ) -> None:
-        """KV of rank `part`. Raises: InternalError for a range of some layers or of one of several groups, or in GPU memory."""
-        if layers is not None or group or not isinstance(src, memoryview):
-            raise InternalError("an executor over processes unpacks whole ranges from host memory")
-        head = json.dumps([list(block_ids), num_tokens]).encode() + b"\n"
-        size = num_tokens * self._parts[part].kv_bytes_per_token
-        self._call_some(UNPACK, {part: head + bytes(src[:size])}, self._deadline_s)
+        """KV of rank `part`. Raises: InternalError for a range in GPU memory."""
+        view = _in_host_memory(src)[: self._size(num_tokens, layers, group, part)]
+        with self._lock:
+            area, offset = self._shared(view)
+            if area is self._spare:
+                memoryview(area.memory)[offset : offset + len(view)] = view
+            self._range(Kind.UNPACK, block_ids, num_tokens, area, offset, len(view), layers, group, part)
+
+    def _size(self, num_tokens: int, layers: range | None, group: int, part: int) -> int:
+        able = self._parts[part]
+        every = able.num_layers
+        return num_tokens * able.kv_bytes_per_token * (every if layers is None else len(layers)) // every
+
+    def _range(
+        self,
+        kind: int,
+        block_ids: Sequence[int],
+        num_tokens: int,
+        area: SharedArea,
+        offset: int,
+        size: int,
+        layers: range | None,
+        group: int,
+        part: int,
+    ) -> list[bytes]:
+        first, end = (-1, -1) if layers is None else (layers.start, layers.stop)
+        head = RANGE.pack(self._mapped(area), group, offset, size, first, end, num_tokens)
+        return self._call(kind, {part: head + array.array("i", block_ids).tobytes()})
+
+    def _shared(self, view: memoryview) -> tuple[SharedArea, int]:
+        """Where the ranks find these bytes, or room for as many."""
+        found = find(view)
+        if found is not None:
+            return found
+        if self._spare is None or self._spare.size_bytes < len(view):
+            self._spare = SharedArea(max(len(view), 1 << 20))
+        return self._spare, 0
+
+    def _mapped(self, area: SharedArea) -> int:
+        """Its number, once the ranks have its descriptor."""
+        if self._forgotten_areas:
+            numbers = [self._forgotten_areas.popleft() for _ in range(len(self._forgotten_areas))]
+            self._call(Kind.FORGET_AREAS, json.dumps(numbers).encode())
+        number = self._areas.get(id(area))
+        if number is None:
+            number = self._areas[id(area)] = next(self._area_numbers)
+            self._tell(Kind.MAP, number, self._same(b"\0"), area)
+            weakref.finalize(area, _unmapped, self._areas, self._forgotten_areas, id(area)).atexit = False
+        return number
+
+    # ---- adapters ----
 
     def read_adapter(self, folder: Path, facts: AdapterFacts) -> RankAdapter:
         """See ModelRunner.read_adapter, and engine.rank_adapters. Raises: InternalError when a rank takes too long."""
         self._forget()
         number = next(self._adapter_numbers)
         try:
-            self._call(READ_ADAPTER, encode_read(number, folder, facts), self._deadline_s)
+            self._call(Kind.READ_ADAPTER, encode_read(number, folder, facts))
             until = time.monotonic() + _READ_S
             while True:
-                answers = self._call(ADAPTER_READ, json.dumps(number).encode(), self._deadline_s)
+                answers = self._call(Kind.ADAPTER_READ, json.dumps(number).encode())
                 read = [one for one in map(read_answer, answers) if one is not None]
                 if len(read) == len(answers):
                     break
@@ -228,30 +373,23 @@ class RanksExecutor:
         if not isinstance(adapter, RankAdapter):
             raise InternalError(f"{adapter.id} was not read by this executor")
         self._forget()
-        self._call(
-            INSTALL_ADAPTER,
-            json.dumps([slot, adapter.number, parts and (parts.start, parts.stop)]).encode(),
-            self._deadline_s,
-        )
+        body = json.dumps([slot, adapter.number, parts and (parts.start, parts.stop)]).encode()
+        self._call(Kind.INSTALL_ADAPTER, body)
 
     def _forget(self) -> None:
         if self._forgotten:
             numbers = [self._forgotten.popleft() for _ in range(len(self._forgotten))]
-            self._call(FORGET_ADAPTERS, json.dumps(numbers).encode(), self._deadline_s)
+            self._call(Kind.FORGET_ADAPTERS, json.dumps(numbers).encode())
 
-    def note_pulled(
-        self, block_table: Sequence[int], token_ids: Sequence[int], first_new: int, first_block: int = 0
-    ) -> None:
-        """The sampling rank records it: it says what KV was computed from."""
-        body = json.dumps([list(block_table), list(token_ids), first_new, first_block]).encode()
-        self._call_some(PULLED, {self._sampler: body}, self._deadline_s)
+    # ---- end ----
 
     def close(self) -> None:
         """Ends the ranks' processes. Idempotent."""
-        ranks, self._ranks = self._ranks, []
         self._lost = self._lost or "the executor was closed"
-        for rank in ranks:
-            rank.socket.close()
+        with self._lock:
+            ranks, self._ranks = self._ranks, []
+            for rank in ranks:
+                rank.link.close()
         until = time.monotonic() + _END_S
         for rank in ranks:
             try:
@@ -259,67 +397,178 @@ class RanksExecutor:
             except subprocess.TimeoutExpired:
                 rank.process.kill()
                 rank.process.wait()
+        self._closing.set()
+        if self._watcher is not threading.current_thread():
+            self._watcher.join(_END_S)
+
+    def _give_up(self, reason: str) -> None:
+        """Kill the ranks; any thread. They may wait for the lost one, or be stopped."""
+        with self._losing:
+            if self._lost:
+                return
+            self._lost = reason
+        _log.critical("the executor is lost: %s", reason)
+        for rank in self._ranks:
+            rank.process.kill()
+        self._on_lost(reason)
+
+    def _run_watch(
+        self, specs: Sequence[RankSpec], started: deque[BaseException | None], begun: threading.Event
+    ) -> None:
+        """The thread that starts the processes, which end with it, and watches them."""
+        try:
+            for number, spec in enumerate(specs):
+                self._ranks.append(_Rank(number, spec))
+            started.append(None)
+        except BaseException as error:  # raised where the executor is made
+            started.append(error)
+        ranks = list(self._ranks)
+        begun.set()
+        while not self._closing.wait(POLL_S):
+            if self._lost:
+                continue
+            states = [read_process(rank.process.pid) for rank in ranks]
+            counters = self._board.counters()
+            reason = self._watch.look(time.monotonic(), busy=self._board.busy, counters=counters, processes=states)
+            if reason:
+                self._give_up(reason)
 
     # ---- frames ----
 
-    def _call(self, kind: int, body: bytes, deadline_s: float) -> list[bytes]:
-        """Send one frame to every rank. Returns: the ranks' answers. Raises: ExecutorLost; what a rank raised."""
-        return self._call_some(kind, dict.fromkeys(range(len(self._ranks)), body), deadline_s)
+    def _same(self, body: bytes) -> dict[int, bytes]:
+        return {rank.number: body for rank in self._ranks}
 
-    def _call_some(self, kind: int, bodies: Mapping[int, bytes], deadline_s: float) -> list[bytes]:
-        """Send a frame to each of these ranks. Returns and raises as _call."""
+    def _call(self, kind: int, body: bytes | Mapping[int, bytes], *, deadline_s: float = 0.0) -> list[bytes]:
+        """Send a frame to every rank, or to those of `body`. Returns: their answers. Raises: ExecutorLost; what a rank raised."""
         with self._lock:
-            return self._exchange(kind, bodies, deadline_s)
+            call = self._begin(kind, self._same(body) if isinstance(body, bytes) else body)
+            return self._awaited(call, deadline_s or self._deadline_s)
 
-    def _exchange(self, kind: int, bodies: Mapping[int, bytes], deadline_s: float) -> list[bytes]:
-        if self._lost is not None:
-            raise ExecutorLost(self._lost)
+    def _begin(self, kind: int, bodies: Mapping[int, bytes]) -> _Call:
+        call = _Call(next(self._numbers), frozenset(bodies), len(bodies))
+        self._calls[call.number] = call
+        self._tell(kind, call.number, bodies)
+        return call
+
+    def _tell(self, kind: int, number: int, bodies: Mapping[int, bytes], area: SharedArea | None = None) -> None:
+        """Send frames. Raises: ExecutorLost."""
+        self._check()
+        descriptors = () if area is None else (area.descriptor,)
+        for number_of_rank, body in bodies.items():
+            rank = self._ranks[number_of_rank]
+            try:
+                rank.link.put(kind, number, body, descriptors)
+            except OSError as error:
+                self._ended(rank, error)
+
+    def _awaited(self, call: _Call, deadline_s: float) -> list[bytes]:
         until = time.monotonic() + deadline_s
-        asked = [self._ranks[number] for number in bodies]
-        for rank, body in zip(asked, bodies.values(), strict=True):
-            rank.begin(HEAD.pack(kind, len(body)) + body)
-        waiting = list(asked)
-        while waiting:
-            for rank in waiting:
-                try:
-                    rank.move()
-                except (OSError, EOFError) as error:
-                    self._give_up(f"rank {rank.number} ended: {error}")
-            waiting = [rank for rank in waiting if not rank.answered]
-            if waiting and not _wait(waiting, until - time.monotonic()):
-                self._give_up(f"ranks {[rank.number for rank in waiting]} did not answer within {deadline_s:g} s")
-        return self._answers(asked)
+        while not call.done:
+            self._move(POLL_S)
+            self._check_deadline(call, until, deadline_s)
+        return self._taken(call)
 
-    @staticmethod
-    def _answers(asked: Sequence[_Rank]) -> list[bytes]:
+    def _taken(self, call: _Call) -> list[bytes]:
+        """The bodies of its answers, by rank. Raises: what a rank raised."""
+        self._calls.pop(call.number, None)
         answers = []
-        for rank in asked:
-            kind, body = rank.incoming[0], bytes(rank.incoming[HEAD.size :])
-            if kind == NO_MEMORY:
-                raise OutOfDeviceMemory(f"rank {rank.number}: {body.decode()}")
-            if kind != OK:
-                raise InternalError(f"rank {rank.number}: {body.decode()}")
+        for rank, (kind, body) in sorted(call.answers.items()):
+            if kind == Kind.ABORTED:
+                raise StepAborted
+            if kind == Kind.NO_MEMORY:
+                raise OutOfDeviceMemory(f"rank {rank}: {body.decode()}")
+            if kind == Kind.REFUSED:
+                raise ConfigError(*json.loads(body))
+            if kind != Kind.OK:
+                raise InternalError(f"rank {rank}: {body.decode()}")
             answers.append(body)
         return answers
 
-    def _give_up(self, reason: str) -> None:
-        self._lost = reason
-        _log.critical("the executor is lost: %s", reason)
-        for rank in self._ranks:
-            rank.process.kill()  # others may wait for the lost one
-        self.close()
-        raise ExecutorLost(reason)
+    def _check_deadline(self, call: _Call, until: float, deadline_s: float) -> None:
+        if not call.done and time.monotonic() >= until:
+            silent = [
+                rank.number for rank in self._ranks if rank.number in call.ranks and rank.number not in call.answers
+            ]
+            self._give_up(f"ranks {silent} did not answer within {deadline_s:g} s")
+            self._check()
+
+    def _check(self) -> None:
+        """Raises: ExecutorLost."""
+        if self._lost:
+            self._calls.clear()
+            self.close()
+            raise ExecutorLost(self._lost)
+
+    def _ended(self, rank: _Rank, error: Exception) -> None:
+        self._give_up(f"rank {rank.number} ended: {error}")
+        self._check()
+
+    def _move(self, timeout_s: float) -> None:
+        """Send and receive what can be moved, and wait for so long until there is something. Raises: ExecutorLost."""
+        self._check()
+        poll = select.poll()
+        by_file = {rank.link.fileno(): rank for rank in self._ranks}
+        for number, rank in by_file.items():
+            poll.register(number, select.POLLIN | (select.POLLOUT if rank.link.outgoing else 0))
+        for number, _ in poll.poll(1000.0 * timeout_s):
+            rank = by_file[number]
+            try:
+                rank.link.send()
+                for kind, call, body in rank.link.receive():
+                    self._on_answer(rank.number, kind, call, body)
+            except (OSError, EOFError) as error:
+                self._ended(rank, error)
+        self._check()
+
+    def _on_answer(self, rank: int, kind: int, number: int, body: bytes) -> None:
+        call = self._calls.get(number)
+        if call is None:
+            return  # of a call that was given up
+        if kind == Kind.LAYERS:
+            call.layers[rank] = int.from_bytes(body, "little")
+        else:
+            call.answers[rank] = kind, body
 
 
-def _wait(ranks: Sequence[_Rank], timeout_s: float) -> bool:
-    """Until one of them can be read, or written where something is to be sent. Returns: False: the time is over."""
-    if timeout_s <= 0.0:
-        return False
-    with selectors.DefaultSelector() as selector:
-        for rank in ranks:
-            events = selectors.EVENT_READ | (selectors.EVENT_WRITE if rank.outgoing else 0)
-            selector.register(rank.socket, events)
-        return bool(selector.select(timeout_s))
+class StepOnRanks:
+    """Implements StepInFlight: a step that all ranks have launched."""
+
+    def __init__(self, executor: RanksExecutor, call: _Call, seqs: Sequence[ScheduledSeq]) -> None:
+        self._executor, self._call, self._seqs = executor, call, seqs
+        self.failed = False
+
+    def draw(self, ended: Container[int] = ()) -> None:
+        seqs, self._seqs = self._seqs, ()
+        try:
+            self._executor.draw_step(self._call, seqs, ended)
+        except Exception:
+            _log.exception("draws could not be sent to the ranks")
+            self.failed = True
+
+    def done(self) -> bool:
+        with contextlib.suppress(ExecutorLost):
+            return self._executor.step_is_done(self._call)
+        return True
+
+    def result(self) -> StepResult:
+        return self._executor.step_result(self._call)
+
+
+def _unmapped(areas: dict[int, int], forgotten: deque[int], key: int) -> None:
+    forgotten.append(areas.pop(key))
+
+
+def _in_host_memory(payload: Payload) -> memoryview:
+    if not isinstance(payload, memoryview):
+        raise InternalError("an executor over processes has KV in host memory")
+    return payload
+
+
+def _capabilities(answer: bytes) -> RunnerCapabilities:
+    """As rank_process declares them. Without the groups: their sizes are those of ranks."""
+    declared, _ = json.loads(answer)
+    tuples = {"eos_token_ids": tuple(declared["eos_token_ids"]), "group_blocks": (), "rank_sizes": ()}
+    return RunnerCapabilities(**{**declared, **tuples})
 
 
 def _together(parts: Sequence[RunnerCapabilities], sampler: RunnerCapabilities) -> RunnerCapabilities:
@@ -333,8 +582,8 @@ def _together(parts: Sequence[RunnerCapabilities], sampler: RunnerCapabilities) 
         kv_bytes_per_token=sum(part.kv_bytes_per_token for part in parts),
         rank_sizes=tuple((part.num_layers, part.kv_bytes_per_token) for part in parts) if len(parts) > 1 else (),
         max_model_len=min(part.max_model_len for part in parts),
-        runs_ahead=False,
-        reports_layers=False,
+        runs_ahead=all(part.runs_ahead for part in parts),
+        reports_layers=all(part.reports_layers for part in parts),
         verifies_drafts=all(part.verifies_drafts for part in parts),
-        grammars=False,
+        grammars=sampler.grammars,
     )

@@ -20,6 +20,7 @@ from blake3 import blake3
 
 from diptych.common.compat import Compat
 from diptych.common.errors import ConfigError, DiptychError, TransferError
+from diptych.common.shared_memory import SharedArea
 from diptych.engine.messages import Payload
 from diptych.kvtransfer.slabs.handle import Refusal, SlabHandle, refusal_error
 
@@ -93,16 +94,17 @@ class SlabQuotas:
 
 
 class Ring:
-    """One page-aligned allocation, cut into slabs. Never moves and never shrinks while the worker lives."""
+    """One page-aligned allocation, cut into slabs. Never moves and never shrinks while the worker lives. Other processes of the
+    worker can map it: ranks write their KV into slabs, and read it there."""
 
     verifies_later = False
     """True: a received payload is summed where it is unpacked, not when it arrives (gpu_ring.py)."""
 
     def __init__(self, spec: RingSpec) -> None:
         self.spec = spec
-        self._memory = mmap.mmap(-1, spec.total_bytes)
-        self.array = np.frombuffer(self._memory, dtype=np.uint8)
-        self._view = memoryview(self._memory)
+        self._area = SharedArea(spec.total_bytes)
+        self.array = np.frombuffer(self._area.memory, dtype=np.uint8)
+        self._view = memoryview(self._area.memory)
 
     def slab(self, index: int) -> memoryview:
         """All bytes of a slab, writable."""

@@ -11,6 +11,7 @@ from diptych.engine.exec.cuda.sizing import PoolBudget
 from diptych.engine.exec.model_runner import TorchModelRunner
 from diptych.engine.exec.parallel.communicator import Communicator, HostCommunicator
 from diptych.engine.exec.parallel.place import RankPlace
+from diptych.engine.progress import progress
 
 
 def make(
@@ -93,7 +94,9 @@ def connect(
         return None
     if device != "cpu":
         raise ConfigError("device", device, f"{place.num_ranks} ranks compute on CPUs only")
-    return HostCommunicator(place, rendezvous=rendezvous, deadline_s=deadline_s, host=host)
+    communicator = HostCommunicator(place, rendezvous=rendezvous, deadline_s=deadline_s, host=host)
+    communicator.on_progress = progress
+    return communicator
 
 
 def _check_index(index: int) -> None:

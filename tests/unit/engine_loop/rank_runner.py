@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import os
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
-from diptych.common.errors import AdapterError
+from diptych.common.errors import AdapterError, ConfigError
+from diptych.engine.fake_device import FakeDeviceRunner
 from diptych.engine.fake_runner import FakeRunner
-from diptych.engine.runner import OutOfDeviceMemory
+from diptych.engine.runner import OutOfDeviceMemory, StepAborted
 
 
 class RankRunner(FakeRunner):
@@ -24,7 +26,7 @@ class RankRunner(FakeRunner):
     def execute(self, seqs: Any, should_abort: Any = None) -> Any:
         self._steps += 1
         if self._steps == self._at:
-            self._misbehave()
+            self._misbehave(should_abort)
         result = super().execute(seqs, should_abort)
         step = [[seq.attempt, list(seq.token_ids), seq.start, list(seq.block_tables[0])] for seq in seqs]
         with self._notes.open("a") as notes:
@@ -39,8 +41,12 @@ class RankRunner(FakeRunner):
             os.close(os.open(Path(folder) / "gate", os.O_RDONLY))  # until there is a writer
         return adapter
 
-    def _misbehave(self) -> None:
+    def _misbehave(self, should_abort: Any) -> None:
         match self._what:
+            case "until it is given up":
+                while not should_abort():
+                    time.sleep(0.001)
+                raise StepAborted
             case "die":
                 os._exit(7)
             case "hang":
@@ -49,6 +55,14 @@ class RankRunner(FakeRunner):
                 raise RuntimeError("this rank's kernel failed")
             case "memory":
                 raise OutOfDeviceMemory("4 GiB")
+
+
+def ahead(notes: str, **fields: Any) -> FakeDeviceRunner:
+    return FakeDeviceRunner(**fields)
+
+
+def refuses(**fields: Any) -> FakeRunner:
+    raise ConfigError("tensor_parallel_size", 3, "8 heads cannot be divided among 3 ranks")
 
 
 def broken(**fields: Any) -> FakeRunner:
