@@ -16,10 +16,12 @@ from diptych.engine.runner import OutOfDeviceMemory, StepAborted
 
 
 class RankRunner(FakeRunner):
-    """Notes every step; in step number `at` it does `what`."""
+    """Notes every step; in step number `at` it does `what`. go: a file for which it waits behind its first layer."""
 
-    def __init__(self, notes: str, at: int = 0, what: str = "", **fields: Any) -> None:
+    def __init__(self, notes: str, at: int = 0, what: str = "", go: str = "", **fields: Any) -> None:
         super().__init__(**fields)
+        if go:
+            self.between_layers = lambda num_layers: _wait_for(Path(go)) if num_layers == 2 else None
         self._notes, self._at, self._what = Path(notes), at, what
         self._steps = 0
 
@@ -55,6 +57,11 @@ class RankRunner(FakeRunner):
                 raise RuntimeError("this rank's kernel failed")
             case "memory":
                 raise OutOfDeviceMemory("4 GiB")
+
+
+def _wait_for(file: Path) -> None:
+    while not file.exists():
+        time.sleep(0.001)
 
 
 def ahead(notes: str, **fields: Any) -> FakeDeviceRunner:

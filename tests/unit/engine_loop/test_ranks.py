@@ -260,13 +260,15 @@ def test_ranks_take_steps_ahead_and_draw_under_grammars(start, drafts):
     assert drafts or num_ahead > 10
 
 
-def test_kv_of_a_computed_layer_is_packed_while_the_others_are_computed(start):
-    executor, _ = start({"num_layers": 4}, {"num_layers": 4})
+def test_kv_of_a_computed_layer_is_packed_while_the_others_are_computed(start, tmp_path):
+    fields = {"num_layers": 4, "go": str(tmp_path / "go")}
+    executor, _ = start(fields, fields)
     seq = ScheduledSeq("a", list(range(40, 51)), 0, ([3, 5, 7],), True, SamplingParams(9, seed=1), 0)
     area = SharedArea(1 << 16)
     slab, seen = memoryview(area.memory)[512:1024], []
 
     def on_layers(num_layers):
+        (tmp_path / "go").touch()
         some = range(num_layers - 1, num_layers)
         seen.append((num_layers, executor.pack([3, 5, 7], 11, slab, some, part=1), bytes(slab[: 11 * 8])))
 
