@@ -70,10 +70,10 @@ def _router(config: RouterConfig) -> int:
 
 def _worker(config: WorkerConfig) -> int:
     from diptych.worker.config import lora_folders
-    from diptych.worker.device_start import begin_context
+    from diptych.worker.device_start import begin_device
 
     lora_folders(config.lora_dir)  # before the imports
-    begin_context(config.device)
+    begin_device(config.device, config.devices, config.degrees)
     from diptych.cli.worker_roles import run_worker  # takes seconds
 
     return run_worker(config) or 0
@@ -85,14 +85,14 @@ def _serve(config: ServeConfig) -> int:
     from diptych.cli.up.cluster_plan import own_name
     from diptych.cli.up.processes import require_free_port
     from diptych.worker.config import lora_folders
-    from diptych.worker.device_start import begin_context
+    from diptych.worker.device_start import begin_device
 
     for name in ("http_port", "grpc_port"):  # fail before the model is fetched and loaded
         require_free_port(name, config.host, getattr(config, name))
     lora_folders(config.lora_dir)
     with progress_on() as progress:
         folder = resolve_model(config.model or DEFAULT_ALIASES[0], progress)
-    begin_context(config.device)
+    begin_device(config.device, config.devices, config.degrees)
     from diptych.cli.serve.command import run_serve  # takes seconds
 
     return run_serve(config, folder, config.served_model_name or own_name(config.model, folder))

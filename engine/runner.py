@@ -44,6 +44,9 @@ class RunnerCapabilities:
             then, and each rank's KV is a part of its own (common/kv_parts.py).
         max_loras: slots for LoRA adapters; 0: no row may have one.
         max_lora_rank: the largest rank that a slot takes.
+        kernels: names of the back ends, with their blocks where there are several.
+        refused: which faster back end refuses which blocks, and why; empty: none.
+        weights: how large its weights are, in words.
     """
 
     num_blocks: int
@@ -63,6 +66,9 @@ class RunnerCapabilities:
     rank_sizes: tuple[tuple[int, int], ...] = ()
     max_loras: int = 0
     max_lora_rank: int = 0
+    kernels: str = ""
+    refused: str = ""
+    weights: str = ""
 
 
 class CopyHandle(Protocol):

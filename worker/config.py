@@ -17,6 +17,7 @@ from diptych.engine.config import GRAMMAR_BACKENDS, POLICIES, PREEMPTION_MODES, 
 from diptych.engine.overlap import MODES as OVERLAP_MODES
 from diptych.kvtransfer.disk.store_address import StoreAddress
 from diptych.kvtransfer.wrappers import ciphers
+from diptych.worker.degrees import Degrees, check_degrees, check_devices
 from diptych.worker.role_spec import DECODE, ROLES
 
 T = TypeVar("T")
@@ -111,9 +112,10 @@ class WorkerConfig:
         batch_invariant: a request's tokens are the same to the bit alone and beside others, from any cache, in chunks of
             any size, on prefill and decode; slower on a GPU. Workers of a pair must agree.
         num_blocks: KV blocks; 0: as many as fit into kv_memory_bytes.
-        kv_memory_bytes: KV pool; 0: on a GPU by gpu_memory_utilization, else a share of the memory free at start.
+        kv_memory_bytes: KV pool, of all ranks together; 0: on a GPU by gpu_memory_utilization, else a share of the memory free
+            at start.
         gpu_memory_utilization: share of the GPU's memory for this worker's weights, steps, staging ring and KV
-            together.
+            together; of each rank's GPU.
         block_size: tokens per KV block.
         max_model_len: prompt and answer together, in tokens; 0: the model's.
         max_num_seqs: requests that run at once; 0: by the device (64 on a CPU, 256 on a GPU).
@@ -125,7 +127,13 @@ class WorkerConfig:
             on a CPU, 0 on a GPU).
         max_mixed_prefill_tokens: prompt tokens of a step in which sequences decode; 0: by the device (512 on a GPU, where
             such a step is one graph; on a CPU only time bounds them).
-        threads: torch threads.
+        threads: torch threads; of several ranks together.
+        tensor_parallel_size: ranks that divide each layer's heads and columns among themselves; each is a process, on a GPU of
+            its own.
+        pipeline_parallel_size: stages that divide the layers among themselves; each has tensor_parallel_size ranks.
+        devices: the GPU of each rank, as indices among those that CUDA shows: 0,1; two ranks may share one. Empty: the first
+            ones.
+        rank_silence_s: seconds without a sign of life of any rank, while a step runs, after which the worker gives up.
         enable_prefix_caching: keep the KV of computed blocks, for later prompts that begin alike.
         scheduling_policy: sojourn (no prompt later than under equal shares), fcfs, priority, sjf (shortest job first,
             with aging) or fair (tokens by tenant).
@@ -232,6 +240,10 @@ class WorkerConfig:
     mixed_step_time_s: float | None = None
     max_mixed_prefill_tokens: int = 0
     threads: int = 1
+    tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
+    devices: str = ""
+    rank_silence_s: float = 3.0
     enable_prefix_caching: bool = _ENGINE.enable_prefix_caching
     steps_ahead: bool = _ENGINE.steps_ahead
     scheduling_policy: str = _ENGINE.scheduling_policy
@@ -318,6 +330,8 @@ class WorkerConfig:
         if self.preemption_mode == "swap" and not self.num_host_blocks:
             raise ConfigError("preemption_mode", "swap", "needs a host tier: set num_host_blocks")
         check_lora(self.enable_lora, self.max_loras, self.max_cpu_loras, self.lora_dir)
+        check_degrees(self.tensor_parallel_size, self.pipeline_parallel_size)
+        check_devices(self.devices, self.degrees.num_ranks, self.device)
         if not 0.0 < self.gpu_memory_utilization <= 1.0:
             raise ConfigError("gpu_memory_utilization", self.gpu_memory_utilization, "must be above 0 and at most 1")
         if not 0.0 < self.tenant_cache_share <= 1.0:
@@ -347,7 +361,7 @@ class WorkerConfig:
                 raise ConfigError(name, getattr(self, name), "must be 0 or more")
         for name in (
             "slab_lease_s", "read_base_s", "lease_s", "heartbeat_s", "stall_bound_s", "handshake_timeout_s",
-            "leg_silence_s", "grammar_time_cap_s", "lora_load_timeout_s",
+            "leg_silence_s", "grammar_time_cap_s", "lora_load_timeout_s", "rank_silence_s",
         ):  # fmt: skip
             if not 0 < getattr(self, name) < math.inf:
                 raise ConfigError(name, getattr(self, name), "must be a positive number of seconds")
@@ -379,6 +393,15 @@ class WorkerConfig:
         mine = {field.name for field in fields(self)}
         shared = [field.name for field in fields(kind) if field.name in mine - other.keys()]  # type: ignore[arg-type]
         return kind(**{name: getattr(self, name) for name in shared}, **other)
+
+    @property
+    def degrees(self) -> Degrees:
+        return Degrees(self.tensor_parallel_size, self.pipeline_parallel_size)
+
+    @property
+    def kv_device(self) -> str:
+        """Where this process packs and unpacks KV: KV of several ranks passes through host memory."""
+        return self.device if self.degrees.num_ranks == 1 else "cpu"
 
     @property
     def advertised_host(self) -> str:

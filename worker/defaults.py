@@ -30,6 +30,8 @@ CPU: Mapping[str, Any] = {
     "num_slabs": 8,
     "num_second_slabs": 8,
 }
+SLABS_OF_A_RANK = 4
+"""At least: each rank's KV of a range is in a slab of its own."""
 GPU_SEQS = 256
 GPU_BATCHED_TOKENS = 4096
 GPU_MIXED_TOKENS = 512
@@ -70,6 +72,9 @@ def settled(config: WorkerConfig, device: DeviceFacts, model: ModelFacts | None)
     """
     if device.kind == "cpu":
         found = {name: (value, "on a CPU") for name, value in CPU.items()}
+        least = SLABS_OF_A_RANK * config.degrees.num_ranks
+        if least > CPU["num_slabs"]:
+            found |= dict.fromkeys(("num_slabs", "num_second_slabs"), (least, f"{SLABS_OF_A_RANK} for each rank"))
     else:
         assert model is not None
         found = _on_gpu(config, device, model)
@@ -94,7 +99,8 @@ def is_open(config: WorkerConfig, name: str) -> bool:
 
 def _on_gpu(config: WorkerConfig, device: DeviceFacts, model: ModelFacts) -> dict[str, tuple[Any, str]]:
     dtype = model.dtype if is_open(config, "dtype") else config.dtype
-    per_token = model.kv.with_dtype(*kv_elements(config.kv_cache_dtype, dtype)).bytes_per_token
+    num_ranks = config.degrees.num_ranks
+    per_token = -(-model.kv.with_dtype(*kv_elements(config.kv_cache_dtype, dtype)).bytes_per_token // num_ranks)
     slab_bytes, why_bytes = config.slab_bytes, ""
     spec = transports().get(config.transport)
     if spec is not None and spec.in_process:
@@ -102,7 +108,11 @@ def _on_gpu(config: WorkerConfig, device: DeviceFacts, model: ModelFacts) -> dic
     if not slab_bytes:
         slab_bytes, why_bytes = _slab(per_token, device, config.num_slabs or GPU_SLABS)
     fit = max(2, int(device.total_bytes * _RING_SHARE) // slab_bytes)
-    num_slabs = min(GPU_SLABS, fit)
+    num_slabs, why_seldom = min(GPU_SLABS, fit), "they take GPU memory"
+    num_second_slabs = GPU_SECOND_SLABS
+    if num_ranks > 1:
+        num_slabs, num_second_slabs = num_ranks * num_slabs, num_ranks * GPU_SECOND_SLABS
+        why_seldom = f"{GPU_SECOND_SLABS} for each rank"
     return {
         "dtype": (dtype, "the checkpoint's own"),
         "transport": ("auto", "CUDA IPC within a host, by self-test; else the best that works"),
@@ -112,7 +122,7 @@ def _on_gpu(config: WorkerConfig, device: DeviceFacts, model: ModelFacts) -> dic
         "mixed_step_time_s": (0.0, "a GPU's steps are bounded by their tokens"),
         "max_mixed_prefill_tokens": (GPU_MIXED_TOKENS, "such a step is one CUDA graph"),
         "slab_bytes": (slab_bytes, why_bytes),
-        "num_second_slabs": (GPU_SECOND_SLABS, "they take GPU memory"),
+        "num_second_slabs": (num_second_slabs, why_seldom),
         "num_slabs": (num_slabs, f"{num_slabs * slab_bytes / 2**30:.1f} GiB of staging for ranges under way"),
     }
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent import futures
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import structlog
 
@@ -20,6 +21,7 @@ from diptych.common.compat import Compat, identified
 from diptych.common.errors import ConfigError, InternalError
 from diptych.common.kv_format import COMPUTE_DTYPES, KvFormat, dtype_bytes, kv_elements
 from diptych.common.kv_groups import PoolDemand
+from diptych.common.kv_parts import shape, split
 from diptych.common.sampling import SamplingParams
 from diptych.common.secret import derive_key, load_secret
 from diptych.common.text.detokenizer import RequestDetokenizer
@@ -27,17 +29,23 @@ from diptych.common.text.revision import tokenizer_revision
 from diptych.common.text.token_bytes import TokenBytes
 from diptych.common.text.tokenizer import ModelTokenizer
 from diptych.engine.capacity import capacity_line
-from diptych.engine.executor import Executor
+from diptych.engine.executor import Executor, ExecutorLost
 from diptych.engine.grammar.backends import Loaders
 from diptych.engine.grammar.compiler import ChildProcess, GrammarCompiler, GrammarLimits
 from diptych.engine.grammar.program import AfterText, Program
 from diptych.engine.grammar.vocabulary import vocabulary_of
-from diptych.engine.runner import ModelRunner
+from diptych.engine.ranks import RanksExecutor
+from diptych.engine.runner import RunnerCapabilities
 from diptych.engine.sched.requests.output import DetokenizerFactory
 from diptych.kvtransfer.wrappers import ciphers
 from diptych.worker.config import AUTO, WorkerConfig, lora_folders
 from diptych.worker.defaults import DeviceFacts, ModelFacts, settled, slab_quotas
+from diptych.worker.ranks import gpus_of_ranks, meeting_point, rank_specs, threads_of_a_rank
 from diptych.worker.role_spec import DECODE, ROLES
+from diptych.worker.visible_gpus import Gpu, find_gpus, find_links, worst_link
+
+if TYPE_CHECKING:
+    from diptych.engine.exec.models.description import ModelDescription
 
 log = structlog.get_logger(__name__)
 OnGrammars = Callable[[GrammarCompiler], None]
@@ -45,9 +53,24 @@ OnGrammars = Callable[[GrammarCompiler], None]
 _KV_SHARE = 0.1
 _KV_MOST_BYTES = 1 << 30
 _GIB = 1 << 30
+_CALL_S = 600.0
+"""For one call of the ranks, and for one operation between them. A rank that makes no progress is noticed long before."""
+_START_S = 1800.0
+"""For loading the weights."""
 
 
 LoadText = Callable[[], tuple[DetokenizerFactory, GrammarCompiler | None]]
+
+
+class Computes(Protocol):
+    """What a worker asks of its runner, or of the executor over its ranks."""
+
+    @property
+    def capabilities(self) -> RunnerCapabilities: ...
+
+    def expect_compiled(self) -> None:
+        """See ModelRunner."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,15 +79,18 @@ class LoadedModel:
 
     Args:
         detokenizer_factory, grammars: None on a worker that begins as prefill, where decode handles text.
+        runner: what computes, in this process; or the executor, over the worker's ranks.
         executor: over the worker's ranks; None: `runner` is the only one.
         load_text: the two, made anew, for a worker that becomes a decode worker; takes seconds. None: the model has no text.
         config: the settings with the device's defaults filled in; None: of a CPU.
         kernels: the back ends: native, torch or triton, with their blocks where there are several.
         refused: which faster back end refuses which blocks, and why; empty: none.
-        gpu_uuid: of the GPU that computes; empty: a CPU does.
+        gpu_uuid: of the GPU that computes; empty: a CPU does, or several ranks.
+        rank_gpus: UUID of each rank's GPU, where there are several ranks on GPUs.
+        rank_link: the worst connection between two of these GPUs, in words; empty: unknown, or there are no two.
     """
 
-    runner: ModelRunner
+    runner: Computes
     compat: Compat
     identity: IdentityHeader
     detokenizer_factory: DetokenizerFactory | None
@@ -75,6 +101,8 @@ class LoadedModel:
     kernels: str = ""
     refused: str = ""
     gpu_uuid: str = ""
+    rank_gpus: tuple[str, ...] = ()
+    rank_link: str = ""
 
 
 def choose_num_blocks(
@@ -85,18 +113,23 @@ def choose_num_blocks(
     max_model_len: int,
     available_bytes: int,
     lora_bytes: int = 0,
+    parts: Sequence[KvFormat] = (),
 ) -> int:
     """KV blocks of the first group's pool: the configured number, else as many as fit into memory together with the window
     groups' (`demand`), at least one whole context.
 
-    Args: lora_bytes: of the slots for adapters, which are in the same memory.
+    Args:
+        lora_bytes: of the slots for adapters, which are in the same memory.
+        parts: the ranks' formats, where there are several: together they may have more heads than `kv`.
     Raises: ConfigError when kv_memory_bytes is less than one block, or the configured memory is not available.
     """
+    pools = parts or (kv,)
+    block_bytes = sum(pool.block_bytes for pool in pools)
     if config.device == "cpu":
         for name, wanted in (
-            ("num_blocks", demand.pool_bytes(kv, config.num_blocks) if config.num_blocks else 0),
+            ("num_blocks", sum(demand.pool_bytes(pool, config.num_blocks) for pool in pools)),
             ("max_loras", lora_bytes),
-            ("num_host_blocks", config.num_host_blocks * kv.block_bytes),
+            ("num_host_blocks", config.num_host_blocks * block_bytes),
             ("kv_memory_bytes", config.kv_memory_bytes),
             ("num_slabs", config.num_slabs * config.slab_bytes if ROLES[config.role].publishes else 0),
         ):
@@ -106,10 +139,11 @@ def choose_num_blocks(
     if config.num_blocks:
         return config.num_blocks
     if config.kv_memory_bytes:
-        if config.kv_memory_bytes < kv.block_bytes:
-            raise ConfigError("kv_memory_bytes", config.kv_memory_bytes, f"one block takes {kv.block_bytes} bytes")
-        return demand.most_blocks(kv, config.kv_memory_bytes)
-    share = demand.most_blocks(kv, min(int((available_bytes - lora_bytes) * _KV_SHARE), _KV_MOST_BYTES))
+        if config.kv_memory_bytes < block_bytes:
+            raise ConfigError("kv_memory_bytes", config.kv_memory_bytes, f"one block takes {block_bytes} bytes")
+        return demand.most_blocks(kv, config.kv_memory_bytes * kv.block_bytes // block_bytes)
+    size_bytes = min(int((available_bytes - lora_bytes) * _KV_SHARE), _KV_MOST_BYTES)
+    share = demand.most_blocks(kv, size_bytes * kv.block_bytes // block_bytes)
     return max(share, -(-max_model_len // config.block_size) + 1)
 
 
@@ -154,16 +188,16 @@ def _load(
         checkpoint_dtype(raw) if config.device != "cpu" and config.dtype == AUTO else "float32",
         kv_format_of(parsed, block_size=config.block_size, window_groups=True),
     )
-    device = _device_facts(config.device)
+    parts = _parts_of(config, parsed, facts.kv)
+    gpus = _rank_gpus(config) if parts else ()
+    device = _facts_of(gpus) if gpus else _device_facts(config.device)
     config, lines = settled(config, device, facts)
     for line in lines:
         log.info("by default", setting=line)
-    kv = facts.kv.with_dtype(*kv_elements(config.kv_cache_dtype, config.dtype))
+    elements = kv_elements(config.kv_cache_dtype, config.dtype)
+    kv, parts = facts.kv.with_dtype(*elements), tuple(part.with_dtype(*elements) for part in parts)
     max_model_len = config.max_model_len or parsed.max_position
     demand = PoolDemand(config.max_num_seqs, config.max_num_batched_tokens)
-    budget = None
-    if config.device == "cuda" and not config.num_blocks and not config.kv_memory_bytes:
-        budget = PoolBudget(config.gpu_memory_utilization, config.max_num_batched_tokens, _ring_on_gpu(config))
     max_loras = config.max_loras if config.enable_lora else 0
     num_blocks = choose_num_blocks(
         config,
@@ -172,64 +206,77 @@ def _load(
         max_model_len=max_model_len,
         available_bytes=available_bytes(),
         lora_bytes=slot_bytes(parsed, LoraSizes(max_loras, config.max_lora_rank), dtype_bytes(config.dtype)),
+        parts=parts,
     )
     log.info("loading the model", folder=str(folder), dtype=config.dtype, num_blocks=num_blocks)
     # Python code for a second, while the weights are read and a GPU computes.
     text = beside.submit(_load_text, config, folder, on_grammars) if DECODE in ROLES[config.role].services else None
-    runner = TorchModelRunner.load(
-        folder,
-        device=config.device,
-        dtype=config.dtype,
-        num_blocks=num_blocks,
-        block_size=config.block_size,
-        max_model_len=max_model_len,
-        num_threads=config.threads,
-        num_host_blocks=config.num_host_blocks,
-        backend=None if config.backend == AUTO else config.backend,
-        budget=budget,
-        demand=demand,
-        batch_invariant=config.batch_invariant,
-        kv_cache_dtype=config.kv_cache_dtype,
-        max_loras=max_loras,
-        max_lora_rank=config.max_lora_rank,
-    )
-    waited = time.monotonic()
-    fingerprint = hashing.manifest().fingerprint
-    log.info(
-        "weights identified",
-        fingerprint=fingerprint,
-        hashed_bytes=hashing.hashed_bytes,
-        waited_s=round(time.monotonic() - waited, 2),
-        own_manifest=hashing.has_own_manifest,
-    )
-    if runner.capabilities.kv != kv:
-        raise InternalError(f"the pool holds KV as {runner.capabilities.kv}, and peers would be told {kv}")
-    compat = Compat(
-        model=config.model_name,
-        model_revision=fingerprint,
-        tokenizer_revision=tokenizer_content,
-        kv=kv,
-        compute_dtype=config.dtype,
-        attention_version=attention_version(config.device, batch_invariant=config.batch_invariant),
-        sampler_version=SAMPLER_VERSION,
-        method=parsed.method,
-        backend=runner.backend,
-        batch_invariant=config.batch_invariant,
-        kv_encryption="" if config.kv_encryption == ciphers.OFF else config.kv_encryption,
-    )
-    identity, compat = identified(compat, identity_key(config))
-    factory: DetokenizerFactory | None = None
-    grammars: GrammarCompiler | None = None
-    if text is not None:
-        factory, grammars = text.result()
+    shared: dict[str, Any] = {
+        "device": config.device,
+        "dtype": config.dtype,
+        "num_blocks": num_blocks,
+        "block_size": config.block_size,
+        "max_model_len": max_model_len,
+        "num_host_blocks": config.num_host_blocks,
+        "backend": None if config.backend == AUTO else config.backend,
+        "batch_invariant": config.batch_invariant,
+        "kv_cache_dtype": config.kv_cache_dtype,
+        "max_loras": max_loras,
+        "max_lora_rank": config.max_lora_rank,
+    }
+    by_memory = config.device == "cuda" and not config.num_blocks and not config.kv_memory_bytes
+    ranks = _start_ranks(config, folder, shared, gpus, by_memory=by_memory) if parts else None
+    runner: Computes
+    if ranks is None:
+        budget = None
+        if by_memory:
+            budget = PoolBudget(config.gpu_memory_utilization, config.max_num_batched_tokens, _ring_on_gpu(config))
+        runner = TorchModelRunner.load(folder, num_threads=config.threads, budget=budget, demand=demand, **shared)
+    else:
+        runner = ranks
+    try:
+        waited = time.monotonic()
+        fingerprint = hashing.manifest().fingerprint
+        log.info(
+            "weights identified",
+            fingerprint=fingerprint,
+            hashed_bytes=hashing.hashed_bytes,
+            waited_s=round(time.monotonic() - waited, 2),
+            own_manifest=hashing.has_own_manifest,
+        )
+        able = runner.capabilities
+        if able.rank_sizes != tuple((part.num_layers, part.bytes_per_token) for part in parts):
+            raise InternalError(f"the ranks hold KV as {able.rank_sizes}, and peers would be told {shape(parts)}")
+        if not parts and able.kv != kv:
+            raise InternalError(f"the pool holds KV as {able.kv}, and peers would be told {kv}")
+        compat = Compat(
+            model=config.model_name,
+            model_revision=fingerprint,
+            tokenizer_revision=tokenizer_content,
+            kv=kv,
+            compute_dtype=config.dtype,
+            attention_version=attention_version(config.device, batch_invariant=config.batch_invariant),
+            sampler_version=SAMPLER_VERSION,
+            method=parsed.method,
+            backend=able.kernels,
+            batch_invariant=config.batch_invariant,
+            kv_parts=parts,
+            kv_encryption="" if config.kv_encryption == ciphers.OFF else config.kv_encryption,
+        )
+        identity, compat = identified(compat, identity_key(config))
+        factory: DetokenizerFactory | None = None
+        grammars: GrammarCompiler | None = None
+        if text is not None:
+            factory, grammars = text.result()
+    except BaseException:
+        if ranks is not None:
+            ranks.close()
+        raise
     log.info("model loaded", seconds=round(time.monotonic() - began, 2))
     log.info(
-        capacity_line(kv, runner.capabilities.group_blocks),
-        dtype=config.dtype,
-        kv_dtype="+".join(kv.dtypes),
-        kernels=runner.backend,
+        capacity_line(kv, able.group_blocks), dtype=config.dtype, kv_dtype="+".join(kv.dtypes), kernels=able.kernels
     )
-    log.info(runner.weight_sizes.line())
+    log.info(able.weights)
     return LoadedModel(
         runner,
         compat,
@@ -237,11 +284,82 @@ def _load(
         factory,
         grammars,
         partial(_load_text, config, folder),
+        executor=ranks,
         config=config,
-        kernels=runner.backend,
-        refused="; ".join(runner.refusals),
-        gpu_uuid=device.uuid,
+        kernels=able.kernels,
+        refused=able.refused,
+        gpu_uuid="" if gpus else device.uuid,
+        rank_gpus=tuple(gpu.uuid for gpu in gpus),
+        rank_link=_link_of(gpus),
     )
+
+
+def _parts_of(config: WorkerConfig, model: ModelDescription, kv: KvFormat) -> tuple[KvFormat, ...]:
+    """The ranks' formats; none where there is one rank. Raises: ConfigError when the model cannot be divided in this way."""
+    degrees = config.degrees
+    if degrees.num_ranks == 1:
+        return ()
+    from diptych.engine.exec.parallel.place import RankPlace, local_description
+
+    for rank in range(degrees.num_ranks):
+        local_description(model, RankPlace(rank, degrees.tensor_parallel, degrees.pipeline))
+    return split(kv, tensor_parallel=degrees.tensor_parallel, pipeline=degrees.pipeline)
+
+
+def _rank_gpus(config: WorkerConfig) -> tuple[Gpu, ...]:
+    """Of each rank; none on a CPU. Raises: ConfigError when there are too few."""
+    if config.device == "cpu":
+        return ()
+    gpus = gpus_of_ranks(find_gpus(os.environ), config.devices, config.degrees.num_ranks)
+    log.info("GPUs of the ranks", **{f"rank_{rank}": f"{gpu.visible} ({gpu.name})" for rank, gpu in enumerate(gpus)})
+    return gpus
+
+
+def _facts_of(gpus: Sequence[Gpu]) -> DeviceFacts:
+    """Of the smallest one. This process has no context on any of them."""
+    least = min(gpus, key=lambda gpu: gpu.total_bytes)
+    return DeviceFacts("cuda", least.name, least.total_bytes)
+
+
+def _link_of(gpus: Sequence[Gpu]) -> str:
+    try:
+        return worst_link(gpus, find_links(gpus)) if gpus else ""
+    except ConfigError:
+        return ""  # NVML, which found them, does not answer any more
+
+
+def _start_ranks(
+    config: WorkerConfig, folder: Path, shared: Mapping[str, Any], gpus: Sequence[Gpu], *, by_memory: bool
+) -> RanksExecutor:
+    """Returns when all of them have loaded their parts. Raises: InternalError when one does not come up: its log says why."""
+    degrees = config.degrees
+    arguments = {
+        **shared,
+        "model": str(folder.absolute()),
+        "max_num_seqs": config.max_num_seqs,
+        "max_num_batched_tokens": config.max_num_batched_tokens,
+        "deadline_s": _CALL_S,
+    }
+    threads = threads_of_a_rank(config.threads, degrees.num_ranks)
+    log.info("starting the ranks", degrees=str(degrees), threads_of_each=threads)
+    with meeting_point() as rendezvous:
+        specs = rank_specs(
+            degrees,
+            {**arguments, "rendezvous": rendezvous},
+            threads,
+            gpus,
+            config.gpu_memory_utilization if by_memory else 0.0,
+        )
+        try:
+            return RanksExecutor(
+                specs,
+                sampler=degrees.sampler,
+                deadline_s=_CALL_S,
+                start_deadline_s=_START_S,
+                silence_s=config.rank_silence_s,
+            )
+        except ExecutorLost as error:
+            raise InternalError(f"the ranks did not start: {error}") from None
 
 
 def warmed_up_on(loop: asyncio.AbstractEventLoop) -> OnGrammars:
@@ -333,7 +451,7 @@ def _ring_on_gpu(config: WorkerConfig) -> int:
     from diptych.kvtransfer.fabric.registry import candidates
 
     quotas = slab_quotas(config)
-    slabs = (spec.gpu_slabs(quotas) for spec in candidates(config.transport, config.device))
+    slabs = (spec.gpu_slabs(quotas) for spec in candidates(config.transport, config.kv_device))
     return max(slabs, default=0) * config.slab_bytes
 
 

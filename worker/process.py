@@ -9,7 +9,7 @@ import signal
 import sys
 from collections.abc import Awaitable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import structlog
 import uvloop
@@ -22,6 +22,7 @@ from diptych.common.secret import derive_key, load_secret
 from diptych.common.store.interface import Store
 from diptych.common.store.redis_store import RedisStore
 from diptych.common.tls import load_redis_tls
+from diptych.engine.runner import ModelRunner
 from diptych.kvtransfer.api import Transfer
 from diptych.kvtransfer.build import build_transfer
 from diptych.kvtransfer.config import TransferConfig
@@ -69,7 +70,7 @@ def run_process(config: WorkerConfig, make_services: MakeServices) -> NoReturn:
     Raises: ConfigError for an invalid setting.
     """
     if config.transport:
-        registry.check(config.transport, config.device, in_process=False)
+        registry.check(config.transport, config.kv_device, in_process=False)
         check_mode(config.kv_encryption, config.transport)
     check_store(config)
     setup_logging(worker=config.effective_worker_id, role=config.role)
@@ -106,7 +107,10 @@ async def serve(config: WorkerConfig, make_services: MakeServices) -> int:
         _exit(_exit_code(signals))
     model = loading.result()
     if config.fault_step_gates:
-        hold_steps(model.runner, Path(config.fault_step_gates) / config.effective_worker_id)
+        hold_steps(
+            model.executor or cast(ModelRunner, model.runner),
+            Path(config.fault_step_gates) / config.effective_worker_id,
+        )
     runtime = WorkerRuntime(
         config, model, make_transfer=make_transfer, make_services=make_services, store=_store(config)
     )
@@ -147,6 +151,7 @@ async def make_transfer(runtime: WorkerRuntime) -> Transfer:
     faults = FaultSpec(corrupt_every=config.fault_corrupt_every) if config.fault_corrupt_every else None
     settings = config.options(
         TransferConfig,
+        device=config.kv_device,
         host=config.effective_kv_host,
         quotas=slab_quotas(config),
         lease_s=config.slab_lease_s,

@@ -16,6 +16,7 @@ import os
 from collections.abc import Awaitable, Callable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import cast
 
 import structlog
 
@@ -68,7 +69,7 @@ from diptych.worker.host_facts import read_host_facts
 from diptych.worker.incoming import Limits
 from diptych.worker.liveness import why_not_live
 from diptych.worker.metrics import MetricsServer, WorkerMetrics
-from diptych.worker.model import LoadedModel, available_bytes
+from diptych.worker.model import Computes, LoadedModel, available_bytes
 from diptych.worker.refs import WorkerRef
 from diptych.worker.role import Role, ServiceFactories
 from diptych.worker.role_spec import FULL_NAMES, PACKAGE, ROLES
@@ -94,7 +95,7 @@ MakeServices = Callable[["WorkerRuntime"], ServiceFactories]
 TransferFactory = Callable[["WorkerRuntime"], Awaitable[Transfer]]
 
 
-def warm_up_tokens(config: WorkerConfig, runner: ModelRunner) -> int:
+def warm_up_tokens(config: WorkerConfig, runner: Computes) -> int:
     """Length of the warm-up's prompt. On a GPU it is a whole step, 0.1 s: it allocates what such a step needs, and the first
     measured rate is one that placement can use. On a CPU it would be seconds."""
     wanted = 2 * config.block_size if config.device == "cpu" else config.max_num_batched_tokens
@@ -159,7 +160,7 @@ class WorkerRuntime:
             slab_quota_per_peer=max(4, config.num_slabs // 2),
         )
         self.engine = EngineClient(
-            model.executor or LocalExecutor(runner),
+            model.executor or LocalExecutor(cast(ModelRunner, runner)),
             self._engine_config,
             model.identity,
             model.detokenizer_factory,

@@ -5,14 +5,16 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
+from diptych.engine.executor import Executor
 from diptych.engine.messages import ScheduledSeq, StepResult
 from diptych.engine.runner import ModelRunner, StepAborted
 
 _LOOK_EVERY_S = 0.002
 
 
-def hold_steps(runner: ModelRunner, gate: Path) -> None:
+def hold_steps(runner: ModelRunner | Executor, gate: Path) -> None:
     """Make a step of `runner` wait while the file `gate` exists and the number of steps begun before it, since the
     start of the process, is at least the number in the file (as EngineStats.steps counts).
 
@@ -28,7 +30,7 @@ def hold_steps(runner: ModelRunner, gate: Path) -> None:
         except FileNotFoundError:
             return False
 
-    def gated(seqs: Sequence[ScheduledSeq], should_abort: Callable[[], bool] | None = None) -> StepResult:
+    def gated(seqs: Sequence[ScheduledSeq], should_abort: Callable[[], bool] | None = None, *more: Any) -> StepResult:
         nonlocal begun
         try:
             while held():
@@ -39,6 +41,6 @@ def hold_steps(runner: ModelRunner, gate: Path) -> None:
         finally:
             begun += 1
             sign.unlink(missing_ok=True)
-        return execute(seqs, should_abort)
+        return execute(seqs, should_abort, *more)  # type: ignore[arg-type]
 
     runner.execute = gated  # type: ignore[method-assign]

@@ -11,6 +11,7 @@ from diptych.common.addresses import loopback_beside
 from diptych.common.errors import ConfigError
 from diptych.router.config import RouterConfig, absolute_modules
 from diptych.worker.config import AUTO, WorkerConfig
+from diptych.worker.degrees import Degrees
 
 WORKER_ID = "local"
 _WORKER = WorkerConfig()
@@ -45,8 +46,9 @@ class ServeConfig:
         batch_invariant: a request's tokens are the same to the bit alone and beside others, from any cache, in chunks of
             any size; slower on a GPU.
         num_blocks: KV blocks; 0: as many as fit into kv_memory_bytes.
-        kv_memory_bytes: KV pool; 0: on a GPU by gpu_memory_utilization, else a share of the memory free at start.
-        gpu_memory_utilization: share of the GPU's memory for weights, steps and KV together.
+        kv_memory_bytes: KV pool, of all ranks together; 0: on a GPU by gpu_memory_utilization, else a share of the memory free
+            at start.
+        gpu_memory_utilization: share of the GPU's memory for weights, steps and KV together; of each rank's GPU.
         block_size: tokens per KV block.
         max_model_len: prompt and answer together, in tokens; 0: the model's.
         max_num_seqs: requests that run at once; 0: by the device (64 on a CPU, 256 on a GPU).
@@ -58,7 +60,13 @@ class ServeConfig:
         max_mixed_prefill_tokens: prompt tokens of a step in which sequences decode; 0: by the device (512 on a GPU; on a CPU
             only time bounds them).
         enable_prefix_caching: keep the KV of computed blocks, for later prompts that begin alike.
-        threads: torch threads.
+        threads: torch threads; of several ranks together.
+        tensor_parallel_size: ranks that divide each layer's heads and columns among themselves; each is a process, on a GPU of
+            its own.
+        pipeline_parallel_size: stages that divide the layers among themselves; each has tensor_parallel_size ranks.
+        devices: the GPU of each rank, as indices among those that CUDA shows: 0,1; two ranks may share one. Empty: the first
+            ones.
+        rank_silence_s: seconds without a sign of life of any rank, while a step runs, after which the server gives up.
         scheduling_policy: sojourn (no request later than under equal shares), fcfs, priority, sjf or fair.
         enable_lora: serve LoRA adapters beside the model.
         max_loras: adapters on the device: those of one step.
@@ -110,6 +118,10 @@ class ServeConfig:
     max_mixed_prefill_tokens: int = _WORKER.max_mixed_prefill_tokens
     enable_prefix_caching: bool = _WORKER.enable_prefix_caching
     threads: int = 1
+    tensor_parallel_size: int = _WORKER.tensor_parallel_size
+    pipeline_parallel_size: int = _WORKER.pipeline_parallel_size
+    devices: str = _WORKER.devices
+    rank_silence_s: float = _WORKER.rank_silence_s
     scheduling_policy: str = _WORKER.scheduling_policy
     enable_lora: bool = _WORKER.enable_lora
     max_loras: int = _WORKER.max_loras
@@ -134,6 +146,10 @@ class ServeConfig:
             raise ConfigError("metrics_port", self.metrics_port, "must differ from http_port and grpc_port")
         if self.lora_modules and not self.enable_lora:
             raise ConfigError("lora_modules", ", ".join(self.lora_modules), "needs enable_lora")
+
+    @property
+    def degrees(self) -> Degrees:
+        return Degrees(self.tensor_parallel_size, self.pipeline_parallel_size)
 
     def parts(self, *, model: str, name: str, secret_file: str) -> tuple[RouterConfig, WorkerConfig]:
         """Settings of router and worker. Raises: ConfigError naming the field."""

@@ -6,20 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from diptych.common.errors import ConfigError
+from diptych.worker.visible_gpus import Gpu
 
 WHOLE_SHARE = 0.9
 """Share of a GPU's memory for all workers on it."""
 _GIB = 1 << 30
-
-
-@dataclass(frozen=True, slots=True)
-class Gpu:
-    """One GPU. `visible`: its entry in CUDA_VISIBLE_DEVICES."""
-
-    visible: str
-    name: str
-    total_bytes: int
-    free_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,53 +19,6 @@ class GpuAssignment:
 
     gpu: Gpu
     share: float
-
-
-def find_gpus(environ: Mapping[str, str]) -> list[Gpu]:
-    """GPUs in CUDA_VISIBLE_DEVICES, in its order; all if it is not set. Uses NVML: nothing is allocated on them.
-    Raises: ConfigError, in one sentence, when there is none."""
-    try:
-        import pynvml
-    except ImportError:
-        raise ConfigError(
-            "device", "cuda", "finding GPUs needs the package nvidia-ml-py, which is not installed"
-        ) from None
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError as error:
-        raise ConfigError("device", "cuda", f"no CUDA GPU here: NVML says {error}; --device cpu needs none") from None
-    try:
-        found = []
-        for index in range(pynvml.nvmlDeviceGetCount()):
-            handle = pynvml.nvmlDeviceGetHandleByIndex(index)
-            memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
-            gpu = Gpu(str(index), _text(pynvml.nvmlDeviceGetName(handle)), int(memory.total), int(memory.free))
-            found.append((gpu, _text(pynvml.nvmlDeviceGetUUID(handle))))
-    except pynvml.NVMLError as error:
-        raise ConfigError("device", "cuda", f"NVML cannot list the GPUs here: {error}") from None
-    finally:
-        pynvml.nvmlShutdown()
-    return choose_visible(found, environ.get("CUDA_VISIBLE_DEVICES"))
-
-
-def choose_visible(found: Sequence[tuple[Gpu, str]], visible: str | None) -> list[Gpu]:
-    """The GPUs that CUDA_VISIBLE_DEVICES selects. `found`: GPUs with their UUIDs. `visible`: CUDA_VISIBLE_DEVICES;
-    None: not set. Raises: ConfigError when none is left."""
-    if visible is None:
-        chosen = [gpu for gpu, _ in found]
-    else:
-        chosen = []
-        for entry in (part.strip() for part in visible.split(",")):
-            match = [
-                gpu for gpu, uuid in found if entry == gpu.visible or (entry[:4] == "GPU-" and uuid.startswith(entry))
-            ]
-            if not match:
-                break  # as CUDA does: entries after an invalid one are ignored
-            chosen.append(Gpu(entry, match[0].name, match[0].total_bytes, match[0].free_bytes))
-    if not chosen:
-        seen = f"CUDA_VISIBLE_DEVICES={visible} leaves none of {len(found)}" if visible is not None else "there is none"
-        raise ConfigError("device", "cuda", f"no CUDA GPU here: {seen}; --device cpu needs none")
-    return chosen
 
 
 def assign_gpus(
@@ -120,7 +64,3 @@ def describe_assignments(assignments: Mapping[str, GpuAssignment]) -> str:
         parts.append(f"{' and '.join(names)} on {gpu}{shared}")
     hint = "; on one GPU `diptych serve --device cuda` needs no hand-off" if len(by_gpu) == 1 else ""
     return "; ".join(parts) + hint
-
-
-def _text(value: str | bytes) -> str:
-    return value.decode() if isinstance(value, bytes) else value

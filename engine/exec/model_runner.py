@@ -384,6 +384,9 @@ class TorchModelRunner:
             group_blocks=self.pool.num_blocks,
             max_loras=self.loras.slots,
             max_lora_rank=self.loras.max_rank if self.loras.slots else 0,
+            kernels=self.backend,
+            refused="; ".join(self.refusals),
+            weights=self.weight_sizes.line(),
         )
 
     def _check_adapters(self, seqs: Sequence[ScheduledSeq]) -> None:

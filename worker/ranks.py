@@ -1,0 +1,90 @@
+"""The ranks of a worker: how many, on which devices, and what their processes are started with.
+
+A worker of one rank computes in its own process. Of more, each is a process that the worker starts and watches
+(engine/ranks.py); the worker's own process then has no GPU, and KV goes through host memory.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from diptych.common import child
+from diptych.common.errors import ConfigError
+from diptych.engine.ranks import RankSpec
+from diptych.worker.degrees import Degrees, device_numbers
+from diptych.worker.visible_gpus import Gpu
+
+FACTORY = "diptych.engine.exec.parallel.rank_runner:make"
+
+
+def gpus_of_ranks(gpus: Sequence[Gpu], devices: str, num_ranks: int) -> tuple[Gpu, ...]:
+    """The GPU of each rank, in the order of the ranks.
+
+    Args:
+        gpus: those that CUDA shows, in its order.
+        devices: positions in `gpus`, one for each rank, the same one twice if two ranks share it; empty: the first ones.
+    Raises: ConfigError when there are too few.
+    """
+    numbers = device_numbers("devices", devices) or tuple(range(num_ranks))
+    for number in numbers:
+        if number >= len(gpus):
+            if devices:
+                raise ConfigError("devices", devices, f"there are {len(gpus)} GPUs: 0 to {len(gpus) - 1}")
+            rule = f"{num_ranks} ranks need {num_ranks} GPUs, and there are {len(gpus)}; --devices may name one twice"
+            raise ConfigError("tensor_parallel_size", num_ranks, rule)
+    return tuple(gpus[number] for number in numbers)
+
+
+def threads_of_a_rank(threads: int, num_ranks: int) -> int:
+    """The worker's threads divided among its ranks, at least one each."""
+    return max(1, threads // num_ranks)
+
+
+def rank_specs(
+    degrees: Degrees, arguments: Mapping[str, Any], threads: int, gpus: Sequence[Gpu] = (), utilization: float = 0.0
+) -> list[RankSpec]:
+    """How the ranks' processes are started, in their order.
+
+    Args:
+        arguments: of every rank's runner.
+        threads: of each rank.
+        gpus: one for each rank; each rank sees those of all of them. Empty: they compute on the CPU.
+        utilization: share of a GPU's memory for the worker; ranks that share a GPU divide it. 0.0: the pool has its size.
+    """
+    env = {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
+    seen = list(dict.fromkeys(gpu.visible for gpu in gpus))
+    if gpus:
+        env |= {"CUDA_VISIBLE_DEVICES": ",".join(seen), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+    specs = []
+    for rank in range(degrees.num_ranks):
+        about: dict[str, Any] = {
+            "rank": rank,
+            "tensor_parallel": degrees.tensor_parallel,
+            "pipeline": degrees.pipeline,
+            "num_threads": threads,
+        }
+        if gpus:
+            about["device_index"] = seen.index(gpus[rank].visible)
+            if utilization:
+                about["gpu_memory_utilization"] = utilization / gpus.count(gpus[rank])
+        specs.append(RankSpec(FACTORY, {**arguments, **about}, child.environment(**env)))
+    return specs
+
+
+@contextmanager
+def meeting_point() -> Iterator[str]:
+    """The rendezvous of the ranks of one host: a file in a folder that only this user may enter. They need it while they start.
+    Raises: ConfigError when no folder can be made."""
+    try:
+        folder = Path(tempfile.mkdtemp(prefix="diptych-ranks-"))
+    except OSError as error:
+        raise ConfigError("TMPDIR", tempfile.gettempdir(), f"must name a writable folder: {error.strerror}") from None
+    try:
+        yield (folder / "store").as_uri()
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
