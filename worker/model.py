@@ -273,9 +273,8 @@ def _load(
             ranks.close()
         raise
     log.info("model loaded", seconds=round(time.monotonic() - began, 2))
-    log.info(
-        capacity_line(kv, able.group_blocks), dtype=config.dtype, kv_dtype="+".join(kv.dtypes), kernels=able.kernels
-    )
+    group_blocks = able.group_blocks or demand.group_blocks(kv, able.num_blocks)
+    log.info(capacity_line(kv, group_blocks), dtype=config.dtype, kv_dtype="+".join(kv.dtypes), kernels=able.kernels)
     log.info(able.weights)
     return LoadedModel(
         runner,
@@ -356,7 +355,6 @@ def _start_ranks(
                 sampler=degrees.sampler,
                 deadline_s=_CALL_S,
                 start_deadline_s=_START_S,
-                silence_s=config.rank_silence_s,
             )
         except ExecutorLost as error:
             raise InternalError(f"the ranks did not start: {error}") from None

@@ -256,7 +256,8 @@ class WorkerRuntime:
             self._factories = self._make_services(self)
             self._role = Role(self.config.role, self._factories)
             await self._listen()
-            self.model.runner.expect_compiled()
+            if self.model.executor is None:
+                self.model.runner.expect_compiled()
         except BaseException:
             await self._close_metrics()
             if self._transfer is not None:
