@@ -26,7 +26,6 @@ from diptych.engine.runner import ModelRunner
 from diptych.kvtransfer.api import Transfer
 from diptych.kvtransfer.build import build_transfer
 from diptych.kvtransfer.config import TransferConfig
-from diptych.kvtransfer.fabric import registry
 from diptych.kvtransfer.slabs.layout import layout_hash
 from diptych.kvtransfer.wrappers.encryption import PURPOSE, check_mode
 from diptych.kvtransfer.wrappers.faults import FaultSpec
@@ -34,6 +33,7 @@ from diptych.worker.config import WorkerConfig
 from diptych.worker.defaults import slab_quotas
 from diptych.worker.disk_tier import check_store
 from diptych.worker.model import load_model, warmed_up_on
+from diptych.worker.ranks import check_transport
 from diptych.worker.runtime import MakeServices, WorkerRuntime
 from diptych.worker.step_gate import hold_steps
 
@@ -70,7 +70,7 @@ def run_process(config: WorkerConfig, make_services: MakeServices) -> NoReturn:
     Raises: ConfigError for an invalid setting.
     """
     if config.transport:
-        registry.check(config.transport, config.kv_device, in_process=False)
+        check_transport(config.transport, config.device, config.degrees.num_ranks)
         check_mode(config.kv_encryption, config.transport)
     check_store(config)
     setup_logging(worker=config.effective_worker_id, role=config.role)

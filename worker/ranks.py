@@ -40,6 +40,18 @@ def gpus_of_ranks(gpus: Sequence[Gpu], devices: str, num_ranks: int) -> tuple[Gp
     return tuple(gpus[number] for number in numbers)
 
 
+def check_transport(name: str, device: str, num_ranks: int) -> None:
+    """Raises: ConfigError when there is no such transport, or it cannot serve workers with so many ranks on `device`."""
+    from diptych.kvtransfer.fabric import registry
+
+    spec = registry.transports().get(name)
+    if num_ranks > 1 and spec is not None and spec.device:
+        able = ", ".join(one.name for one in registry.transports().values() if not (one.device or one.in_process))
+        rule = f"KV of several ranks goes through host memory, and this one moves it between GPUs; these can: {able}"
+        raise ConfigError("transport", name, rule)
+    registry.check(name, device, in_process=False)
+
+
 def threads_of_a_rank(threads: int, num_ranks: int) -> int:
     """The worker's threads divided among its ranks, at least one each."""
     return max(1, threads // num_ranks)

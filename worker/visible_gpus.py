@@ -9,8 +9,9 @@ from typing import Any
 
 from diptych.common.errors import ConfigError
 
-NVLINK, PCIE, OTHER_NODE = "NVLink", "PCIe", "another NUMA node"
-"""How two GPUs are connected, the best first."""
+NVLINK, PCIE, OTHER_NODE = "NVLink", "PCIe", "PCIe between NUMA nodes"
+LINKS = ("", NVLINK, PCIE, OTHER_NODE)
+"""How two GPUs are connected, the best first; empty: it is one GPU, or NVML does not say."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +110,7 @@ def worst_link(gpus: Sequence[Gpu], links: Links) -> str:
     pairs = [frozenset((one, other)) for index, one in enumerate(uuids) for other in uuids[index + 1 :]]
     if not pairs or any(pair not in links for pair in pairs):
         return ""
-    return max((links[pair] for pair in pairs), key=(NVLINK, PCIE, OTHER_NODE).index)
+    return max((links[pair] for pair in pairs), key=LINKS.index)
 
 
 def _text(value: str | bytes) -> str:

@@ -46,7 +46,7 @@ class ClusterPlan:
     model_name: str
     threads: int
     assignments: Mapping[str, GpuAssignment] = field(default_factory=dict)
-    """Worker name -> its GPU; empty on a CPU."""
+    """Worker name -> its GPUs; empty on a CPU."""
     addresses: dict[str, str] = field(default_factory=dict)
     """Child name -> address of its latest start."""
     metrics: dict[str, str] = field(default_factory=dict)
@@ -137,8 +137,9 @@ class ClusterPlan:
         config = self.config
         assignment = self.assignments.get(name)
         env = self._private
+        degrees = config.degrees(role)
         if assignment is not None:
-            env |= {"CUDA_VISIBLE_DEVICES": assignment.gpu.visible, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+            env |= {"CUDA_VISIBLE_DEVICES": ",".join(assignment.visible), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
 
         def command() -> list[str]:
             host = self.loopback
@@ -164,7 +165,7 @@ class ClusterPlan:
                 "dtype": config.dtype,
                 "kv-cache-dtype": config.kv_cache_dtype,
                 "device": config.device,
-                "threads": self.threads,
+                "threads": config.threads_per_worker or self.threads * degrees.num_ranks,
                 "verify-weights": config.verify_weights,
                 "drain-s": WORKER_DRAIN_S,
             }
@@ -173,6 +174,11 @@ class ClusterPlan:
             flags |= _files(config, "disk_kv_dir")
             if assignment is not None:
                 flags["gpu-memory-utilization"] = assignment.share
+            if degrees.num_ranks > 1:
+                flags["tensor-parallel-size"] = degrees.tensor_parallel
+                flags["pipeline-parallel-size"] = degrees.pipeline
+                if assignment is not None:
+                    flags["devices"] = assignment.devices
             invariant = ["--batch-invariant"] if config.batch_invariant else []
             more = shlex.split(config.worker_args)
             own = [*_flags(flags), *invariant, *_lora_flags(config)]
@@ -181,10 +187,17 @@ class ClusterPlan:
         return ChildSpec(name, role, command, self._log(name), _SERVING_GROUP, env)
 
     def _transport(self) -> str:
-        """Workers that share one GPU can only connect by CUDA IPC within it; "auto" expects the peer on another GPU."""
-        if not self.assignments or len({assignment.gpu.visible for assignment in self.assignments.values()}) > 1:
+        """Workers that share one GPU can only connect by CUDA IPC within it; "auto" expects the peer on another GPU. Where one
+        has several ranks, whose KV goes through host memory, so does that of its peers."""
+        if not self.assignments:
             return ""
-        # Imported here: it takes numpy, which a plan without GPUs does without.
+        # Imported here: they take numpy, which a plan without GPUs does without.
+        if any(len(assignment.gpus) > 1 for assignment in self.assignments.values()):
+            from diptych.worker.defaults import CPU
+
+            return str(CPU["transport"])
+        if len({assignment.visible for assignment in self.assignments.values()}) > 1:
+            return ""
         from diptych.kvtransfer.fabric.registry import transport_for_a_shared_gpu
 
         return transport_for_a_shared_gpu()

@@ -19,12 +19,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
+from typing import TYPE_CHECKING
 
 from diptych.cli.settings.merge import child_environment
 from diptych.cli.up import embedded_redis
 from diptych.cli.up.cluster_plan import ClusterPlan
-from diptych.cli.up.config import UpConfig, threads_for
-from diptych.cli.up.gpus import GpuAssignment, assign_gpus, describe_assignments, find_gpus
+from diptych.cli.up.config import PARALLEL, UpConfig, threads_for
+from diptych.cli.up.gpus import GpuAssignment, assign_gpus, describe_assignments
 from diptych.cli.up.processes import ProcessIdentity, require_free_port, tail
 from diptych.cli.up.progress_log import Stages
 from diptych.cli.up.readiness import NotServingYet, first_answer, is_ready, unserved_adapters
@@ -33,6 +34,11 @@ from diptych.cli.up.startup_message import has_chat_template, startup_message
 from diptych.cli.up.supervisor import Child, Supervisor, exit_reason
 from diptych.common.cores import usable_cores
 from diptych.common.errors import ConfigError
+from diptych.worker.role_spec import ROLES
+from diptych.worker.visible_gpus import find_gpus, find_links
+
+if TYPE_CHECKING:
+    from diptych.engine.exec.models.description import ModelDescription
 
 STOP_GRACE_S = 4.0
 REDIS_DEADLINE_S = 10.0
@@ -142,17 +148,38 @@ def check_model(config: UpConfig, folder: Path) -> None:
         raise ConfigError("model", str(folder), f"has no config.json that can be read: {error}") from None
     if not isinstance(raw, dict):
         raise ConfigError("model", str(folder / "config.json"), "must hold a JSON object")
-    most = describe(raw).max_position
+    model = describe(raw)
+    _check_division(config, model)
+    most = model.max_position
     if config.max_model_len > most:
         raise ConfigError("max_model_len", config.max_model_len, f"must be at most the model's {most}")
+
+
+def _check_division(config: UpConfig, model: ModelDescription) -> None:
+    """Raises: ConfigError when a role's workers cannot divide the model among their ranks."""
+    from diptych.engine.exec.parallel.place import RankPlace, local_description
+
+    for role in ROLES:
+        degrees = config.degrees(role)
+        try:
+            for rank in range(degrees.num_ranks):
+                local_description(model, RankPlace(rank, degrees.tensor_parallel, degrees.pipeline))
+        except ConfigError as error:
+            field = config.degree_setting(role, error.field) if error.field in PARALLEL else error.field
+            raise ConfigError(field, error.value, error.rule) from None
 
 
 def _assign_gpus(config: UpConfig) -> dict[str, GpuAssignment]:
     """Raises: ConfigError when GPUs are requested and there are none."""
     if config.device != "cuda":
         return {}
+    gpus = find_gpus(os.environ)
+    prefill_ranks, decode_ranks = (config.degrees(role).num_ranks for role in ("prefill", "decode"))
     return assign_gpus(
-        find_gpus(os.environ),
+        gpus,
+        prefill_ranks=prefill_ranks,
+        decode_ranks=decode_ranks,
+        links=find_links(gpus) if max(prefill_ranks, decode_ranks) > 1 else {},
         prefill=config.prefill_workers,
         decode=config.decode_workers,
         prefill_gpus=config.gpu_numbers("prefill_gpus"),

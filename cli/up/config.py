@@ -14,12 +14,15 @@ from diptych.kvtransfer.disk.store_address import StoreAddress
 from diptych.kvtransfer.wrappers import ciphers
 from diptych.router.config import MOST_PROCESSES, lora_modules
 from diptych.worker.config import AUTO, MOST, WorkerConfig, check_lora
+from diptych.worker.degrees import MOST_RANKS, Degrees, check_degrees, device_numbers
+from diptych.worker.role_spec import ROLES
 
 _WORKER = WorkerConfig()
 """Source of the defaults of a worker's settings."""
 _WORKERS_OWN = ("max_model_len", "num_blocks", "max_num_seqs", "max_num_batched_tokens")
 """as in kvtransfer.config, whose import would load numpy"""
 DEVICES = ("cpu", "cuda")
+PARALLEL = ("tensor_parallel_size", "pipeline_parallel_size")
 
 
 @dataclass(frozen=True)
@@ -53,8 +56,16 @@ class UpConfig:
         lora_dir: folders that adapters are loaded from, and all folders in them; comma-separated, or the flag several times.
         lora_modules: NAME=FOLDER of adapters to load at the start, from these folders, or {"name": ..., "path": ...};
             comma-separated, or several flags.
-        device: cpu or cuda; on cuda each worker gets one GPU; with fewer GPUs than workers they share memory.
-        prefill_gpus: GPUs of the prefill workers, as indices among those that CUDA shows: 0 or 0,1; empty: automatic.
+        tensor_parallel_size: ranks of every worker, which divide each layer's heads and columns among themselves; each is a
+            process, on a GPU of its own.
+        pipeline_parallel_size: stages of every worker, which divide the layers; each has tensor_parallel_size ranks.
+        prefill_tensor_parallel_size: tensor_parallel_size of prefill workers, where it is another; 0: the same.
+        prefill_pipeline_parallel_size: pipeline_parallel_size of prefill workers; 0: the same.
+        decode_tensor_parallel_size: tensor_parallel_size of decode workers; 0: the same.
+        decode_pipeline_parallel_size: pipeline_parallel_size of decode workers; 0: the same.
+        device: cpu or cuda; on cuda each rank of a worker gets one GPU; with fewer GPUs workers share memory.
+        prefill_gpus: GPUs of the prefill workers, as indices among those that CUDA shows: 0 or 0,1; empty: automatic, with the
+            best connection between the ranks of a worker.
         decode_gpus: GPUs of the decode workers, likewise; empty: automatic.
         keys_file: API keys made by `diptych keys`; the cluster's first request uses the one in DIPTYCH_API_KEY.
         tls_cert: PEM file with the certificate of both servers; if set, clients must use TLS.
@@ -76,7 +87,7 @@ class UpConfig:
             self-test; empty: ucx on a CPU, auto on GPUs.
         kv_encryption: cipher of KV between the workers: off, aes-gcm or chacha20-poly1305; not with ipc and ucx-gpu.
         num_blocks: KV blocks per worker; 0: by the memory that the worker finds.
-        threads_per_worker: torch threads; 0: one while two workers share two cores, more on larger
+        threads_per_worker: torch threads, of its ranks together; 0: one a rank while two workers share two cores, more on larger
             machines; affinity and a container's CPU quota count.
         verify_weights: hash the model's files changed (where size, mtime or inode differ from the last start's) or always.
         worker_args: further flags of `diptych prefill` and `diptych decode`, as one string.
@@ -124,6 +135,12 @@ class UpConfig:
     max_cpu_loras: int = _WORKER.max_cpu_loras
     lora_dir: tuple[str, ...] = ()
     lora_modules: tuple[str, ...] = ()
+    tensor_parallel_size: int = _WORKER.tensor_parallel_size
+    pipeline_parallel_size: int = _WORKER.pipeline_parallel_size
+    prefill_tensor_parallel_size: int = 0
+    prefill_pipeline_parallel_size: int = 0
+    decode_tensor_parallel_size: int = 0
+    decode_pipeline_parallel_size: int = 0
     device: str = "cpu"
     prefill_gpus: str = ""
     decode_gpus: str = ""
@@ -194,14 +211,21 @@ class UpConfig:
         for name in ("max_loras", "max_lora_rank", "max_cpu_loras"):
             if not 1 <= getattr(self, name) <= MOST[name]:
                 raise ConfigError(name, getattr(self, name), f"must be 1 to {MOST[name]}")
+        check_degrees(self.tensor_parallel_size, self.pipeline_parallel_size)
+        for role in ROLES:
+            for name in PARALLEL:
+                if not 0 <= getattr(self, f"{role}_{name}") <= MOST_RANKS:
+                    raise ConfigError(f"{role}_{name}", getattr(self, f"{role}_{name}"), f"must be 0 to {MOST_RANKS}")
+            degrees = self.degrees(role)
+            check_degrees(degrees.tensor_parallel, degrees.pipeline, f"{role}_")
         check_lora(self.enable_lora, self.max_loras, self.max_cpu_loras, self.lora_dir)
         if lora_modules(self.lora_modules) and not self.enable_lora:
             raise ConfigError("lora_modules", ", ".join(self.lora_modules), "needs enable_lora")
         if self.transport:
             # Imported here: it takes numpy, which other commands do without.
-            from diptych.kvtransfer.fabric import registry
+            from diptych.worker.ranks import check_transport
 
-            registry.check(self.transport, self.device, in_process=False)
+            check_transport(self.transport, self.device, max(self.degrees(role).num_ranks for role in ROLES))
         for name in ("prefill_gpus", "decode_gpus"):
             if self.gpu_numbers(name) and self.device != "cuda":
                 raise ConfigError(name, getattr(self, name), "needs --device cuda")
@@ -210,18 +234,29 @@ class UpConfig:
 
     def gpu_numbers(self, name: str) -> tuple[int, ...]:
         """GPU numbers in prefill_gpus or decode_gpus. Raises: ConfigError."""
-        text: str = getattr(self, name)
-        try:
-            return tuple(int(part) for part in text.split(",") if text.strip())
-        except ValueError:
-            raise ConfigError(name, text, "must be GPU numbers separated by commas") from None
+        return device_numbers(name, getattr(self, name))
+
+    def degrees(self, role: str) -> Degrees:
+        """Of each worker that begins with this role."""
+        own = {name: getattr(self, f"{role}_{name}") or getattr(self, name) for name in PARALLEL}
+        return Degrees(own["tensor_parallel_size"], own["pipeline_parallel_size"])
+
+    def degree_setting(self, role: str, name: str) -> str:
+        """The setting that decides about `name`, of PARALLEL, for this role."""
+        return f"{role}_{name}" if getattr(self, f"{role}_{name}") else name
+
+    @property
+    def num_ranks(self) -> int:
+        """Of all workers."""
+        prefill, decode = self.degrees("prefill").num_ranks, self.degrees("decode").num_ranks
+        return self.prefill_workers * prefill + self.decode_workers * decode
 
     @property
     def num_workers(self) -> int:
         return self.prefill_workers + self.decode_workers
 
 
-def threads_for(config: UpConfig, cores: int) -> int:
-    """torch threads of one worker: the cores divided by the workers, at least one; contended spinning threads are
-    slower."""
-    return config.threads_per_worker or max(1, cores // config.num_workers)
+def threads_for(config: UpConfig, cores: int, num_ranks: int = 1) -> int:
+    """torch threads of a worker with so many ranks: the cores divided by all workers' ranks, at least one each; contended
+    spinning threads are slower."""
+    return config.threads_per_worker or max(1, cores // config.num_ranks) * num_ranks

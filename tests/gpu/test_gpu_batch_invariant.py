@@ -13,8 +13,8 @@ import pytest
 
 from diptych.bench.gpu.http_client import ask
 from diptych.bench.gpu.random_model import SMALL, TINY, write_model
-from diptych.cli.up.gpus import find_gpus
 from diptych.common.errors import ConfigError
+from diptych.worker.visible_gpus import find_gpus
 
 DEVICE = os.environ.get("GPU_TESTS_DEVICE", "cuda")
 SHAPE = replace(SMALL, dtype="bfloat16") if DEVICE == "cuda" else TINY

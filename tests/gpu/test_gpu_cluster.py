@@ -22,10 +22,10 @@ import pytest
 
 from diptych.bench.gpu.http_client import Answer, ask
 from diptych.bench.gpu.random_model import SMALL, TINY, write_model
-from diptych.cli.up.gpus import find_gpus
 from diptych.cli.up.processes import ProcessIdentity
 from diptych.client import AsyncClient
 from diptych.common.errors import ConfigError
+from diptych.worker.visible_gpus import find_gpus
 
 DEVICE = os.environ.get("GPU_TESTS_DEVICE", "cuda")
 SHAPE = SMALL if DEVICE == "cuda" else TINY
