@@ -38,7 +38,7 @@ PIP := $(BIN)/python -m pip --quiet
 STEP := .ci/with_progress.sh
 PROTO_SOURCES := $(wildcard proto/diptych/rpc/v1/*.proto)
 
-.PHONY: help check sdk-reference test test-full test-hostile up down proto model golden adapters golden-adapters chaos chaos-kill redis-away soak sim fuzz audit sdk-wheel bench quality bench-router bench-beside bench-overload bench-overload-http bench-router-processes bench-peers bench-engine bench-quantized bench-lora bench-kv bench-vllm test-gpu bench-gpu bench-gpu-batch-invariant bench-gpu-pair bench-gpu-http wheels wheels-gpu secrets images charts test-clients test-containers clean
+.PHONY: help check sdk-reference test test-full test-hostile up down proto model golden adapters golden-adapters chaos chaos-kill chaos-kill-ranks redis-away soak sim fuzz audit sdk-wheel bench quality bench-router bench-beside bench-overload bench-overload-http bench-router-processes bench-peers bench-engine bench-quantized bench-lora bench-kv bench-vllm test-gpu bench-gpu bench-gpu-batch-invariant bench-gpu-pair bench-gpu-http wheels wheels-gpu secrets images charts test-clients test-containers clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 27
@@ -109,6 +109,9 @@ chaos: $(VENV)/.dev model ## faults on real processes, and between network names
 SEEDS ?= 100000
 chaos-kill: $(VENV)/.dev model ## kill -9 of KILLS workers in every phase of a request under sixteen streams: every answer as without it
 	@$(BIN)/python -P tests/chaos/kill_workers.py --kills $(KILLS) --clusters $(CLUSTERS) --seed $(SEED) --phases "$(PHASES)" --out $(OUT) $(ARGS)
+
+chaos-kill-ranks: $(VENV)/.dev model ## the same with workers of three ranks, one of which is killed (SIGKILL) or stopped (SIGSTOP); KILLS=50 are enough
+	@$(BIN)/python -P tests/chaos/kill_workers.py --tensor-parallel-size 3 --kills $(KILLS) --clusters $(CLUSTERS) --seed $(SEED) --phases "$(PHASES)" --out $(OUT) $(ARGS)
 
 TIMES ?= 10
 redis-away: $(VENV)/.dev ## Redis killed for ten seconds under load, TIMES times: failures, labels, and when the router's index is right again

@@ -1,6 +1,6 @@
 """A rank of a worker is killed (kill -9) or stopped (SIGSTOP) in each phase of a request: the worker ends with all its ranks, and
 what it computed is computed elsewhere, with the same tokens. Ranks are processes with fake runners; the workers are real, in
-this process. Ranks of a model, under `diptych up` with its supervisor: `make chaos-kill RANKS=2`.
+this process. Ranks of a model, under `diptych up` with its supervisor: `make chaos-kill-ranks`.
 """
 
 from __future__ import annotations

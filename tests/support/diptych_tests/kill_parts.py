@@ -69,7 +69,8 @@ def _write(file: Path, body: Mapping[str, Any]) -> None:
 
 def _one(chosen: argparse.Namespace, phases: Sequence[str], head: Mapping[str, Any]) -> dict[str, Any]:
     """Run one cluster. Returns: its record."""
-    done, until = Run(chosen.seed, phases), time.monotonic() + 60.0 * chosen.minutes
+    done = Run(chosen.seed, phases, chosen.tensor_parallel_size * chosen.pipeline_parallel_size)
+    until = time.monotonic() + 60.0 * chosen.minutes
 
     def save() -> None:
         _write(chosen.out, {**head, **done.record()})
@@ -88,7 +89,8 @@ def _one(chosen: argparse.Namespace, phases: Sequence[str], head: Mapping[str, A
             save()
 
     with tempfile.TemporaryDirectory(prefix="kills-") as root:
-        given = [*flags(Path(root), chosen.model), *chosen.up_args.split()]
+        degrees = {"tensor_parallel": chosen.tensor_parallel_size, "pipeline": chosen.pipeline_parallel_size}
+        given = [*flags(Path(root), chosen.model, **degrees), *chosen.up_args.split()]
         try:
             with clusters.running_cluster(Path(root), *given) as cluster:
                 asyncio.run(until_told(cluster))
@@ -154,6 +156,8 @@ def main(arguments: Sequence[str]) -> int:
         "--most-down", type=int, default=1, help="workers that may be away at the next kill: with 1 two are then"
     )
     parser.add_argument("--model", default="smollm2", help="the default model, or a folder of it")
+    for name in ("--tensor-parallel-size", "--pipeline-parallel-size"):
+        parser.add_argument(name, type=int, default=1, help="of each worker; of several ranks one is killed or stopped")
     parser.add_argument("--up-args", default="", help="further flags of `diptych up`, as one string")
     parser.add_argument("--commit", default="", help="of the code, where it lies in no repository")
     parser.add_argument("--out", type=Path, required=True)
@@ -173,7 +177,17 @@ def main(arguments: Sequence[str]) -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     body = _several(chosen, arguments, head) if chosen.clusters > 1 else _one(chosen, phases, head)
     _write(chosen.out, {**head, **body})
-    shown = ("num_kills", "by_phase", "replace_s", "gap_s", "gap_less_recompute_s", "failed", "wrong", "broken")
+    shown = (
+        "num_kills",
+        "by_phase",
+        "replace_s",
+        "gone_s",
+        "gap_s",
+        "gap_less_recompute_s",
+        "failed",
+        "wrong",
+        "broken",
+    )
     print(json.dumps({name: body[name] for name in shown}, indent=1))
     return 1 if body["failed"] or body["wrong"] or body["broken"] else 0
 

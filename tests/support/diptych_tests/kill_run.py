@@ -11,6 +11,9 @@ that were hit flow again: a request moves three times in a row without a new tok
 
 What is compared: the texts, calls, token ids, finish reasons and usage, byte for byte; log probabilities within 1e-5 (how
 many are equal to the bit is counted). Ids of calls are random by design.
+
+With workers of several ranks (`Run.num_ranks`) not the worker is killed but one of its ranks, by SIGKILL and SIGSTOP in turn. The
+worker must end by itself, its other ranks with it, and the supervisor starts it again.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ import hashlib
 import json
 import math
 import random
+import signal
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -37,6 +41,7 @@ import psutil
 
 from diptych.cli.models.store import resolve_model
 from diptych.cli.up.processes import ProcessIdentity
+from diptych.cli.up.run_folder import ChildState
 from diptych.cli.worker_access import WorkerAccess
 from diptych.common.secret import load_secret
 from diptych.rpc.v1 import router_pb2, router_pb2_grpc, worker_pb2, worker_pb2_grpc
@@ -368,6 +373,11 @@ class Kill:
     """The process is gone."""
     back_s: float | None = None
     """Until the router used the worker's successor; None: the run ended before."""
+    rank: int | None = None
+    """Which of the worker's ranks was killed; None: the worker itself."""
+    signal: str = "SIGKILL"
+    gone_s: float | None = None
+    """Until the worker's process, and those of all its ranks, had ended."""
 
     @property
     def flows_again(self) -> bool:
@@ -516,6 +526,8 @@ class Run:
 
     seed: int
     phases: Sequence[str] = PHASES
+    num_ranks: int = 1
+    """Of each worker; of several one is killed."""
     kills: list[Kill] = field(default_factory=list)
     answers: list[Flight] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
@@ -604,6 +616,7 @@ class Run:
                         "noticed_s": kill.noticed_s,
                         "back_s": kill.back_s,
                     }
+                    | ({} if kill.rank is None else _of_a_rank(kill))
                     for kill in self.kills
                 ],
                 "losses": losses,
@@ -632,6 +645,19 @@ def _phase_of(kind: str, had: int) -> str:
     return "first token" if had <= _FIRST_TOKENS else named
 
 
+def _of_a_rank(kill: Kill) -> dict[str, Any]:
+    return {"rank": kill.rank, "signal": kill.signal, "gone_s": kill.gone_s}
+
+
+def ranks_of(child: ChildState) -> list[psutil.Process]:
+    """The processes of a worker's ranks, in their order. Raises: psutil.NoSuchProcess."""
+    return [
+        process
+        for process in sorted(psutil.Process(child.pid).children(), key=lambda one: one.create_time())
+        if "diptych.engine.rank_process" in process.cmdline()
+    ]
+
+
 def percentiles(values: Sequence[float]) -> dict[str, float]:
     if not values:
         return {"n": 0}
@@ -658,6 +684,7 @@ def summed(body: dict[str, Any]) -> dict[str, Any]:
         "recompute_s": percentiles([one["recompute_s"] for one in gaps]),
         "noticed_s": percentiles([one["noticed_s"] for one in body["kills"] if one.get("noticed_s") is not None]),
         "back_s": percentiles([one["back_s"] for one in body["kills"] if one["back_s"] is not None]),
+        "gone_s": percentiles([one["gone_s"] for one in body["kills"] if one.get("gone_s") is not None]),
         "gap_less_recompute_s": percentiles([round(max(0.0, one["gap_s"] - one["recompute_s"]), 3) for one in gaps]),
         **body,
     }
@@ -814,27 +841,50 @@ class _Streams:
             held = [(flight, flight.progress.total()) for flight in self._flights]
             kill = Kill(len(done.kills), phase, victim, *found, held=held, at=time.monotonic(), at_unix=time.time())
             kill.away = sorted(set(WORKERS) - watch.usable)
-            child = watch.cluster.kill(victim)
+            child, processes = self._strike(kill)
             done.kills.append(kill)
+            struck = victim if kill.rank is None else f"rank {kill.rank} of {victim}"
             self._say(
-                f"[{len(done.kills):3}/{kills}] {self._took():>6} s  {victim} killed, {phase} {kill.seen}; "
+                f"[{len(done.kills):3}/{kills}] {self._took():>6} s  {struck} {kill.signal}, {phase} {kill.seen}; "
                 f"{len(done.answers)} answers, {len(done.moved)} moved, {len(done.failed)} failed, {len(done.wrong)} wrong; "
                 f"hits {dict(done.hits())}"
             )
-            dying = ProcessIdentity(child.pid, child.start_time)
+            dying = [ProcessIdentity(child.pid, child.start_time), *processes]
             await waiting.until(
-                lambda dying=dying: not dying.alive(), "it has ended", deadline_s=_AGAIN_S, every_s=0.01
+                lambda dying=dying: not any(one.alive() for one in dying),
+                "it has ended, with its ranks",
+                deadline_s=_AGAIN_S,
+                every_s=0.01,
             )
+            kill.gone_s = round(time.monotonic() - kill.at, 3)
             await watch.look()
             kill.ended = True
             save()
+
+    def _strike(self, kill: Kill) -> tuple[ChildState, list[ProcessIdentity]]:
+        """Returns: the worker, and its ranks."""
+        cluster, number = self._watch.cluster, self._done.num_ranks
+        if number == 1:
+            return cluster.kill(kill.victim), []
+        child = cluster.child(kill.victim)
+        processes = ranks_of(child)
+        assert len(processes) == number, f"{kill.victim} has {len(processes)} ranks"
+        kill.rank = self._rng.randrange(number)
+        signum = (signal.SIGKILL, signal.SIGSTOP)[kill.number % 2]
+        kill.signal = signum.name
+        processes[kill.rank].send_signal(signum)
+        return child, [ProcessIdentity(one.pid, one.create_time()) for one in processes]
 
 
 def _close(one: Sequence[float], other: Sequence[float]) -> bool:
     return len(one) == len(other) and all(abs(a - b) <= _LOGPROB_TOLERANCE for a, b in zip(one, other, strict=True))
 
 
-def flags(root: Path, model: str) -> tuple[str, ...]:
+def flags(root: Path, model: str, *, tensor_parallel: int = 1, pipeline: int = 1) -> tuple[str, ...]:
     """Of `diptych up`."""
     folder = model_folder(root / "model", model)
-    return "--model", str(folder), "--served-model-name", "smollm2", "--prefill-workers", "2", "--decode-workers", "3"
+    ranks = ("--tensor-parallel-size", str(tensor_parallel), "--pipeline-parallel-size", str(pipeline))
+    return (
+        "--model", str(folder), "--served-model-name", "smollm2", "--prefill-workers", "2", "--decode-workers", "3",
+        *(ranks if tensor_parallel * pipeline > 1 else ()),
+    )  # fmt: skip

@@ -214,6 +214,26 @@ def test_a_rank_that_is_killed_or_stopped_while_nothing_is_computed_is_noticed(s
     assert all(process.poll() is not None for process in processes)
 
 
+def test_a_rank_that_is_killed_while_it_reads_an_adapter_is_noticed_by_the_reader_and_by_the_engine(start, tmp_path):
+    (tmp_path / "readable").touch()
+    os.mkfifo(tmp_path / "gate")
+    executor, _ = start({"max_loras": 1}, {"max_loras": 1})
+    reasons = []
+    executor.on_lost(reasons.append)
+
+    def read():
+        with pytest.raises(ExecutorLost, match="rank 0 ended"):
+            executor.read_adapter(tmp_path, AdapterFacts("cd" * 16, 4, 100, "", ()))
+        reasons.append("the reader knows")
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    os.close(os.open(tmp_path / "gate", os.O_WRONLY))  # a rank reads
+    executor._ranks[0].process.kill()
+    thread.join(GENEROUS_S)
+    assert sorted(reasons)[1:] == ["the reader knows"]
+
+
 async def test_an_idle_worker_is_notified_of_a_lost_rank(start):
     executor, _ = start({}, {})
     client = EngineClient(executor, EngineConfig(24, BLOCK), IDENTITY, None, lambda events: None)
