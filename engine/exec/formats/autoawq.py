@@ -66,8 +66,8 @@ class AutoAwqFormat:
     def tensors(self, layer: Linear, part: Part, shard: Shard) -> list[TensorPart]:
         """See CheckpointFormat.tensors."""
         rows, columns = layer.share(part, shard)
-        size, eight = settings_of(layer)["group_size"], cut(rows, 8, part.name)
-        groups, count = cut(columns, size, part.name), layer.inputs // size
+        size, eight = settings_of(layer)["group_size"], cut(rows, 8, part.name, shard)
+        groups, count = cut(columns, size, part.name, shard), layer.inputs // size
         return [
             TensorPart(f"{part.name}.qweight", (layer.inputs, part.outputs // 8), (columns, eight)),
             TensorPart(f"{part.name}.qzeros", (count, part.outputs // 8), (groups, eight)),

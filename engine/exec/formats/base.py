@@ -133,14 +133,22 @@ def _is_within(name: str, module: str) -> bool:
     return f".{module}." in f".{name}."
 
 
-def cut(span: slice, unit: int, what: str) -> slice:
-    """A rank's share of something of which `unit` lie in one element. Raises: ConfigError naming `what`, where a rank would
-    get a part of an element."""
+def cut(span: slice, unit: int, what: str, shard: Shard) -> slice:
+    """A rank's share of something of which `unit` lie in one element. Raises: ConfigError with `what` and the numbers, where a
+    rank would get a part of an element."""
     if span == slice(None):
         return span
     if span.start % unit or span.stop % unit:
-        raise ConfigError("tensor_parallel", what, f"a rank's share, {span.start} to {span.stop}, is not cut at {unit}")
+        rule = f"{what} is cut at multiples of {unit}, and a rank's share would be {span.start} to {span.stop}"
+        raise ConfigError("tensor_parallel_size", shard.degree, rule)
     return slice(span.start // unit, span.stop // unit)
+
+
+def refuse_order(layer: Linear, part: Part, shard: Shard, order: Tensor | None) -> None:
+    """Raises: ConfigError where inputs of one group would lie on several ranks. Args: order: see `input_order`."""
+    if order is not None and is_divided(layer.share(part, shard)[1], layer.inputs):
+        rule = f"{part.name} orders its inputs (act-order): a group's inputs would lie on several ranks"
+        raise ConfigError("tensor_parallel_size", shard.degree, rule)
 
 
 def is_divided(span: slice, size: int) -> bool:

@@ -25,11 +25,11 @@ from diptych.engine.exec.formats.base import (
     group_of,
     group_size,
     input_order,
-    is_divided,
     nibbles,
     only,
     pass_over,
     refusal,
+    refuse_order,
     settings_of,
     take,
     take_bias,
@@ -124,15 +124,15 @@ class CompressedTensorsFormat:
                 TensorPart(f"{part.name}.weight_scale", (part.outputs, 1), (rows, slice(None))),
             ]
         settings, size = settings_of(layer), settings_of(layer)["group_size"]
-        groups, count = cut(columns, size, part.name), layer.inputs // size
+        groups, count = cut(columns, size, part.name, shard), layer.inputs // size
         packed_weight = (part.outputs, layer.inputs // 8)
         out = [
-            TensorPart(f"{part.name}.weight_packed", packed_weight, (rows, cut(columns, 8, part.name))),
+            TensorPart(f"{part.name}.weight_packed", packed_weight, (rows, cut(columns, 8, part.name, shard))),
             TensorPart(f"{part.name}.weight_scale", (part.outputs, count), (rows, groups)),
             TensorPart(f"{part.name}.weight_shape", (2,), (slice(None),)),
         ]
         if not settings["symmetric"]:
-            where = (cut(rows, 8, part.name), groups)
+            where = (cut(rows, 8, part.name, shard), groups)
             out.append(TensorPart(f"{part.name}.weight_zero_point", (-(-part.outputs // 8), count), where))
         if settings["order"]:
             out.append(TensorPart(f"{part.name}.weight_g_idx", (layer.inputs,), (slice(None),)))
@@ -156,7 +156,7 @@ class CompressedTensorsFormat:
 
     def _int4(self, layer: Linear, part: Part, shard: Shard, source: TensorSource) -> Int4Weights:
         """Codes and zeros are stored with 8 added, as unsigned ones."""
-        settings, columns = settings_of(layer), layer.share(part, shard)[1]
+        settings = settings_of(layer)
         size = settings["group_size"]
         tensors = {one.name.rpartition(".")[2]: one for one in self.tensors(layer, part, shard)}
         shape = take(source, tensors["weight_shape"], torch.int64, torch.int32).tolist()
@@ -170,8 +170,7 @@ class CompressedTensorsFormat:
             stored = take(source, groups, torch.int32, torch.int64)
             if not bool((stored == -1).all()):  # so it is left where calibration ordered nothing
                 order = input_order(source, groups.name, stored, size)
-            if order is not None and is_divided(columns, layer.inputs):
-                raise refusal(source, groups.name, "orders the inputs, which ranks then cannot share")
+            refuse_order(layer, part, shard, order)
         if settings["symmetric"]:
             zeros = torch.full(scales.shape, 8, dtype=torch.uint8, device=scales.device)
         else:

@@ -77,7 +77,7 @@ def fp8_tensors(layer: Linear, part: Part, shard: Shard, block_scales: str) -> l
     if not settings_of(layer)["blocked"]:
         return [weight, TensorPart(f"{part.name}.weight_scale", (part.outputs, 1), (rows, slice(None)))]
     shape = (-(-part.outputs // BLOCK[0]), -(-layer.inputs // BLOCK[1]))
-    where = (cut(rows, BLOCK[0], part.name), cut(columns, BLOCK[1], part.name))
+    where = (cut(rows, BLOCK[0], part.name, shard), cut(columns, BLOCK[1], part.name, shard))
     return [weight, TensorPart(f"{part.name}.{block_scales}", shape, where)]
 
 

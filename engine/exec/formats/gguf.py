@@ -63,7 +63,7 @@ class GgufFormat:
         """See CheckpointFormat.tensors."""
         rows, columns = layer.share(part, shard)
         kind = KINDS[kind_of(layer, part)]
-        blocks = cut(columns, kind.weights, part.name)
+        blocks = cut(columns, kind.weights, part.name, shard)
         if blocks != slice(None):
             blocks = slice(blocks.start * kind.size_bytes, blocks.stop * kind.size_bytes)
         return [TensorPart(f"{part.name}.weight", (part.outputs, kind.row_bytes(layer.inputs)), (rows, blocks))]

@@ -22,11 +22,11 @@ from diptych.engine.exec.formats.base import (
     group_of,
     group_size,
     input_order,
-    is_divided,
     left_out_by,
     nibbles,
     only,
     refusal,
+    refuse_order,
     settings_of,
     take,
     take_bias,
@@ -82,10 +82,12 @@ class GptqFormat:
     def tensors(self, layer: Linear, part: Part, shard: Shard) -> list[TensorPart]:
         """See CheckpointFormat.tensors. g_idx is read whole: see `load`."""
         rows, columns = layer.share(part, shard)
-        size, eight = settings_of(layer)["group_size"], cut(rows, 8, part.name)
-        groups, count = cut(columns, size, part.name), layer.inputs // size
+        size, eight = settings_of(layer)["group_size"], cut(rows, 8, part.name, shard)
+        groups, count = cut(columns, size, part.name, shard), layer.inputs // size
         return [
-            TensorPart(f"{part.name}.qweight", (layer.inputs // 8, part.outputs), (cut(columns, 8, part.name), rows)),
+            TensorPart(
+                f"{part.name}.qweight", (layer.inputs // 8, part.outputs), (cut(columns, 8, part.name, shard), rows)
+            ),
             TensorPart(f"{part.name}.qzeros", (count, part.outputs // 8), (groups, eight)),
             TensorPart(f"{part.name}.scales", (count, part.outputs), (groups, rows)),
             TensorPart(f"{part.name}.g_idx", (layer.inputs,), (slice(None),)),
@@ -95,14 +97,11 @@ class GptqFormat:
         """See CheckpointFormat.load."""
         weight, zeros, scales, groups = self.tensors(layer, part, shard)
         settings = settings_of(layer)
-        size, columns = settings["group_size"], layer.share(part, shard)[1]
+        size = settings["group_size"]
         order = None
         if settings["order"] or source.shape(groups.name) is not None:
             order = input_order(source, groups.name, take(source, groups, torch.int32, torch.int64), size)
-        if order is not None and is_divided(columns, layer.inputs):
-            raise refusal(
-                source, groups.name, "orders the inputs, which ranks then cannot share: groups lie across them"
-            )
+        refuse_order(layer, part, shard, order)
         codes = nibbles(take(source, weight, torch.int32), 0).T
         if order is not None:
             codes = codes[:, order]

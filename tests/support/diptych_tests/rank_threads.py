@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from diptych.engine.exec.kv_pool import kv_format_of
 from diptych.engine.exec.model_runner import TorchModelRunner
+from diptych.engine.exec.models.registry import describe
 from diptych.engine.exec.parallel.communicator import add_in_order
 from diptych.engine.exec.parallel.place import RankPlace
 from diptych.engine.runner import RunnerLost
@@ -121,33 +125,74 @@ def places(tensor_parallel: int, pipeline: int = 1) -> list[RankPlace]:
 
 
 class ThreadedRanks:
-    """The runners of all ranks of a folder as one: every call goes to each of them at the same time."""
+    """Implements engine.runner.ModelRunner, but for hand-offs: the runners of all ranks of a folder, at the same time."""
 
-    def __init__(self, folder: Any, tensor_parallel: int, pipeline: int = 1, **settings: Any) -> None:
+    on_launched: Callable[[], None]
+    on_layers: Callable[[int], None]
+
+    def __init__(self, folder: Path, tensor_parallel: int, pipeline: int = 1, **settings: Any) -> None:
+        """Args: settings: see TorchModelRunner.load."""
+
         def load(place: RankPlace, communicator: ThreadCommunicator) -> TorchModelRunner:
             return TorchModelRunner.load(folder, place=place, communicator=communicator, **settings)
 
         self.places = places(tensor_parallel, pipeline)
         self.runners: list[TorchModelRunner] = on_all(self.places, load)
-        self.sampler = next(runner for runner, place in zip(self.runners, self.places, strict=True) if place.samples)
+        [self.sampler] = [runner for runner, place in zip(self.runners, self.places, strict=True) if place.samples]
+        demand = settings.get("demand")
+        self.kv = kv_format_of(
+            describe(json.loads((folder / "config.json").read_text())),
+            block_size=settings["block_size"],
+            window_groups=demand is not None,
+            kv_cache_dtype=settings.get("kv_cache_dtype", "auto"),
+        )
         self.num_blocks, self.block_size = self.sampler.num_blocks, self.sampler.block_size
         self.vocab_size = self.sampler.vocab_size
+        self.capabilities = replace(
+            self.sampler.capabilities,
+            kv=self.kv,
+            kv_bytes_per_token=sum(one.capabilities.kv_bytes_per_token for one in self.runners),
+            num_layers=self.kv.num_layers,
+            group_blocks=demand.group_blocks(self.kv, self.num_blocks) if demand else (self.num_blocks,),
+        )
         self._threads = ThreadPoolExecutor(len(self.places))
 
     def _on_all(self, work: Callable[[TorchModelRunner], Any]) -> list[Any]:
         return [result.result(DEADLINE_S) for result in [self._threads.submit(work, one) for one in self.runners]]
 
     def execute(self, seqs: Any, should_abort: Any = None) -> Any:
-        own = [[replace(seq) for seq in seqs] for _ in self.runners[1:]]
-        steps = {id(self.sampler): seqs}
-        steps |= {
-            id(one): copy for one, copy in zip([r for r in self.runners if r is not self.sampler], own, strict=True)
-        }
-        results = self._on_all(lambda runner: runner.execute(steps[id(runner)]))
-        return results[self.runners.index(self.sampler)]
+        found = []
+
+        def one(runner: TorchModelRunner) -> None:
+            if runner is self.sampler:
+                found.append(runner.execute(seqs))
+            else:
+                runner.execute([replace(seq) for seq in seqs])
+
+        self._on_all(one)
+        return found[0]
 
     def copy_blocks(self, copies: Any) -> None:
         self._on_all(lambda runner: runner.copy_blocks(copies))
 
+    def read_adapter(self, folder: Any, facts: Any) -> ThreadedAdapter:
+        return ThreadedAdapter([runner.read_adapter(folder, facts) for runner in self.runners])
+
+    def install_adapter(self, slot: int, adapter: Any, parts: range | None = None) -> None:
+        for runner, own in zip(self.runners, adapter.of_ranks, strict=True):
+            runner.install_adapter(slot, own, parts)
+
+    def note_pulled(self, *arguments: Any) -> None:
+        self.sampler.note_pulled(*arguments)
+
     def close(self) -> None:
         self._threads.shutdown()
+
+
+class ThreadedAdapter:
+    """Implements LoadedAdapter, as engine.rank_adapters.RankAdapter."""
+
+    def __init__(self, of_ranks: list[Any]) -> None:
+        self.of_ranks, self.id, self.rank = of_ranks, of_ranks[0].id, of_ranks[0].rank
+        self.num_bytes = sum(one.num_bytes for one in of_ranks)
+        [self.num_parts] = {one.num_parts for one in of_ranks}

@@ -3,13 +3,32 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
+import numpy as np
 import pytest
 
+from diptych.common.adapters.peft import read_adapter
+from diptych.common.block_identity import IdentityHeader
+from diptych.common.clock import FakeClock
+from diptych.common.kv_groups import PoolDemand
+from diptych.common.request import Prompt
+from diptych.common.sampling import SamplingParams
+from diptych.engine.config import EngineConfig
+from diptych.engine.exec.model_runner import TorchModelRunner
+from diptych.engine.executor import LocalExecutor
+from diptych.engine.messages import EngineRequest, KeepAdapter
+from diptych.engine.offline import OfflineEngine
+from diptych_tests import quantized
+from diptych_tests.lora import linear_shapes, write_adapter
 from diptych_tests.rank_threads import ThreadedRanks
 
-LLAMA = {"hidden_size": 64, "num_attention_heads": 8, "head_dim": 8, "intermediate_size": 96, "num_hidden_layers": 4}
-SETTINGS = {"num_blocks": 64, "block_size": 8, "backend": "torch", "num_threads": 1}
+LLAMA = {
+    "hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 8, "intermediate_size": 96,
+    "num_hidden_layers": 4,
+}  # fmt: skip
+BLOCK, COUNT = 8, 14
+GREEDY = SamplingParams(COUNT, temperature=0.0, ignore_eos=True)
 
 
 def prompts_of(*lengths):
@@ -22,7 +41,10 @@ def ranks():
     made = []
 
     def make(folder, *degrees, **settings):
-        made.append(ThreadedRanks(folder, *degrees, **{**SETTINGS, **settings}))
+        settings = {"num_blocks": 64, "block_size": BLOCK, "backend": "torch", "num_threads": 1, **settings}
+        if degrees == (1, 1):
+            return TorchModelRunner.load(folder, **settings)
+        made.append(ThreadedRanks(folder, *degrees, **settings))
         return made[-1]
 
     yield make
@@ -30,11 +52,191 @@ def ranks():
         one.close()
 
 
-@pytest.mark.parametrize("kv_heads", [4, 2])
-@pytest.mark.parametrize("degrees", [(2, 1), (4, 1), (1, 2), (2, 2)])
-def test_ranks_give_the_tokens_of_one(model_dir_of, driver_of, ranks, degrees, kv_heads):
-    folder = model_dir_of("LlamaForCausalLM", **LLAMA, num_key_value_heads=kv_heads)
+def engine_of(runner, **settings):
+    settings = {"max_step_time_s": None, "mixed_step_time_s": None, "check_invariants": True, **settings}
+    config = EngineConfig(runner.num_blocks, BLOCK, **settings)
+    return OfflineEngine(
+        LocalExecutor(runner), config, IdentityHeader(b"k" * 32, "m", "t", "float32", BLOCK), clock=FakeClock()
+    )
+
+
+def outputs(engine, requests, arrivals=None):
+    results = engine.generate(requests, arrivals)
+    assert [result.error for result in results] == [None] * len(requests)
+    return [(result.token_ids, result.other_choices) for result in results]
+
+
+KINDS = {
+    "greedy": GREEDY,
+    "drawn": SamplingParams(COUNT, temperature=0.7, seed=4, ignore_eos=True),
+    "choices": SamplingParams(COUNT, temperature=0.7, seed=4, n=2, ignore_eos=True),
+    "constrained": replace(GREEDY, repetition_penalty=1.3, bad_words=((7,), (9, 17)), logprobs=2, prompt_logprobs=1),
+    "beams": replace(GREEDY, beam_width=2, n=2),
+}
+REQUESTS = [
+    EngineRequest(f"{kind}-{i}", Prompt(tuple(prompt)), params)
+    for i, prompt in enumerate(prompts_of(3, 17, 40))
+    for kind, params in KINDS.items()
+]
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory, tiny_model_dir):
+    """llama(KV heads) -> a random model, requests, and what one rank answers to each alone."""
+    made = {}
+
+    def make(kv_heads):
+        if kv_heads not in made:
+            fields = {**LLAMA, "num_key_value_heads": kv_heads}
+            folder = tiny_model_dir(tmp_path_factory.mktemp("llama"), "LlamaForCausalLM", **fields)
+            runner = TorchModelRunner.load(folder, num_blocks=200, block_size=BLOCK, backend="torch", num_threads=1)
+            alone = engine_of(runner)
+            made[kv_heads] = folder, [outputs(alone, [request])[0] for request in REQUESTS]
+        return made[kv_heads]
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("degrees", "kv_heads"), [((2, 1), 4), ((4, 1), 4), ((1, 2), 4), ((2, 2), 4), ((1, 4), 4), ((4, 1), 2), ((2, 2), 2)]
+)
+def test_ids_are_those_of_one_rank_cold_warm_chunked_and_preempted(llama, ranks, degrees, kv_heads):
+    folder, expected = llama(kv_heads)
+    arrivals = [i // 3 for i in range(len(REQUESTS))]
+    roomy = engine_of(ranks(folder, *degrees, num_blocks=200))
+    assert outputs(roomy, REQUESTS, arrivals) == expected
+    again = [replace(request, attempt=f"{request.attempt}-2") for request in REQUESTS]
+    assert outputs(roomy, again, arrivals) == expected
+    assert roomy.stats().cached_tokens_total > 0
+    tight = engine_of(
+        ranks(folder, *degrees, num_blocks=18, num_host_blocks=6), num_host_blocks=6, preemption_mode="swap",
+        max_num_batched_tokens=24,
+    )  # fmt: skip
+    assert outputs(tight, REQUESTS, arrivals) == expected
+    stats = tight.stats()
+    assert stats.preemptions_total > stats.swaps_total > 0, "some were computed again"
+
+
+FAMILIES = {
+    "gemma3": (
+        "Gemma3ForCausalLM",
+        {"sliding_window": 11, "query_pre_attn_scalar": 48, "num_hidden_layers": 4,
+         "layer_types": ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"]},
+    ),
+    "gemma2": ("Gemma2ForCausalLM", {"sliding_window": 9, "query_pre_attn_scalar": 48, "num_hidden_layers": 4}),
+    "bias": ("LlamaForCausalLM", {"attention_bias": True, "mlp_bias": True}),
+    "qwen3-one-kv-head": ("Qwen3ForCausalLM", {"num_key_value_heads": 1, "tie_word_embeddings": True}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("degrees", [(2, 1), (1, 2)], ids=["tp2", "pp2"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families_with_windows_biases_and_tied_ends(model_dir_of, ranks, family, degrees):
+    """Gemma's second stage has layers of both kinds, or of one: its pool has the KV groups of its layers."""
+    architecture, fields = FAMILIES[family]
+    folder = model_dir_of(architecture, **fields)
+    requests = [EngineRequest(f"r{i}", Prompt(tuple(p)), GREEDY) for i, p in enumerate(prompts_of(2, 30, 53))]
+    settings = {"max_num_seqs": 4, "max_num_batched_tokens": 16}
+    demand = PoolDemand(**settings)
+    one, several = (engine_of(ranks(folder, *one, demand=demand), **settings) for one in ((1, 1), degrees))
+    expected = outputs(one, requests)
+    assert outputs(several, requests) == expected
+    assert outputs(several, [replace(request, attempt=f"{request.attempt}-2") for request in requests]) == expected
+
+
+def test_a_stage_without_layers_of_a_kv_group_has_no_pool_for_it(model_dir_of, ranks):
+    kinds = ["sliding_attention", "sliding_attention", "full_attention", "full_attention"]
+    fields = {"sliding_window": 11, "query_pre_attn_scalar": 48, "num_hidden_layers": 4, "layer_types": kinds}
+    folder = model_dir_of("Gemma3ForCausalLM", **fields)
+    demand = PoolDemand(4, 16)
+    both = ranks(folder, 1, 2, demand=demand)
+    assert [[group.name for group in runner.pool.kv.groups] for runner in both.runners] == [["window-11"], ["full"]]
+    requests = [EngineRequest(f"r{i}", Prompt(tuple(p)), GREEDY) for i, p in enumerate(prompts_of(2, 30))]
+    settings = {"max_num_seqs": 4, "max_num_batched_tokens": 16}
+    alone = outputs(engine_of(ranks(folder, 1, 1, demand=demand), **settings), requests)
+    assert outputs(engine_of(both, **settings), requests) == alone
+
+
+@pytest.mark.parametrize("degrees", [(2, 1), (1, 3)], ids=["tp2", "pp3"])
+def test_adapters_add_on_every_rank(model_dir_of, ranks, tmp_path, degrees):
+    folder = model_dir_of("LlamaForCausalLM")
+    written = [
+        write_adapter(tmp_path / name, linear_shapes(folder, modules), rank=rank, seed=rank, size=0.25)
+        for name, rank, modules in (("all", 4, ()), ("some", 2, ("layers.2.mlp.down_proj", "o_proj")))
+    ]
+    facts = [read_adapter(one) for one in written]
+    prompts = [tuple(prompt) for prompt in prompts_of(5, 18)]
+    requests = [
+        EngineRequest(f"r{i}-{adapter[:4]}", Prompt(prompt, adapter=adapter), GREEDY)
+        for i, prompt in enumerate(prompts)
+        for adapter in ("", *(one.id for one in facts))
+    ]
+    found = []
+    for one in ((1, 1), degrees):
+        runner = ranks(folder, *one, max_loras=1, max_lora_rank=4)
+        engine = engine_of(runner)
+        for where, fact in zip(written, facts, strict=True):
+            engine.send(KeepAdapter(runner.read_adapter(where, fact)))
+        found.append(outputs(engine, requests))
+    assert found[0] == found[1]
+    assert len({tuple(tokens) for tokens, _ in found[0]}) == len(requests), "every adapter changes the answer"
+
+
+def test_guesses_are_verified_on_every_rank(model_dir_of, driver_of, ranks):
+    folder = model_dir_of("LlamaForCausalLM")
+    prompts = prompts_of(3, 12, 9)
+    truths = driver_of(folder, backend="torch").generate(prompts, COUNT)
+    driver = driver_of(folder, runner=ranks(folder, 2, 2))
+    found, _, yielded = driver.generate_with_drafts(prompts, truths)
+    assert found == truths
+    assert len(yielded) < sum(map(len, truths)) - len(truths)
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["fp8_e4m3", "int8"])
+def test_a_quantized_cache_is_that_of_the_ranks_heads(model_dir_of, driver_of, ranks, kv_cache_dtype):
+    folder = model_dir_of("LlamaForCausalLM")
+    prompts = prompts_of(3, 25)
+    alone = driver_of(folder, backend="torch", kv_cache_dtype=kv_cache_dtype).generate(prompts, COUNT, chunk=7)
+    several = ranks(folder, 2, 3, kv_cache_dtype=kv_cache_dtype)
+    assert driver_of(folder, runner=several).generate(prompts, COUNT, chunk=7) == alone
+
+
+WIDE = {
+    "hidden_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+    "intermediate_size": 256,
+}
+METHODS = {
+    "gptq": (quantized.GPTQ, lambda w: quantized.gptq(w, 32, symmetric=True), 0.0),
+    "awq": (quantized.AWQ, lambda w: quantized.awq(w, 32), 0.0),
+    "int4": (quantized.COMPRESSED_INT4, lambda w: quantized.compressed_int4(w, 32, symmetric=True), 0.0),
+    "gguf": (None, quantized.gguf_rows, 0.0),
+    "int8": (quantized.COMPRESSED_INT8, quantized.int8_rows, 0.3),
+    "fp8": (quantized.COMPRESSED_FP8, quantized.fp8_rows, 0.8),
+    "fp8-blocks": (quantized.FP8, quantized.fp8_blocks, 0.8),
+}
+"""Checkpoint, and how far log probabilities may be apart: a rank quantizes its own inputs of `o` and `down` by their own largest
+value; 0: weights alone are quantized."""
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_quantized_layers_are_cut_with_their_scales(model_dir_of, driver_of, ranks, method):
+    folder = model_dir_of("LlamaForCausalLM", **{**WIDE, "num_hidden_layers": 2})
+    config, quantize, apart = METHODS[method]
+    quantized.quantize_folder(folder, config or quantized.gguf_config(folder), quantize)
     prompts = prompts_of(1, 9, 20)
-    expected = driver_of(folder, backend="torch").generate(prompts, 12, chunk=7)
-    driver = driver_of(folder, runner=ranks(folder, *degrees))
-    assert driver.generate(prompts, 12, chunk=7) == expected
+    alone, several = driver_of(folder, backend="torch"), driver_of(folder, runner=ranks(folder, 2, 2))
+    first = []
+    for driver in (alone, several):
+        rows = [
+            driver.seq(prompt, 0, driver.table(len(prompt)), sampling=replace(GREEDY, logprobs=5)) for prompt in prompts
+        ]
+        result = driver.runner.execute(rows)
+        first.append([result.logprobs[i][0].logprob for i in range(len(prompts))])
+    np.testing.assert_allclose(first[1], first[0], atol=apart + 1e-3)
+    if not apart:
+        assert several.generate(prompts, COUNT, chunk=7) == alone.generate(prompts, COUNT, chunk=7)
+    half = several.runner.runners[0].weight_sizes
+    assert half.layers < 0.3 * alone.runner.weight_sizes.layers, "a quarter of the weights, in memory of their own"
