@@ -360,11 +360,6 @@ class TorchModelRunner:
         except torch.OutOfMemoryError as error:
             raise out_of_memory("num_blocks", num_blocks, f"{num_blocks:,} KV blocks", error) from None
 
-    def watch_progress(self, callback: Callable[[], None]) -> None:
-        """Of a rank: the callback is called between two layers, and before and after every operation between ranks."""
-        if self._stage is not None:
-            self._stage.watch_progress(callback)
-
     @property
     def capabilities(self) -> RunnerCapabilities:
         """See ModelRunner."""
@@ -378,7 +373,7 @@ class TorchModelRunner:
             eos_token_ids=self.eos_token_ids,
             num_host_blocks=self.num_host_blocks,
             runs_ahead=self._runs_ahead,
-            reports_layers=self._reports_layers and self._stage is None,
+            reports_layers=self._reports_layers and (self._stage is None or not self._stage.pipelined),
             verifies_drafts=True,
             kv=self.pool.kv,
             group_blocks=self.pool.num_blocks,
@@ -418,7 +413,7 @@ class TorchModelRunner:
         if self._fused is not None:
             return self._execute_fused(self._fused, seqs, should_abort, result)
         if self._stage is not None:
-            return self._execute_stage(self._stage, seqs, result)
+            return self._execute_stage(self._stage, seqs, should_abort, result)
         batch = self._decoder.lay_out(seqs)
         prompt_rows = want_prompt_rows(seqs, batch)
         logits = self._decoder.forward(batch, should_abort, self.on_layers)
@@ -428,8 +423,14 @@ class TorchModelRunner:
         draw_step(seqs, batch.sample_seqs, prompt_rows, logits, self.eos_token_ids, result)
         return result
 
-    def _execute_stage(self, stage: Stage, seqs: Sequence[ScheduledSeq], result: StepResult) -> StepResult:
-        step = stage.run(seqs)
+    def _execute_stage(
+        self,
+        stage: Stage,
+        seqs: Sequence[ScheduledSeq],
+        should_abort: Callable[[], bool] | None,
+        result: StepResult,
+    ) -> StepResult:
+        step = stage.run(seqs, should_abort, self.on_layers)
         if step is not None:
             self._note(seqs, step, result)
             if step.logits is not None:

@@ -43,18 +43,27 @@ class Stage:
         self._communicator = weights.communicator
         self._place = weights.communicator.place
         self._width, self._dtype = weights.description.hidden_size, weights.embedding.dtype
-        self._on_progress: Callable[[], None] = lambda: None
 
-    def watch_progress(self, callback: Callable[[], None]) -> None:
-        """See TorchModelRunner.watch_progress."""
-        self._on_progress = self._communicator.on_progress = callback
+    @property
+    def pipelined(self) -> bool:
+        """A step goes through in parts: nobody can be told between two layers how many are done."""
+        return self._place.pipeline > 1
 
-    def run(self, seqs: Sequence[ScheduledSeq]) -> SampledStep | None:
+    def run(
+        self,
+        seqs: Sequence[ScheduledSeq],
+        should_abort: Callable[[], bool] | None = None,
+        on_layers: Callable[[int], None] | None = None,
+    ) -> SampledStep | None:
         """Compute a step. All ranks do at the same time, with the same sequences; all of the last stage compute all logits.
 
+        Args:
+            should_abort: asked between two layers; turns true at the same place on every rank, and with several stages never.
+            on_layers: see ModelRunner.on_layers; only called where there is one stage.
         Returns: on the rank that samples what it needs for that; None on others.
-        Raises: InternalError when a sequence breaks a promise; RunnerLost.
+        Raises: StepAborted; InternalError when a sequence breaks a promise; RunnerLost.
         """
+        on_layers = None if self.pipelined else on_layers
         place, out = self._place, SampledStep()
         own = [self._own(seq) for seq in seqs]
         sampled: list[Tensor] = []
@@ -67,7 +76,7 @@ class Stage:
             if not place.first_stage:
                 rows = sum(len(seq.token_ids) for seq in members)
                 x = self._communicator.receive(rows, self._width, self._dtype)
-            after = self._decoder.forward(batch, self._never, x=x)
+            after = self._decoder.forward(batch, should_abort, on_layers, x)
             if not place.last_stage:
                 if after is None:
                     raise InternalError("a stage before the last one ended without rows")
@@ -87,11 +96,6 @@ class Stage:
         if sampled:
             out.logits = sampled[0] if len(sampled) == 1 and not len(prompts[0]) else torch.cat(sampled + prompts)
         return out
-
-    def _never(self) -> bool:
-        """A step is given up by all ranks or by none."""
-        self._on_progress()
-        return False
 
     def _own(self, seq: ScheduledSeq) -> ScheduledSeq:
         """With the block tables of this rank's groups."""

@@ -161,6 +161,7 @@ class ThreadedRanks:
         return [result.result(DEADLINE_S) for result in [self._threads.submit(work, one) for one in self.runners]]
 
     def execute(self, seqs: Any, should_abort: Any = None) -> Any:
+        """`should_abort` is not asked: ranks would have to agree."""
         found = []
 
         def one(runner: TorchModelRunner) -> None:
