@@ -96,7 +96,7 @@ class DiskTraffic:
         if restore is None:
             return False
         if not restore.blocks:  # the copy that made room took them
-            self._scheduler.end_restore(restore.name)
+            self._end(restore)
             return False
         self._last_job += 1
         self._waiting[attempt] = _Waiting(request, restore, self._last_job, now, now + restore.limit_s)
@@ -114,11 +114,14 @@ class DiskTraffic:
         return True
 
     def take_all(self) -> list[EngineRequest]:
-        """Requests that wait, for the end of the engine. They are not queued any more."""
-        requests = [waiting.request for waiting in self._waiting.values()]
-        for waiting in list(self._waiting.values()):
-            self._drop(waiting)
-        return requests
+        """Requests that wait, for the end of the engine. They are not queued any more, and nothing is recorded: the executor may
+        be lost."""
+        waiting = list(self._waiting.values())
+        for one in waiting:
+            self._store.cancel(one.job)
+            self._forget(one)
+            self._scheduler.end_restore(one.restore.name)
+        return [one.request for one in waiting]
 
     @property
     def expires_at(self) -> float:
@@ -209,15 +212,21 @@ class DiskTraffic:
     def _finish(self, waiting: _Waiting) -> None:
         """Its request is queued; what has come is a hit."""
         self._forget(waiting)
-        num_tokens, new = self._scheduler.end_restore(waiting.restore.name)
-        if new is not None:
-            self._executor.note_pulled(new.table, new.token_ids, new.first_new, new.first_block)
+        num_tokens = self._end(waiting.restore)
         self._scheduler.add(waiting.request, self._clock.now(), num_tokens)
 
     def _drop(self, waiting: _Waiting) -> None:
+        """Its request is not wanted any more; what has come stays in the cache all the same."""
         self._store.cancel(waiting.job)
         self._forget(waiting)
-        self._scheduler.end_restore(waiting.restore.name)
+        self._end(waiting.restore)
+
+    def _end(self, restore: Restore) -> int:
+        """What has come enters the cache, and what it was computed from is recorded. Returns: tokens that are new."""
+        num_tokens, new = self._scheduler.end_restore(restore.name)
+        if new is not None:
+            self._executor.note_pulled(new.table, new.token_ids, new.first_new, new.first_block)
+        return num_tokens
 
     def _forget(self, waiting: _Waiting) -> None:
         del self._waiting[waiting.request.attempt], self._jobs[waiting.job]

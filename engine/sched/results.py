@@ -250,6 +250,7 @@ def _advance_prefill(live: Lifecycle, request: Request, i: int, result: StepResu
         return
     computed_from = result.computed_from.get(i)
     if computed_from is None:
+        live.kv.invalidate(request)  # or every prompt that begins with these blocks would fail
         reason = f"the runner does not say what attempt {request.attempt_id} was computed from"
         live.fail(request, InternalError(reason))
         return

@@ -1,8 +1,12 @@
 """Run many schedules of the hand-off: `python -P tests/sim/explore.py --seeds 100000`. Prints every seed that fails.
 
+The first line about such a seed is the law that it breaks, by its number in docs/handoff.md, section 7.
+
 A long run may be split: `--first 20000 --seeds 20000 --out FILE` adds the results to FILE, with the commit, a part for every
 5,000 schedules: a run that is killed keeps what it has found. `--within` ends a part early, between two schedules, and records
 where. `--jobs 16` runs sixteen parts in parallel. With `--files` every schedule has files of KV, pulls, and restarts.
+
+A seed is the same schedule with the same minor version of Python: callbacks of asyncio count in it, and versions differ in them.
 """
 
 from __future__ import annotations
@@ -32,13 +36,20 @@ _LOOK_S = 20.0
 """How often the progress of parts that run side by side is printed."""
 
 
-def note(out: Path, first: int, failed: list[int], counts: dict[str, int], seconds: float) -> None:
-    """Add one part to the file; the sums stand at its top."""
+_PROGRESS = "... "
+"""A line of progress begins with it."""
+_NEW_LINE = "\n" if sys.stdout.isatty() else ""
+"""Behind progress, which a terminal shows in one line."""
+
+
+def note(out: Path, first: int, failed: dict[int, str], counts: dict[str, int], seconds: float) -> None:
+    """Add one part to the file; the sums stand at its top. Args: failed: the law that is broken, by seed."""
     commit = subprocess.run(
         ["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False, cwd=Path(__file__).parent
     )
     part = {
-        "first": first, **counts, "violations": len(failed), "failing_seeds": failed, "seconds": round(seconds, 1),
+        "first": first, **counts, "violations": len(failed), "failing_seeds": list(failed), "failures": list(failed.values()),
+        "seconds": round(seconds, 1),
         "date": datetime.now(UTC).isoformat(timespec="seconds"), "commit": commit.stdout.strip(),
         "python": platform.python_version(),
     }  # fmt: skip
@@ -74,10 +85,13 @@ def side_by_side(args: argparse.Namespace) -> int:
             while not _ended(child):
                 print("; ".join(_last_line(one) for one in logs if one.exists()), flush=True)
             failed += child.returncode != 0
-            print(log.read_text() if child.returncode else _last_line(log), flush=True)
+            print(_without_progress(log) if child.returncode else _last_line(log), flush=True)
+        parts = [part for out in outs if out.exists() for part in json.loads(out.read_text())["parts"]]
         if args.out is not None:
-            add(args.out, [part for out in outs if out.exists() for part in json.loads(out.read_text())["parts"]])
-    print(f"{'FAILED' if failed else 'ok'}: seeds {args.first} to {args.first + args.seeds - 1}, {failed} parts failed")
+            add(args.out, parts)
+    done, broken = (sum(part[name] for part in parts) for name in ("seeds", "violations"))
+    last = args.first + args.seeds - 1
+    print(f"{'FAILED' if failed else 'ok'}: {done} schedules of seeds {args.first} to {last}, {broken} failed")
     return 1 if failed else 0
 
 
@@ -90,6 +104,11 @@ def _ended(child: subprocess.Popen[Any]) -> bool:
     return True
 
 
+def _without_progress(log: Path) -> str:
+    """What a part that failed has printed: the law that is broken comes first."""
+    return "\n".join(line for line in log.read_text().split("\n") if line and not line.startswith(_PROGRESS))
+
+
 def _last_line(log: Path) -> str:
     return next(reversed(log.read_text().split("\n")[-3:-1]), "")
 
@@ -98,16 +117,21 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--seeds", type=int, default=1000)
+    parser.add_argument("--only", type=int, nargs="+", metavar="SEED", help="these, and no others")
     parser.add_argument("--stop-after", type=int, default=5, help="failing seeds")
     parser.add_argument("--within", type=float, default=float("inf"), help="seconds, after which the run ends early")
     parser.add_argument("--out", type=Path, help="add what was found to this JSON file")
     parser.add_argument("--files", action="store_true", help="every schedule has files of KV, pulls, and restarts")
     parser.add_argument("--jobs", type=int, default=1, help="parts that run side by side")
     args = parser.parse_args()
+    if args.only:
+        if args.out is not None or args.jobs > 1:
+            parser.error("--only: a result, and its parts, are ranges of seeds: without --out and --jobs")
+        args.first, args.seeds = args.only[0], len(args.only)
     if args.jobs > 1:
         return side_by_side(args)
     began = since = time.monotonic()
-    failed: list[int] = []
+    failed: dict[int, str] = {}
     counts, callbacks, num_failed = Counter[str](), 0, 0
     """`counts`, and seeds in `failed` from `num_failed` on: of the schedules that are not recorded yet."""
 
@@ -115,29 +139,30 @@ def main() -> int:
         nonlocal since, num_failed
         if args.out is not None and counts["seeds"]:
             first = args.first + n - counts["seeds"]
-            note(args.out, first, failed[num_failed:], dict(counts), time.monotonic() - since)
+            new = dict(list(failed.items())[num_failed:])
+            note(args.out, first, new, dict(counts), time.monotonic() - since)
         since, num_failed = time.monotonic(), len(failed)
         counts.clear()
 
-    seeds = range(args.first, args.first + args.seeds)
+    seeds = args.only or range(args.first, args.first + args.seeds)
     for n, (seed, problems, world) in enumerate(run_all(seeds, with_files=args.files), 1):
         callbacks += world.loop.num_callbacks
         counts.update(world.counts())
         if problems:
-            failed.append(seed)
-            print(f"\n{world.reported()}\n  " + "\n  ".join(problems), flush=True)
+            failed[seed] = world.headline
+            print(f"{_NEW_LINE}{world.reported()}\n  " + "\n  ".join(problems), flush=True)
             if len(failed) >= args.stop_after:
                 break
         if n % 100 == 0 or n == args.seeds:
             rate = n / (time.monotonic() - began)
             line = f"{n}/{args.seeds} schedules, {callbacks} callbacks, {len(failed)} failed, {rate:.0f}/s, seed {seed}"
-            print(f"\r{line}", end="" if sys.stdout.isatty() else "\n", flush=True)
+            print(f"\r{_PROGRESS}{line}" if _NEW_LINE else f"{_PROGRESS}{line}\n", end="", flush=True)
         if n % _PART == 0:
             record()
         if time.monotonic() - began > args.within:
             break
     record()
-    print(f"\n{'FAILED' if failed else 'ok'}: seeds {args.first} to {seed}, {len(failed)} failed")
+    print(f"{_NEW_LINE}{'FAILED' if failed else 'ok'}: seeds {args.first} to {seed}, {len(failed)} failed")
     return 1 if failed else 0
 
 

@@ -148,8 +148,9 @@ class DiskTier:
         return found
 
     def learn(self, blocks: Iterable[DiskBlock], use: int) -> None:
-        """They were read. Those that were not known, as others have written them, are held from now on."""
-        for block in blocks:
+        """They were read from a shared store. Those that were not known, as others have written them, are held from now on. In a
+        store of our own what is not known any more has left meanwhile: its file is being removed."""
+        for block in blocks if self.is_shared else ():
             if not self.is_open or self.knows(block.key) or not self._make_room():
                 continue
             self._held[block.key] = block

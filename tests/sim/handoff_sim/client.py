@@ -7,6 +7,7 @@ from random import Random
 from typing import TYPE_CHECKING, Any
 
 from handoff_sim import reference
+from handoff_sim.laws import Law
 
 from diptych.common.errors import (
     DiptychError,
@@ -118,32 +119,36 @@ class Client:
 
     def _on_event(self, ask: Ask, event: decode_pb2.Event) -> None:
         if ask.ended:
-            self._world.report(f"{ask.name}: {event.WhichOneof('event')} after its end")
+            self._world.report(Law.ENDS_ONCE, f"{ask.name}: {event.WhichOneof('event')} after its end")
         match event.WhichOneof("event"):
             case "tokens":
                 if event.tokens.offset != len(ask.token_ids):
-                    self._world.report(f"{ask.name}: tokens at {event.tokens.offset}, expected {len(ask.token_ids)}")
+                    self._world.report(
+                        Law.ENDS_ONCE, f"{ask.name}: tokens at {event.tokens.offset}, expected {len(ask.token_ids)}"
+                    )
                 ask.token_ids.extend(event.tokens.token_ids)
                 right = reference.tokens(ask.family, ask.length, ask.seed, self._world.sizes.windows)
                 if tuple(ask.token_ids) != right[: len(ask.token_ids)]:
-                    self._world.report(f"{ask.name}: wrong tokens {ask.token_ids}, right are {right}")
+                    self._world.report(Law.VERIFIED, f"{ask.name}: wrong tokens {ask.token_ids}, right are {right}")
             case "end":
                 ask.ended += 1
                 self._on_end(ask, event.end)
 
     def _on_end(self, ask: Ask, end: decode_pb2.End) -> None:
         if self._world.loop.time() > ask.sent_at + ask.remaining_s + 0.5:
-            self._world.report(f"{ask.name}: ended {self._world.loop.time() - ask.sent_at:.3f} s after it was sent")
+            self._world.report(
+                Law.ENDS_ONCE, f"{ask.name}: ended {self._world.loop.time() - ask.sent_at:.3f} s after it was sent"
+            )
         if not end.HasField("failure"):
             ask.notes = list(end.finished.explanation.notes)
             if len(ask.token_ids) != ask.max_tokens:
-                self._world.report(f"{ask.name}: {len(ask.token_ids)} of {ask.max_tokens} tokens")
+                self._world.report(Law.ENDS_ONCE, f"{ask.name}: {len(ask.token_ids)} of {ask.max_tokens} tokens")
             if any("INTERNAL" in note for note in ask.notes):
-                self._world.report(f"{ask.name}: an error of our own: {ask.notes}")
+                self._world.report(Law.NO_OWN_ERROR, f"{ask.name}: an error of our own: {ask.notes}")
             return
         ask.error = error = from_failure(end.failure)
         if isinstance(error, InternalError):
-            self._world.report(f"{ask.name}: an error of our own: {error}")
+            self._world.report(Law.NO_OWN_ERROR, f"{ask.name}: an error of our own: {error}")
         allowed = (
             (ask.cancelled and isinstance(error, RequestCancelledError))
             or (ask.remaining_s < 1.0 and isinstance(error, RequestDeadlineError))
@@ -151,7 +156,7 @@ class Client:
             or ask.lost
         )
         if not allowed:
-            self._world.report(f"{ask.name}: failed though nothing forbids its success: {error!r}")
+            self._world.report(Law.ENDS_ONCE, f"{ask.name}: failed though nothing forbids its success: {error!r}")
 
     def _anything_wrong(self) -> bool:
         """Whether the schedule contains anything that may cost a leg. Short leases and read deadlines do, with delays."""

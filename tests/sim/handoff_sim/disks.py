@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Callable, Sequence
+from functools import partial
 from random import Random
 from typing import Any
 
@@ -137,7 +138,8 @@ class SimFolder:
 
 
 class SimBlockStore(DiskBlockStore):
-    """Its threads are callbacks of the virtual loop: each does one thing, and takes its time."""
+    """Its threads are callbacks of the virtual loop: each does one thing, and takes its time. So do its replies, for at most
+    `reply_delay_s`."""
 
     def __init__(
         self,
@@ -147,6 +149,7 @@ class SimBlockStore(DiskBlockStore):
         folder: SimFolder,
         piece_bytes: Sequence[int],
         chunk_blocks: int,
+        reply_delay_s: float = 0.0,
     ) -> None:
         super().__init__(
             folder,  # type: ignore[arg-type]
@@ -157,6 +160,7 @@ class SimBlockStore(DiskBlockStore):
         )
         self.disk, self.folder = disk, folder
         self._loop, self._node = loop, node
+        self._reply_delay_s, self._not_before = reply_delay_s, 0.0
         self._scheduled: set[str] = set()
         disk.on_resume = self._kick
         node.on_resume.append(self._kick)
@@ -168,8 +172,19 @@ class SimBlockStore(DiskBlockStore):
         free = self._write_buffers.qsize() + self._read_buffers.qsize()
         return bool(self._scheduled) or free != 2 * NUM_BUFFERS or bool(self._writes.qsize() or self._reads.qsize())
 
+    @property
+    def num_queued(self) -> int:
+        """Writes, removals and reads that the disk will do; 0 while it hangs."""
+        return 0 if self._stands_still() else self._writes.qsize() + self._reads.qsize()
+
     def begin(self, reply: Callable[[DiskReply], None]) -> None:
-        self._reply = reply
+        self._reply = partial(self._reply_later, reply) if self._reply_delay_s else reply
+
+    def _reply_later(self, reply: Callable[[DiskReply], None], what: DiskReply) -> None:
+        """The step thread was busy for a while; what it is sent stays in order."""
+        delay_s = self.disk.rng.random() ** 2 * self._reply_delay_s
+        self._not_before = max(self._not_before + 1e-9, self._loop.time() + delay_s)
+        self._loop.call_at(self._not_before, reply, what)
 
     def write(self, blocks: Sequence[DiskBlock], buffer: memoryview) -> None:
         super().write(blocks, buffer)

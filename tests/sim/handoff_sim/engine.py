@@ -9,6 +9,7 @@ from functools import cache
 from random import Random
 from typing import TYPE_CHECKING
 
+from handoff_sim.laws import Law, Report
 from handoff_sim.links import Links, Node
 from handoff_sim.loop import VirtualLoop
 from handoff_sim.wire import Wires
@@ -131,7 +132,7 @@ class Context:
     links: Links
     wires: Wires
     sizes: Sizes
-    report: Callable[[str], None]
+    report: Report
     check_unpack: Callable[[UnpackRange], None]
     check_packed: Callable[[RangePacked], None]
     files: Files | None = None
@@ -187,7 +188,9 @@ class SimEngine:
         pool = self.core.scheduler.kv.pools[group]
         cached = set(pool._by_key.values()) if self.is_saving else ()
         if any(block < 0 or not (pool.refs(block) or block in cached) for block in blocks):
-            self._ctx.report(f"{self._node.worker_id}: {what} reads a block of KV group {group} that is free")
+            self._ctx.report(
+                Law.WINDOWS, f"{self._node.worker_id}: {what} reads a block of KV group {group} that is free"
+            )
 
     def send(self, command: Command) -> None:
         if not self._node.dead:

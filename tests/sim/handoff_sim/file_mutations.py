@@ -186,6 +186,19 @@ def a_new_epoch_does_not_announce_what_is_in_files() -> Any:
     return mock.patch.object(DiskTier, "restart", restart)
 
 
+@file_mutation
+def a_block_that_left_while_it_was_read_is_held() -> Any:
+    """As where others have written it."""
+    original = DiskTier.learn
+
+    def learn(self: DiskTier, blocks: Sequence[DiskBlock], use: int) -> None:
+        self.is_shared = True
+        original(self, blocks, use)
+        self.is_shared = False
+
+    return mock.patch.object(DiskTier, "learn", learn)
+
+
 # ---- requests that wait for files ----
 
 
@@ -236,5 +249,15 @@ def an_answer_is_taken_for_another_read() -> Any:
 def a_restore_that_was_cancelled_goes_on() -> Any:
     def drop(self: DiskTraffic, waiting: Any) -> None:
         self._forget(waiting)
+
+    return mock.patch.object(DiskTraffic, "_drop", drop)
+
+
+@file_mutation
+def a_restore_that_was_cancelled_is_not_recorded() -> Any:
+    def drop(self: DiskTraffic, waiting: Any) -> None:
+        self._store.cancel(waiting.job)
+        self._forget(waiting)
+        self._scheduler.end_restore(waiting.restore.name)
 
     return mock.patch.object(DiskTraffic, "_drop", drop)

@@ -10,6 +10,7 @@ from handoff_sim import reference
 from handoff_sim.client import draw_ask
 from handoff_sim.disks import Disk, Path, SimBlockStore, SimFolder
 from handoff_sim.engine import BLOCK
+from handoff_sim.laws import Law
 
 from diptych.engine.messages import UnpackRange
 from diptych.kvtransfer.disk.block_file import HEAD_BYTES, block_named, head_of
@@ -31,6 +32,11 @@ _SOME_S = (0.1, 0.5, 2.0)
 def has_files(seed: int) -> bool:
     """The other schedules are what they were without: seeds that once found a fault stay reproducers."""
     return seed % 9 == 8
+
+
+def has_late_replies(seed: int) -> bool:
+    """What a disk has done is noticed late: by then its request may be gone, or its block. The others as above."""
+    return seed % 7 == 6
 
 
 class Files:
@@ -88,7 +94,8 @@ class Files:
             disk.crash(with_host=rng.random() < 0.5)
         identity = _MODEL if rng.random() < 0.95 else _OTHER_MODEL
         folder = SimFolder(disk, self._world.loop, identity, sum(piece_bytes))
-        store = SimBlockStore(disk, self._world.loop, node, folder, piece_bytes, rng.choice((1, 1, 2, 3)))
+        chunk_blocks, reply_delay_s = rng.choice((1, 1, 2, 3)), 0.2 if has_late_replies(self._world.seed) else 0.0
+        store = SimBlockStore(disk, self._world.loop, node, folder, piece_bytes, chunk_blocks, reply_delay_s)
         store.bytes_per_s = self._bytes_per_s
         return store
 
@@ -233,12 +240,16 @@ class Files:
 
     # ---- laws ----
 
+    def at_work(self) -> bool:
+        """A disk has still to write or read what is queued, each in its time: one that hung for seconds has only begun."""
+        return any(node.engine.store is not None and node.engine.store.num_queued for node in self._nodes())
+
     def check_step(self, engine: SimEngine, worker_id: str) -> None:
         """No request waits for files longer than computing their blocks was predicted to take."""
         now = self._world.loop.time()
         late = [one.request.attempt for one in engine.core._disk._waiting.values() if one.until <= now]  # type: ignore[union-attr]
         if late:
-            self._world.report(f"{worker_id}: {late} wait for files for too long")
+            self._world.report(Law.FILES_IN_TIME, f"{worker_id}: {late} wait for files for too long")
 
     def left_over(self, node: WorkerNode) -> list[str]:
         """What a worker has still to do."""

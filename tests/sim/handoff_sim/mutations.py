@@ -55,7 +55,7 @@ SEEN_BY: dict[str, int] = {
     "a_read_names_a_place_and_no_identity": 200,
     "an_offer_that_nobody_expects_is_kept": 246,
     "a_damaged_file_is_read": 1246,
-    "an_answer_is_taken_for_another_read": 2906,
+    "an_answer_is_taken_for_another_read": 2596,
     "a_buffer_is_used_again_before_it_is_unpacked": 322,
     "a_late_answer_keeps_its_buffer": 267,
     "a_file_of_another_block_is_read": 205,
@@ -66,6 +66,8 @@ SEEN_BY: dict[str, int] = {
     "a_block_that_may_be_wrong_stays_once_it_is_written": 31,
     "a_second_completion_of_a_read_counts": 66,
     "a_window_group_is_sent_whole": 29,
+    "a_block_that_left_while_it_was_read_is_held": 30333,
+    "a_restore_that_was_cancelled_is_not_recorded": 98768,
 }
 """A seed that detects the missing guard, if finding one takes more than a few. It only saves time: see mutate.py."""
 

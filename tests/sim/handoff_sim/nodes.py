@@ -10,6 +10,7 @@ from typing import Any
 from handoff_sim.channel import SimCall, SimChannel
 from handoff_sim.engine import BLOCK, LAYERS, MAX_LEN, VOCAB, Context, SimEngine
 from handoff_sim.files import Mirror
+from handoff_sim.laws import Law
 from handoff_sim.links import Node
 from handoff_sim.offers import OfferingSimTransport
 from handoff_sim.wire import SimTransport
@@ -84,14 +85,18 @@ class SimTransfer:
         """`first`: the ledger's slab 0 in the arena."""
         if to is SlabState.FREE:
             if first + index in self.transport.touching():
-                self._ctx.report(f"{self._node.worker_id}: slab {index} freed ({why}) while the network may touch it")
+                self._ctx.report(
+                    Law.ONE_USER, f"{self._node.worker_id}: slab {index} freed ({why}) while the network may touch it"
+                )
             if first + index in self.transport.lent():
-                self._ctx.report(f"{self._node.worker_id}: slab {index} freed ({why}) while it is unpacked")
+                self._ctx.report(
+                    Law.ONE_USER, f"{self._node.worker_id}: slab {index} freed ({why}) while it is unpacked"
+                )
             if ledger is self.publisher:
                 self.on_free(index, why)
         sent = to is SlabState.IN_FLIGHT and ledger is self.publisher
         if sent and ledger._outstanding[index].expires <= self._ctx.loop.time():
-            self._ctx.report(f"{self._node.worker_id}: slab {index} is sent after its lease")
+            self._ctx.report(Law.HANDLES, f"{self._node.worker_id}: slab {index} is sent after its lease")
         return move(index, to, why)
 
     def _kick(self) -> None:
@@ -117,13 +122,13 @@ class SimTransfer:
 
     def _check(self) -> None:
         for broken in (*self.core._publisher.check(), *self.core._reader.check(), *self.core._violations):
-            self._ctx.report(f"{self._node.worker_id}: {broken}")
+            self._ctx.report(Law.ACCOUNTS, f"{self._node.worker_id}: {broken}")
         self.core._violations.clear()
         busy: dict[str, int] = {}
         for read in self.reader._reads.values():
             busy[read.peer] = busy.get(read.peer, 0) + (read.slab is not None)
         if any(count > self._ctx.sizes.quota for count in busy.values()):
-            self._ctx.report(f"{self._node.worker_id}: a peer holds more slabs than its quota: {busy}")
+            self._ctx.report(Law.QUOTAS, f"{self._node.worker_id}: a peer holds more slabs than its quota: {busy}")
 
     def _counts(self) -> tuple[SlabCounts, SlabCounts]:
         return self.core._publisher.counts(), self.core._reader.counts()
@@ -221,17 +226,17 @@ class WorkerNode:
                 case CacheCleared():
                     self.mirror.clear()
             if wrong:
-                self.context.report(f"{self.ref.worker_id}: {wrong}")
+                self.context.report(Law.EVENTS, f"{self.ref.worker_id}: {wrong}")
 
-    def check_end(self) -> list[str]:
+    def check_end(self) -> list[tuple[Law, str]]:
         """Laws of a worker that has nothing to do any more."""
         self._note_cache(self.engine.core.take_events())
-        out = [] if self.context.files is None else self.context.files.check_end(self)
+        files = [] if self.context.files is None else self.context.files.check_end(self)
+        out = [(Law.FILES_ACCOUNT, broken) for broken in files]
         for tier, dump in zip(TIER_NAMES, self.engine.core.scheduler.kv.pool.dump().tiers, strict=True):
             if (known := self.mirror.tiers.get(tier, set())) != set(dump.keys):
-                out.append(
-                    f"{self.ref.worker_id}: {len(known ^ set(dump.keys))} blocks of tier {tier} are known wrongly"
-                )
+                wrong = len(known ^ set(dump.keys))
+                out.append((Law.EVENTS, f"{self.ref.worker_id}: {wrong} blocks of tier {tier} are known wrongly"))
         return out
 
     def info(self) -> worker_pb2.GetInfoResponse:
@@ -261,14 +266,16 @@ class WorkerNode:
 
     def _given_back(self, slab: int) -> None:
         if self.granted.pop(slab, None) is None:
-            self.context.report(f"{self.ref.worker_id}: slab {slab} came back, but was not granted")
+            self.context.report(Law.FREED_ONCE, f"{self.ref.worker_id}: slab {slab} came back, but was not granted")
 
     def _on_grants(self, grants: tuple[SlabGrant, ...]) -> None:
         for grant in grants:
             if grant.slab in self.granted:
-                self.context.report(f"{self.ref.worker_id}: slab {grant.slab} was granted twice")
+                self.context.report(Law.ONE_USER, f"{self.ref.worker_id}: slab {grant.slab} was granted twice")
             if grant.slab in self.transfer.transport.touching():
-                self.context.report(f"{self.ref.worker_id}: slab {grant.slab} was granted while it is being sent")
+                self.context.report(
+                    Law.ONE_USER, f"{self.ref.worker_id}: slab {grant.slab} was granted while it is being sent"
+                )
             self.granted[grant.slab] = grant.generation
         if blocks := self.context.sizes.slab_blocks:
             most = blocks * BLOCK * self.engine.core.scheduler.limits.kv_bytes_per_token
@@ -286,7 +293,8 @@ class WorkerNode:
                 mine = (wanted.worker_id, wanted.incarnation, wanted.slab, wanted.generation)
                 if mine == name and not future.done() and not reader.node.dead:
                     self.context.report(
-                        f"{self.ref.worker_id}: slab {slab} freed ({why}) while its reader waits for it"
+                        Law.FREED_ONCE,
+                        f"{self.ref.worker_id}: slab {slab} freed ({why}) while its reader waits for it",
                     )
 
     def die(self) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import xxhash
+from handoff_sim.laws import Law
 from handoff_sim.wire import SimTransport, _Conn, _Recv, _Send
 
 from diptych.common.errors import TransferError
@@ -57,7 +58,9 @@ class OfferingSimTransport(SimTransport):
             raise TransferError(f"peer lost: {peer}")
         slab = self._slab_of(dest)
         if slab in self.touching() | self.lent():
-            self._wires.report(f"{self.node.worker_id}: an offer is accepted into slab {slab}, which is in use")
+            self._wires.report(
+                Law.ONE_USER, f"{self.node.worker_id}: an offer is accepted into slab {slab}, which is in use"
+            )
         self._recvs[read_id] = _Recv(conn, dest, slab)
         self._on_answer(conn, read_id, data)
 
@@ -89,7 +92,7 @@ class OfferingSimTransport(SimTransport):
             return op
         slab, handle = self._slab_of(message), handles.decode(body)
         if slab in self.touching():
-            wires.report(f"{self.node.worker_id}: slab {slab} is offered while it is sent")
+            wires.report(Law.ONE_USER, f"{self.node.worker_id}: slab {slab} is offered while it is sent")
         self._sends[op] = _Send(to, message, slab, xxhash.xxh3_64_intdigest(message))
         self._op_of[to, handle.slab, handle.generation] = op
         data = bytes(message)

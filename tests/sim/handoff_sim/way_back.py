@@ -7,6 +7,7 @@ from random import Random
 from typing import TYPE_CHECKING
 
 import xxhash
+from handoff_sim.laws import Law
 
 from diptych.common.errors import DiptychError
 from diptych.engine.messages import RangePacked, SlabGrant
@@ -80,9 +81,11 @@ class WayBack:
             return
         target.lent.add(slab.local_slab)
         if bytes(slab.payload) != data:
-            self._world.report(f"{handle.attempt}: {target.ref.worker_id} read other bytes than were published")
+            self._world.report(
+                Law.VERIFIED, f"{handle.attempt}: {target.ref.worker_id} read other bytes than were published"
+            )
         await asyncio.sleep(self._world.links.delay())
         if bytes(slab.payload) != data:
-            self._world.report(f"{handle.attempt}: a lent slab of {target.ref.worker_id} changed")
+            self._world.report(Law.ONE_USER, f"{handle.attempt}: a lent slab of {target.ref.worker_id} changed")
         target.lent.discard(slab.local_slab)
         core.finish(slab)

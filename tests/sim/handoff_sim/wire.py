@@ -15,6 +15,7 @@ from random import Random
 
 import numpy as np
 import xxhash
+from handoff_sim.laws import Law, Report
 from handoff_sim.links import Links, Node
 
 from diptych.common.errors import TransferError
@@ -82,7 +83,7 @@ class _Send:
 class Wires:
     """All transports of a world."""
 
-    def __init__(self, links: Links, rng: Random, faults: Faults, report: Callable[[str], None]) -> None:
+    def __init__(self, links: Links, rng: Random, faults: Faults, report: Report) -> None:
         self.links, self.rng, self.faults, self.report = links, rng, faults, report
         self.transports: dict[bytes, SimTransport] = {}
         self.answered: list[bytes] = []
@@ -189,9 +190,11 @@ class SimTransport:
             raise TransferError(f"peer lost: {peer}")
         slab = self._slab_of(dest)
         if slab in self.touching():
-            self._wires.report(f"{self.node.worker_id}: slab {slab} is read into while an older read may still land")
+            self._wires.report(
+                Law.ONE_USER, f"{self.node.worker_id}: slab {slab} is read into while an older read may still land"
+            )
         if slab in self.lent():
-            self._wires.report(f"{self.node.worker_id}: slab {slab} is read into while it is unpacked")
+            self._wires.report(Law.ONE_USER, f"{self.node.worker_id}: slab {slab} is read into while it is unpacked")
         self._recvs[read_id] = _Recv(conn, dest, slab)
         for _ in range(self._wires.times()):
             self._deliver(conn, lambda: conn.source._on_request(conn, read_id, body))
@@ -219,14 +222,14 @@ class SimTransport:
         if not isinstance(message, bytes):
             kind = wires.forged.get(read_id)
             if kind:
-                wires.report(f"{self.node.worker_id}: a {kind} handle was answered with a slab")
+                wires.report(Law.HANDLES, f"{self.node.worker_id}: a {kind} handle was answered with a slab")
             wires.answered.append(self._bodies[read_id])
         if to is None or self in to.lost_by:
             self._emit(SendDone(op, False))
             return op
         slab = -1 if isinstance(message, bytes) else self._slab_of(message)
         if slab >= 0 and slab in self.touching():
-            wires.report(f"{self.node.worker_id}: slab {slab} is sent twice at once")
+            wires.report(Law.ONE_USER, f"{self.node.worker_id}: slab {slab} is sent twice at once")
         self._sends[op] = _Send(to, message, slab, xxhash.xxh3_64_intdigest(message))
         stuck = slab >= 0 and wires.chance(wires.faults.stick)
         self._sends[op].never = stuck
@@ -254,7 +257,9 @@ class SimTransport:
 
     def _unchanged(self, send: _Send) -> None:
         if xxhash.xxh3_64_intdigest(send.message) != send.digest:
-            self._wires.report(f"{self.node.worker_id}: slab {send.slab} was written while it was being sent")
+            self._wires.report(
+                Law.ONE_USER, f"{self.node.worker_id}: slab {send.slab} was written while it was being sent"
+            )
 
     def _on_answer(self, conn: _Conn, read_id: int, data: bytes) -> None:
         recv = self._recvs.get(read_id)
@@ -262,7 +267,9 @@ class SimTransport:
             return
         del self._recvs[read_id]
         if recv.slab in self.lent():
-            self._wires.report(f"{self.node.worker_id}: a read landed in slab {recv.slab} while it is unpacked")
+            self._wires.report(
+                Law.ONE_USER, f"{self.node.worker_id}: a read landed in slab {recv.slab} while it is unpacked"
+            )
         size = min(len(data), recv.dest.size)
         recv.dest[:size] = np.frombuffer(data, np.uint8)[:size]
         if self._wires.chance(self._wires.faults.damage):

@@ -18,6 +18,7 @@ from handoff_sim import reference
 from handoff_sim.client import Client
 from handoff_sim.engine import BLOCK, LAYERS, WINDOWS, Context, Sizes
 from handoff_sim.files import Files, has_files
+from handoff_sim.laws import Law
 from handoff_sim.links import Links
 from handoff_sim.loop import Deadlock, VirtualLoop
 from handoff_sim.nodes import DecodeNode, PrefillNode, WorkerNode
@@ -56,6 +57,8 @@ class World:
         self.loop = VirtualLoop()
         self.profile = rng.choice(PROFILES)
         self.problems: list[str] = []
+        self.headline = ""
+        """The first law that was broken, and where."""
         wild = self.profile == "everything"
         self.links = Links(self.loop, rng, rng.choice((0.002, 0.02, 0.3 if self.profile != "calm" else 0.05)))
         faults = Faults(
@@ -100,19 +103,21 @@ class World:
 
     # ---- reports ----
 
-    def report(self, problem: str) -> None:
+    def report(self, law: Law, problem: str) -> None:
+        if not self.problems:
+            self.headline = f"seed {self.seed} breaks law {law.number}, {law.text!r}: {problem}"
         if len(self.problems) < 20:
-            self.problems.append(f"{self.loop.time() - 1000.0:.6f} s, callback {self.loop.num_callbacks}: {problem}")
+            at = f"{self.loop.time() - 1000.0:.6f} s, callback {self.loop.num_callbacks}"
+            self.problems.append(f"{at}, law {law.number}: {problem}")
 
     def reported(self) -> str:
-        """The schedule in words."""
+        """The law that was broken first, in the first line; and the schedule in words."""
         asks = "; ".join(
             f"{a.name}: {a.length} tokens, {a.max_tokens} out, ended {a.ended} with {a.error!r}, notes {a.notes}"
             for a in self.client.asks
         )
-        return f"seed {self.seed} ({self.profile}, {self.sizes}, {self.wires.faults})\n  {asks}\n  " + ", ".join(
-            self.trouble.trail
-        )
+        schedule = f"{self.profile}, {self.sizes}, {self.wires.faults}"
+        return f"{self.headline}\n  ({schedule})\n  {asks}\n  " + ", ".join(self.trouble.trail)
 
     def counts(self) -> dict[str, int]:
         """What has happened in it."""
@@ -135,7 +140,8 @@ class World:
         right = reference.kv(ids, command.first_token, command.num_tokens, layers, windows, command.group)
         if bytes(command.payload) != right:
             self.report(
-                f"{ask.name}: wrong KV is unpacked at token {command.first_token}, group {command.group}, {layers}"
+                Law.VERIFIED,
+                f"{ask.name}: wrong KV is unpacked at token {command.first_token}, group {command.group}, {layers}",
             )
 
     def _check_packed(self, packed: RangePacked) -> None:
@@ -146,7 +152,10 @@ class World:
         window = self.sizes.facts.compat.kv.groups[packed.group].window
         seen_by = (ask.length - 1) // BLOCK * BLOCK if self.sizes.reusable else ask.length
         if window and packed.first_token < (seen_by + 1 - window) // BLOCK * BLOCK:
-            self.report(f"{ask.name}: token {packed.first_token} of KV group {packed.group} is sent and seen by none")
+            self.report(
+                Law.WINDOWS,
+                f"{ask.name}: token {packed.first_token} of KV group {packed.group} is sent and seen by none",
+            )
 
     # ---- the run ----
 
@@ -158,10 +167,11 @@ class World:
             loop.run_until_complete(self._main())
         except Deadlock:
             self.report(
-                f"deadlock: nothing will ever happen any more; {[a.name for a in self.client.asks if not a.ended]} wait"
+                Law.ENDS_ONCE,
+                f"deadlock: nothing will ever happen any more; {[a.name for a in self.client.asks if not a.ended]} wait",
             )
         except TimeoutError:
-            self.report("the schedule does not come to an end")
+            self.report(Law.ENDS_ONCE, "the schedule does not come to an end")
         finally:
             for task in loop.tasks:
                 task.cancel()
@@ -172,7 +182,7 @@ class World:
                 pass
             loop.close()
         for error in loop.errors:
-            self.report(f"unhandled: {error}")
+            self.report(Law.NO_OWN_ERROR, f"unhandled: {error}")
         return self.problems
 
     async def _main(self) -> None:
@@ -219,7 +229,7 @@ class World:
             await asyncio.sleep(
                 0.1
             )  # before the look: what a fault of this moment leaves behind is not the end's fault
-            if self.trouble.under_way():
+            if self.trouble.under_way() or (self.files is not None and self.files.at_work()):
                 since = self.loop.time()
             quiet = 0 if self._left_over() else quiet + 1
 
@@ -229,7 +239,7 @@ class World:
             await asyncio.sleep(0.05)
             if self.loop.time() > limit:
                 waiting = [a.name for a in self.client.asks if not a.ended]
-                self.report(f"{waiting} never end; states {self.decode.intake.states()}")
+                self.report(Law.ENDS_ONCE, f"{waiting} never end; states {self.decode.intake.states()}")
                 return
 
     async def _close(self) -> None:
@@ -265,13 +275,13 @@ class World:
 
     def _check_end(self) -> None:
         for left in self._left_over():
-            self.report(left)
+            self.report(Law.ALL_FREE, left)
         for node in self.nodes:
             for broken in [] if node.node.dead else node.check_end():
-                self.report(broken)
+                self.report(*broken)
         for ask in self.client.asks:
             if ask.ended != 1 and not ask.lost:
-                self.report(f"{ask.name}: ended {ask.ended} times")
+                self.report(Law.ENDS_ONCE, f"{ask.name}: ended {ask.ended} times")
 
 
 def run_all(seeds: Iterable[int], *, with_files: bool = False) -> Iterator[tuple[int, list[str], World]]:

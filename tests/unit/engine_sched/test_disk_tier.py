@@ -456,6 +456,38 @@ def test_a_cancelled_request_leaves_nothing(kit):
     assert (counts.running, counts.reserved) == (0, 0)
 
 
+def test_what_came_for_a_cancelled_request_is_vouched_for(kit):
+    """It stays in the cache: every prompt that began with it failed, as prefill could not say what that KV was computed from."""
+    files = MemoryFiles(filled(kit).kept)
+    engine = engine_on(kit, files)
+    engine.send(kit.make_request("a", PROMPT, mode=KvMode.PREFILL, want_kv=False))
+    engine.send(files.work())  # three blocks of ten
+    engine.send(Cancel("a"))
+    settle(kit, engine, files)
+    engine.send(kit.make_request("b", PROMPT[:13], mode=KvMode.PREFILL, want_kv=False))
+    [reported] = [event for event in settle(kit, engine, files) if isinstance(event, PromptComputed)]
+    assert computed(engine) == 1
+    assert reported.computed_from.digest == prompt_digest(PROMPT[:13], 4)
+
+
+def test_a_block_that_left_while_its_file_was_read_does_not_come_back_to_the_account(kit):
+    """Its file is being removed: routers were told that it is there, and another block was evicted for it."""
+    files = MemoryFiles(filled(kit).kept)
+    engine = engine_on(kit, files, num_disk_blocks=12)
+    engine.core.take_events()
+    engine.send(kit.make_request("a", PROMPT, 8))
+    reads = [files.work() for _ in range(4)]
+    for block in (block for block, _ in list(files.kept.values()) if block.index < 10):
+        engine.core.scheduler.kv.disk.discard(block.key)
+    for reply in reads:
+        engine.send(reply)
+    events = engine.core.take_events()
+    assert len(engine.core.scheduler.kv.disk.keys) == 2
+    assert not [event for event in events if isinstance(event, TierStored)]
+    settle(kit, engine, files)
+    assert set(engine.core.scheduler.kv.disk.keys) == files.kept.keys()
+
+
 def test_an_attempt_that_comes_twice_ends_once(kit):
     files = MemoryFiles(filled(kit).kept)
     engine = engine_on(kit, files)
@@ -624,6 +656,12 @@ class Books(RuleBasedStateMachine):
             self.there.update(block.key for block in blocks[:good])
             self.tier.written(blocks, blocks[good:])
             self.obey()
+
+    @rule(numbers=st.lists(st.integers(0, 14), max_size=4))
+    def read(self, numbers):
+        """Files that are there, or were a moment ago."""
+        self.tier.learn([DiskBlock(self.name(number), "t", number) for number in numbers], self.use)
+        self.obey()
 
     @rule(number=st.integers(0, 14))
     def discard(self, number):

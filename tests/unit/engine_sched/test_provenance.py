@@ -17,6 +17,19 @@ from diptych.engine.provenance import Provenance
 TOKENS = list(range(500, 523))
 
 
+def test_blocks_of_which_nothing_is_recorded_fail_one_prompt_and_no_other(kit):
+    """They leave the cache: the next one computes them again."""
+    engine, prompt = kit.make_engine(), tuple(range(100, 141))
+    engine.send(kit.make_request("of no prefill worker", prompt, 4))
+    kit.run_until_idle(engine)
+    engine.send(kit.make_request("a", prompt, mode=KvMode.PREFILL, want_kv=False))
+    [failed] = [event for event in kit.run_until_idle(engine) if isinstance(event, Failed)]
+    assert "does not say what attempt a was computed from" in str(failed.error)
+    engine.send(kit.make_request("b", prompt, mode=KvMode.PREFILL, want_kv=False))
+    [computed] = [event for event in kit.run_until_idle(engine) if isinstance(event, PromptComputed)]
+    assert computed.computed_from.digest == prompt_digest(prompt, 4)
+
+
 @given(size=st.integers(1, 9), cuts=st.lists(st.integers(0, len(TOKENS)), max_size=6))
 @settings(max_examples=200, deadline=None)
 def test_chunks_add_up_to_the_whole(size, cuts):
