@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 from collections.abc import Sequence
-from ctypes import POINTER, c_float, c_int64, c_void_p
+from ctypes import CFUNCTYPE, POINTER, c_float, c_int64, c_void_p
 from enum import IntEnum
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
@@ -108,13 +108,20 @@ class Layer(ctypes.Structure):
     ]  # fmt: skip
 
 
+REDUCE = CFUNCTYPE(c_int64, c_void_p, c_int64, c_int64)
+"""Tensor parallelism: (address, rows, columns) of float32, this rank's part of a sum, which becomes the sum of all ranks.
+Returns: 0, or that it failed; then the call into the library returns the same at once."""
+
+
 class Model(ctypes.Structure):
-    """What all layers share. kv_codes: FLOATS, BFLOATS, or of KV_CODES. eps: of every norm."""
+    """What all layers share; with ranks, sizes of this one. kv_codes: FLOATS, BFLOATS, or of KV_CODES. eps: of every norm.
+    reduce: of what attention and the feed-forward part add to the rows; not given: there are no ranks."""
 
     _fields_: ClassVar[Any] = [
         ("layers", POINTER(Layer)),
         *((name, c_int64) for name in ("hidden", "ffn", "heads", "kv_heads", "head_dim", "block_size", "kv_codes")),
         ("eps", c_float),
+        ("reduce", REDUCE),
     ]
 
 
@@ -180,9 +187,11 @@ class Library:
         self._softcap = function("softcap", c_void_p, c_int64, c_float)
         self._linear = function("linear", POINTER(Weights), *[c_void_p] * 5, *[c_int64] * 4)
         step = (POINTER(Model), POINTER(Step))
-        self.layers = function("layers", *step, c_int64, c_int64)
+        self.layers = function("layers", *step, c_int64, c_int64, returns=c_int64)
+        """Layers [first, last). Returns: see REDUCE."""
         self.attention_part = function("attention_part", *step, c_int64)
-        self.feed_part = function("feed_part", *step, c_int64)
+        self.feed_part = function("feed_part", *step, c_int64, returns=c_int64)
+        """Returns: see REDUCE."""
 
     def tile_rows(self, group: int) -> int:
         """Rows of a tile where `group` query heads share a KV head."""

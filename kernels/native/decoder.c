@@ -1,7 +1,7 @@
 /* The layers of a Llama-like decoder in fp32 on the CPU, over rows (tokens) of many sequences at once.
  *
  * Compiled where it runs (see kernels/native/build.py) and called through ctypes: the structs below are mirrored in
- * kernels/native/api.py. No function allocates, keeps a pointer or fails.
+ * kernels/native/api.py. No function allocates or keeps a pointer, and none fails but by `reduce` of struct model.
  */
 #include "attention_tile.h"
 #include "bf16.h"
@@ -42,10 +42,17 @@ struct layer {
     float scale, softcap;              /* of the queries; of the scores, 0: none */
 };
 
+/* Tensor parallelism: x [rows][columns] is this rank's part of a sum, and becomes the sum of all ranks. Returns: 0, or that it
+ * failed: then the step is given up at once. Called by the thread that called into this library, never by a helper. */
+typedef int64_t (*reduce_function)(float *x, int64_t rows, int64_t columns);
+
+/* Sizes: with ranks, those of this one. reduce: of what attention, and the feed-forward part, add to a row; NULL: there are no
+ * ranks. */
 struct model {
     const struct layer *layers;
     int64_t hidden, ffn, heads, kv_heads, head_dim, block_size, kv_codes; /* kv_codes: of enum kv_codes */
     float eps;
+    reduce_function reduce;
 };
 
 /* blocks: the block tables, which may hold anything for blocks that lie before every window. slots: of kv, one for each row
@@ -76,13 +83,14 @@ INLINE void norm_row(const float *x, const float *weight, long size, float eps, 
     for (long i = 0; i < size; i += LANES) store(y + i, load(x + i) * scale * load(weight + i));
 }
 
-/* y = norm(x), after x += norm of what stands in y where `post` is given; weight NULL: that is all. */
+/* y = norm(x), after x += y with `add`, or x += norm of y where `post` is given; weight NULL: that is all. */
 struct norm {
     float *x;
     const float *post, *weight;
     float *y;
     long rows, size;
     float eps;
+    int add;
 };
 
 static void norm_task(const void *context, long task, int thread) {
@@ -94,13 +102,14 @@ static void norm_task(const void *context, long task, int thread) {
         if (job->post) {
             vec scale = norm_scale(y, size, job->eps);
             for (long i = 0; i < size; i += LANES) store(x + i, load(x + i) + load(y + i) * scale * load(job->post + i));
-        }
+        } else if (job->add)
+            for (long i = 0; i < size; i += LANES) store(x + i, load(x + i) + load(y + i));
         if (job->weight) norm_row(x, job->weight, size, job->eps, y);
     }
 }
 
 static void norm_run(const struct norm *job, int num_threads) {
-    if (job->post || job->weight) run_tasks(norm_task, job, ceil_div(job->rows, NORM_ROWS), num_threads);
+    if (job->post || job->add || job->weight) run_tasks(norm_task, job, ceil_div(job->rows, NORM_ROWS), num_threads);
 }
 
 /* Bytes of a row of x as a format reads it. */
@@ -164,11 +173,14 @@ static struct rows rows_of(const struct step *s, const float *x, long inputs) {
     return (struct rows){x, s->prepared, s->slots, s->shrunk, s->rows, inputs, (int)s->num_threads};
 }
 
-/* y = x W^T + bias is added to the step's rows, or with a post norm left in `normed`, for norm_task to add. */
-static void project(const struct model *m, const struct step *s, const float *x, long inputs, const struct weights *w,
-                    const float *post) {
+/* y = x W^T + bias is added to the step's rows, or with a post norm or ranks left in `normed`, for norm_task to add. Returns:
+ * see reduce_function. */
+static int64_t project(const struct model *m, const struct step *s, const float *x, long inputs, const struct weights *w,
+                       const float *post) {
     struct rows rows = rows_of(s, x, inputs);
-    apply(w, &rows, post ? s->normed : s->x, m->hidden, !post);
+    int later = post || m->reduce;
+    apply(w, &rows, later ? s->normed : s->x, m->hidden, !later);
+    return m->reduce && rows.count ? m->reduce(s->normed, rows.count, m->hidden) : 0;
 }
 
 struct turn {
@@ -218,7 +230,7 @@ static void attention_part(const struct model *m, long index, const struct step 
     long dim = m->head_dim, all = (m->heads + 2 * m->kv_heads) * dim;
     long slot = slot_floats(m->kv_codes, m->kv_heads, dim);
     int threads = (int)s->num_threads;
-    struct norm norm = {s->x, 0, layer->input_norm, s->normed, s->rows, m->hidden, m->eps};
+    struct norm norm = {s->x, 0, layer->input_norm, s->normed, s->rows, m->hidden, m->eps, 0};
     norm_run(&norm, threads);
     struct rows normed = rows_of(s, s->normed, m->hidden);
     apply(&layer->qkv, &normed, s->qkv, all, 0);
@@ -284,12 +296,14 @@ static void feed_task(const void *context, long task, int thread) {
     }
 }
 
-static void feed_part(const struct model *m, long index, const struct step *s) {
+/* Returns: see reduce_function. */
+static int64_t feed_part(const struct model *m, long index, const struct step *s) {
     const struct layer *layer = &m->layers[index];
     long hidden = m->hidden, ffn = m->ffn, rows = s->rows;
-    int threads = (int)s->num_threads;
-    project(m, s, s->attended, m->heads * m->head_dim, &layer->o, layer->post_attention_norm);
-    struct norm before = {s->x, layer->post_attention_norm, layer->pre_feedforward_norm, s->normed, rows, hidden, m->eps};
+    int threads = (int)s->num_threads, add = m->reduce != 0;
+    int64_t failed = project(m, s, s->attended, m->heads * m->head_dim, &layer->o, layer->post_attention_norm);
+    if (failed) return failed;
+    struct norm before = {s->x, layer->post_attention_norm, layer->pre_feedforward_norm, s->normed, rows, hidden, m->eps, add};
     norm_run(&before, threads);
     struct rows normed = rows_of(s, s->normed, hidden);
     struct linear gate = linear_of(&layer->gate_up, &normed, ffn, s->gate, ffn, 0), up = gate;
@@ -299,9 +313,11 @@ static void feed_part(const struct model *m, long index, const struct step *s) {
     up.lora_column = ffn;
     struct feed feed = {gate, up, layer->activation};
     run_tasks(feed_task, &feed, num_shares(&feed.gate), threads);
-    project(m, s, s->gate, ffn, &layer->down, layer->post_feedforward_norm);
-    struct norm after = {s->x, layer->post_feedforward_norm, 0, s->normed, rows, hidden, m->eps};
+    failed = project(m, s, s->gate, ffn, &layer->down, layer->post_feedforward_norm);
+    if (failed) return failed;
+    struct norm after = {s->x, layer->post_feedforward_norm, 0, s->normed, rows, hidden, m->eps, add};
     norm_run(&after, threads);
+    return 0;
 }
 
 /* ---- what Python calls ---- */
@@ -347,20 +363,23 @@ EXPORT void diptych_pack_plane(int64_t format, int64_t plane, const void *values
 /* See use_tiles. */
 EXPORT int64_t diptych_use_tiles(int64_t wanted) { return use_tiles((int)wanted); }
 
-/* Layers [first, last) of the step. */
-EXPORT void diptych_layers(const struct model *model, const struct step *step, int64_t first, int64_t last) {
-    for (long index = first; index < last; index++) {
+/* Layers [first, last) of the step. Returns: see reduce_function. */
+EXPORT int64_t diptych_layers(const struct model *model, const struct step *step, int64_t first, int64_t last) {
+    int64_t failed = 0;
+    for (long index = first; index < last && !failed; index++) {
         attention_part(model, index, step);
-        feed_part(model, index, step);
+        failed = feed_part(model, index, step);
     }
+    return failed;
 }
 
 /* The last layer in two halves: between them the rows whose logits nobody wants drop out. */
 EXPORT void diptych_attention_part(const struct model *model, const struct step *step, int64_t index) {
     attention_part(model, index, step);
 }
-EXPORT void diptych_feed_part(const struct model *model, const struct step *step, int64_t index) {
-    feed_part(model, index, step);
+/* Returns: see reduce_function. */
+EXPORT int64_t diptych_feed_part(const struct model *model, const struct step *step, int64_t index) {
+    return feed_part(model, index, step);
 }
 
 EXPORT void diptych_norm(const float *x, const float *weight, float *y, int64_t rows, int64_t size, float eps) {

@@ -5,17 +5,20 @@ from __future__ import annotations
 import ctypes
 import random
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 from torch.nn.functional import gelu, silu
 
+from diptych.common.kv_format import Shard
 from diptych.engine.exec.layers.linear import PLAIN
 from diptych.engine.exec.lora import LayerAdapter, LoraSizes, LoraSlots
 from diptych.engine.exec.methods.base import LinearWeights
 from diptych.engine.exec.methods.plain import PlainWeights
 from diptych.engine.exec.methods.quantized import Int4Weights, Int8Weights
+from diptych.engine.exec.native.reduction import Reduction
 from diptych.engine.exec.native.weights import Packer
 from diptych.kernels.kv_codes import dequantize
 from diptych.kernels.native.api import ACTIVATIONS, BFLOATS, FLOATS, KV_CODES, Group, Layer, Library, Model, Step
@@ -215,6 +218,8 @@ class Layers:
         self.free = [self.rng.sample(range(1, num_blocks), num_blocks - 1) for _ in counts]
         self._kept: list[object] = []
         self._prepared_bytes = self._shrunk = 0
+        self._reduction: Reduction | None = None
+        self._degree = 1
         self._model = self.make_model()
 
     def _random_loras(self, count: int, qkv: int) -> dict[str, LoraSlots]:
@@ -261,7 +266,59 @@ class Layers:
             getattr(torch, name): kind for name, kind in KV_CODES.items()
         }
         kind = kinds[self.codes]
-        return Model(layers, s.hidden, s.ffn, s.heads, s.kv_heads, s.head_dim, s.block_size, kind, s.eps)
+        model = Model(layers, s.hidden, s.ffn, s.heads, s.kv_heads, s.head_dim, s.block_size, kind, s.eps)
+        if self._reduction is not None:
+            model.reduce = self._reduction.function
+        return model
+
+    def rank(self, shard: Shard, all_reduce: Callable[[Tensor], Tensor]) -> Layers:
+        """What a tensor-parallel rank computes of these layers, with a pool of its own. all_reduce: see Reduction."""
+        s, heads, ffn = self.sizes, shard.units(self.sizes.heads, "heads"), shard.units(self.sizes.ffn, "ffn")
+        kv_heads = shard.heads(s.kv_heads)
+        sizes = replace(s, heads=len(heads), kv_heads=len(kv_heads), ffn=len(ffn))
+        mine = copy(self)
+        mine.sizes, mine.slot, mine._kept = sizes, self.slot * len(kv_heads) // s.kv_heads, []
+        mine.pools = [
+            torch.full((len(pool), pool.shape[1], 2 * s.block_size * mine.slot), float("nan")) for pool in self.pools
+        ]
+        mine.free = [list(free) for free in self.free]
+        numbers = torch.arange((s.heads + 2 * s.kv_heads) * s.head_dim).view(-1, s.head_dim)
+        q, k, v = numbers.split([s.heads, s.kv_heads, s.kv_heads])
+        attended, wide = q[heads.start : heads.stop].flatten(), torch.arange(2 * s.ffn).view(2, -1)[:, ffn.start : ffn.stop]
+        of_heads = [part[kv_heads.start : kv_heads.stop].flatten() for part in (k, v)]
+        outputs = {"qkv": torch.cat([attended, *of_heads]), "gate_up": wide.flatten()}
+        inputs = {"o": attended, "down": wide[0]}
+        mine.weights = []
+        for weights in self.weights:
+            own = dict(weights)
+            for name, rows in outputs.items():
+                own |= {key: weights[key][rows] for key in (name, f"{name}_bias") if key in weights}
+            for name, columns in inputs.items():
+                own[name] = weights[name][:, columns]
+                if shard.rank:
+                    own.pop(f"{name}_bias", None)
+            mine.weights.append(own)
+        mine.loras = [
+            {name: self._share(name, slots, outputs.get(name), inputs.get(name)) for name, slots in loras.items()}
+            for loras in self.loras
+        ]
+        mine._reduction = Reduction(all_reduce)
+        mine._model = mine.make_model()
+        return mine
+
+    def _share(self, name: str, slots: LoraSlots, outputs: Tensor | None, inputs: Tensor | None) -> LoraSlots:
+        """Of a layer's adapters, which has these outputs and inputs of the whole one; None: all."""
+        ends = torch.tensor(slots.part_outputs).cumsum(0)
+        counts = slots.part_outputs
+        if outputs is not None:
+            counts = tuple(torch.bucketize(outputs, ends, right=True).bincount(minlength=len(ends)).tolist())
+        columns = slice(None) if inputs is None else inputs
+        a, b = slots.a[..., columns], slots.b if outputs is None else slots.b[:, outputs]
+        own = LoraSlots(counts, a.shape[3], LoraSizes(slots.num_slots, slots.max_rank), slots.a)
+        for slot in range(slots.num_slots):
+            ranks = tuple(slots.ranks[slot].tolist())
+            own.install(slot, LayerAdapter(a[slot, :, : max(ranks)], b[slot, :, : max(ranks)], ranks))
+        return own
 
     def sequence(self, length: int, *, seed: int = 1) -> Prompt:
         """`length` random rows, with blocks for them."""
@@ -320,7 +377,9 @@ class Layers:
             scores.data_ptr(), prepared.data_ptr(), adapters.data_ptr() if max(rows_of) >= 0 else None,
             shrunk.data_ptr(), rows, len(tiles), longest, self.library.tile * longest, threads,
         )  # fmt: skip
-        self.library.layers(ctypes.byref(self._model), ctypes.byref(step), 0, len(self.features))
+        failed = self.library.layers(ctypes.byref(self._model), ctypes.byref(step), 0, len(self.features))
+        if self._reduction is not None:
+            self._reduction.check(failed)
         for (sequence, count), out in zip(parts, x.split([count for _, count in parts]), strict=True):
             sequence.outputs.append(out)
             sequence.done += count
@@ -336,9 +395,10 @@ class Layers:
         codes = slots[..., : s.kv_heads * s.head_dim // 4].contiguous().view(self.codes)
         return dequantize(codes.unflatten(-1, (s.kv_heads, s.head_dim)), slots[..., -s.kv_heads :])
 
-    def reference(self, x: Tensor, kept: Sequence[Tensor] = (), *, slot: int = -1) -> Tensor:
+    def reference(self, x: Tensor, kept: Sequence[Tensor] = (), *, slot: int = -1, degree: int = 1) -> Tensor:
         """The same layers in float64, over one whole sequence. kept: K and V to attend to, of each layer; empty: its own.
-        slot: of the sequence's adapter."""
+        slot: of the sequence's adapter. degree: tensor-parallel ranks."""
+        self._degree = degree
         x = x.double()
         for i, (f, weights, tables) in enumerate(zip(self.features, self.weights, self.tables, strict=True)):
             w = {name: value.double() for name, value in weights.items()}
@@ -390,7 +450,9 @@ class Layers:
         return self._linear(attended.transpose(0, 1).reshape(length, -1), w, "o")
 
     def _linear(self, x: Tensor, w: dict[str, Tensor], name: str) -> Tensor:
-        y = self.method.product(x, w[name])
+        cuts = self._degree if name in ("o", "down") else 1
+        parts = zip(x.chunk(cuts, -1), w[name].chunk(cuts, 1), strict=True)
+        y = sum((self.method.product(*part) for part in parts), torch.zeros((), dtype=torch.float64))
         if f"{name}_delta" in w:
             y = y + x @ w[f"{name}_delta"].T
         return y + w[f"{name}_bias"] if f"{name}_bias" in w else y
