@@ -83,12 +83,13 @@ class NativeBackend:
         return linear.with_lora(slots)
 
     def place_refusal(self, place: RankPlace) -> str | None:
-        """See Backend.place_refusal."""
-        return None if place.num_ranks == 1 else "it computes whole models only"
+        """See Backend.place_refusal. A rank's sizes are those of the blocks that it is asked for."""
+        return None
 
     def keep_reduced(self, linear: LoadedLinear, communicator: Communicator) -> LoadedLinear:
         """See Backend.keep_reduced."""
-        raise TypeError("parts of a model were refused")
+        assert isinstance(linear, PackedLinear), "what keep returned"
+        return linear.reduced(communicator)
 
     def runtime(self, weights: ModelWeights, pool: KvPool, max_model_len: int) -> NativeRuntime:
         """See Backend.runtime."""

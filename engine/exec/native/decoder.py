@@ -14,6 +14,7 @@ from diptych.engine.exec.kv_pool import KvPool
 from diptych.engine.exec.layers.block import DecoderBlock
 from diptych.engine.exec.methods.base import PLAIN_ROWS, LoadedLinear
 from diptych.engine.exec.native.batch import NativeBatch, NativeBatchBuilder
+from diptych.engine.exec.native.reduction import Reduction
 from diptych.engine.exec.native.weights import PackedLinear
 from diptych.engine.exec.norm import RmsNorm
 from diptych.engine.exec.rope import table_of_each
@@ -77,6 +78,9 @@ class NativeRuntime:
             kv_codes=_codes(pool),
             eps=first.attention_norm.eps,
         )
+        self._reduction = _reduction([weights.blocks[i] for i in owned])
+        if self._reduction is not None:
+            self._model.reduce = self._reduction.function
         self._buffers = _Buffers(
             first,
             library,
@@ -92,7 +96,7 @@ class NativeRuntime:
         """Nothing: no slot is read that the sequence does not own."""
 
     def run(self, x: Tensor | None, batch: NativeBatch, segment: Segment, hooks: Hooks) -> Tensor | None:
-        """See Runtime.run."""
+        """See Runtime.run. Raises: also what the communicator raises, see Communicator."""
         description, weights, library = self._description, self._weights, self._library
         if x is None:
             x = embed(torch.from_numpy(batch.token_ids), weights.embedding, description.embedding, weights.vocabulary)
@@ -122,7 +126,7 @@ class NativeRuntime:
             _give_up(should_abort)
             if first and on_layers is not None:
                 on_layers(first)
-            library.layers(model, ctypes.byref(step), first, min(end, first + stride))
+            self._check(library.layers(model, ctypes.byref(step), first, min(end, first + stride)))
         if whole:
             return x
         _give_up(should_abort)
@@ -136,13 +140,26 @@ class NativeRuntime:
         step.x, step.attended, step.rows = x.data_ptr(), attended.data_ptr(), len(rows)
         adapters = None if batch.adapters is None else batch.adapters[batch.sample_rows]
         step.slots = None if adapters is None else adapters.ctypes.data
-        library.feed_part(model, ctypes.byref(step), end)
+        self._check(library.feed_part(model, ctypes.byref(step), end))
         return x
+
+    def _check(self, failed: int) -> None:
+        """Raises: what the communicator raised in the middle of a call."""
+        if self._reduction is not None:
+            self._reduction.check(failed)
 
 
 def _give_up(should_abort: Callable[[], bool] | None) -> None:
     if should_abort is not None and should_abort():
         raise StepAborted
+
+
+def _reduction(blocks: Sequence[BlockWeights]) -> Reduction | None:
+    """Of the ranks' parts of what attention and the feed-forward part add to a row; None: there are no ranks."""
+    linears = [linear for block in blocks for linear in (block.o, block.down) if isinstance(linear, PackedLinear)]
+    communicator = linears[0].communicator
+    assert all(linear.communicator is communicator for linear in linears), "a model is cut in all of its layers"
+    return None if communicator is None else Reduction(communicator.all_reduce)
 
 
 def _codes(pool: KvPool) -> int:

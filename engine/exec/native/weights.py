@@ -17,6 +17,7 @@ from diptych.engine.exec.methods.gguf_blocks import decoded, half_at, q4_k_bytes
 from diptych.engine.exec.methods.gguf_kinds import KINDS
 from diptych.engine.exec.methods.plain import PlainWeights
 from diptych.engine.exec.methods.quantized import GgufParts, GgufWeights, Int4Weights, Int8Weights, unpacked
+from diptych.engine.exec.parallel.communicator import Communicator
 from diptych.kernels.native.api import LORA_PARTS, HugePages, Library, Lora, Memory, WeightFormat, Weights
 
 _BIT_7 = 0x80
@@ -25,11 +26,13 @@ _MIDDLE_OF_FOUR_BITS = 8
 
 
 class PackedLinear:
-    """y = x @ weight.T + bias on torch's number of threads. weights: what the kernels are given."""
+    """y = x @ weight.T + bias on torch's number of threads. weights: what the kernels are given. communicator: to ranks that
+    have the other inputs, whose sums are added; None: there are none."""
 
-    __slots__ = ("weights", "slots", "_library", "_kept", "_next", "_lora")
+    __slots__ = ("weights", "slots", "communicator", "_library", "_kept", "_next", "_lora")
     weights: Weights
     slots: LoraSlots | None
+    communicator: Communicator | None
 
     def __init__(
         self, library: Library, kind: WeightFormat, packed: Tensor, bias: Tensor | None, outputs: int,
@@ -37,7 +40,7 @@ class PackedLinear:
     ) -> None:  # fmt: skip
         """Args: then: of the outputs that follow."""
         self._library, self._next = library, then
-        self.slots, self._lora = None, Lora()
+        self.slots, self.communicator, self._lora = None, None, Lora()
         self._kept = [tensor for tensor in (packed, bias, order) if tensor is not None]
         bias_at, order_at = (None if tensor is None else tensor.data_ptr() for tensor in (bias, order))
         next_at = None if then is None else ctypes.addressof(then.weights)
@@ -49,6 +52,12 @@ class PackedLinear:
         linear.slots, linear._lora = slots, lora_of(slots)
         linear.weights = Weights.from_buffer_copy(self.weights)
         linear.weights.lora = ctypes.addressof(linear._lora)
+        return linear
+
+    def reduced(self, communicator: Communicator) -> PackedLinear:
+        """The same layer, of a rank that has a part of the inputs."""
+        linear = copy(self)
+        linear.communicator = communicator
         return linear
 
     @property
@@ -68,9 +77,10 @@ class PackedLinear:
     def __call__(self, x: Tensor, step: StepRows) -> Tensor:
         """See LoadedLinear."""
         slots = None if self.slots is None or step.adapters is None else step.adapters.contiguous()
-        return self._library.linear(
+        out = self._library.linear(
             x.contiguous(), self.weights, self.outputs, torch.get_num_threads(), slots, self.shrunk_floats
         )
+        return out if self.communicator is None else self.communicator.all_reduce(out)
 
 
 def lora_of(slots: LoraSlots) -> Lora:

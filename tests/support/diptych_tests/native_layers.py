@@ -284,7 +284,10 @@ class Layers:
         mine.free = [list(free) for free in self.free]
         numbers = torch.arange((s.heads + 2 * s.kv_heads) * s.head_dim).view(-1, s.head_dim)
         q, k, v = numbers.split([s.heads, s.kv_heads, s.kv_heads])
-        attended, wide = q[heads.start : heads.stop].flatten(), torch.arange(2 * s.ffn).view(2, -1)[:, ffn.start : ffn.stop]
+        attended, wide = (
+            q[heads.start : heads.stop].flatten(),
+            torch.arange(2 * s.ffn).view(2, -1)[:, ffn.start : ffn.stop],
+        )
         of_heads = [part[kv_heads.start : kv_heads.stop].flatten() for part in (k, v)]
         outputs = {"qkv": torch.cat([attended, *of_heads]), "gate_up": wide.flatten()}
         inputs = {"o": attended, "down": wide[0]}
