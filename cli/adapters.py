@@ -15,7 +15,7 @@ import typer
 from diptych.cli.operator_calls import call_admin
 from diptych.cli.router_access import SECRET_FILE, TLS_CA, TLS_SERVER_NAME
 from diptych.common.errors import ConfigError, DiptychError
-from diptych.common.store.adapters import lost_versions
+from diptych.common.store.adapters import lost_versions, other_base_models
 
 app = typer.Typer(
     name="adapters",
@@ -44,6 +44,8 @@ def show(
         print(HEADER)
     for adapter in answer.adapters:
         print("\n".join(lines_of(adapter)))
+    for adapter in answer.adapters:
+        _warn(_of_another_model(adapter), f"{adapter.name}: ")
 
 
 @app.command()
@@ -73,8 +75,18 @@ def load(
         name=name, folder=path, model=model, in_place=in_place, canary_share=canary_share
     )
     adapter = _change("AddAdapter", request, address, tls_ca, tls_server_name, secret_file)
-    if warning := lost_versions((one.number, one.id, one.folder) for one in adapter.versions):
-        typer.echo(f"warning: {warning}", err=True)
+    _warn(lost_versions((one.number, one.id, one.folder) for one in adapter.versions))
+    _warn(_of_another_model(adapter))
+
+
+def _warn(text: str, of: str = "") -> None:
+    if text:
+        typer.echo(f"warning: {of}{text}", err=True)
+
+
+def _of_another_model(adapter: Any) -> str:
+    """Of a router.proto Adapter."""
+    return other_base_models(adapter.model, ((one.number, one.other_base) for one in adapter.versions))
 
 
 @app.command()
@@ -148,7 +160,10 @@ def rollback(
         _change("RouteAdapter", request, address, tls_ca, tls_server_name, secret_file)
 
 
-_FLAGS = {"lora_name": "NAME", "lora_path": "FOLDER", "canary_share": "--canary-share", "model": "--model"}
+_FLAGS = {
+    "lora_name": "NAME", "lora_path": "FOLDER", "canary_share": "--canary-share", "model": "--model",
+    "load_inplace": "--in-place",
+}  # fmt: skip
 
 
 @contextmanager

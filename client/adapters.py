@@ -25,6 +25,7 @@ class AdapterVersion:
         rank: the largest of its modules.
         num_bytes: of its tensors.
         created: seconds since 1970.
+        other_base: the base model that its configuration names, where that is another one than it was loaded for; else "".
     """
 
     number: int
@@ -33,6 +34,7 @@ class AdapterVersion:
     rank: int
     num_bytes: int
     created: int
+    other_base: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +61,8 @@ class Adapter:
 
 def adapter_from(message: router_pb2.Adapter) -> Adapter:
     versions = tuple(
-        AdapterVersion(one.number, one.id, one.folder, one.rank, one.num_bytes, one.created) for one in message.versions
+        AdapterVersion(one.number, one.id, one.folder, one.rank, one.num_bytes, one.created, one.other_base)
+        for one in message.versions
     )
     return Adapter(
         message.name, message.model, versions, message.stable, message.canary, message.canary_share, message.previous

@@ -34,6 +34,7 @@ from diptych.common.store.memory import MemoryStore
 from diptych.common.store.redis_store import RedisStore
 from diptych.common.text.token_bytes import Tokens
 from diptych.common.tls import load_redis_tls
+from diptych.router.adapters.base_model import names_of
 from diptych.router.adapters.modules import StartAdapters
 from diptych.router.adapters.operations import AdapterOperations
 from diptych.router.adapters.registry import AdapterRegistry
@@ -102,6 +103,7 @@ class Frontend:
             self._started_registry,
             lambda: {name: model.cluster for name, model in self._models.items()},
             others_read_s=lambda: 0.0 if isinstance(self._store, MemoryStore) else 2 * config.worker_poll_s,
+            names=lambda model: names_of(model, config.model_folders.get(model, "")),
         )
         self._models: dict[str, ServedModel] = {}
         self._running: dict[str, Relay] = {}

@@ -42,6 +42,7 @@ class AdapterVersion(msgspec.Struct, frozen=True):
         rank: the largest of its modules.
         num_bytes: of its tensors.
         created: Unix seconds.
+        other_base: the base model that its configuration names, where that is another one than it was loaded for; else "".
     """
 
     number: int
@@ -50,6 +51,7 @@ class AdapterVersion(msgspec.Struct, frozen=True):
     rank: int
     num_bytes: int
     created: int
+    other_base: str = ""
 
 
 class AdapterEntry(msgspec.Struct, frozen=True):
@@ -151,6 +153,25 @@ def _draw(name: str, request_id: str) -> float:
     return int.from_bytes(digest, "big") / _SCALE
 
 
+def check_load(entry: AdapterEntry | None, name: str, model: str, *, in_place: bool, canary_share: float) -> None:
+    """Args: as `with_version`; model: the base model's name. Raises: InvalidRequestError where the name exists and neither is
+    given, or belongs to another model, or a canary has no stable version beside it: whatever the files hold."""
+    if entry is None:
+        if canary_share:
+            rule = f"canary_share: {name} has no version yet that the canary could be compared with"
+            raise InvalidRequestError(rule, param="canary_share")
+        return
+    if entry.model != model:
+        rule = f"lora_name: {name} is an adapter of the model {entry.model!r}, not of {model!r}"
+        raise InvalidRequestError(rule, param="lora_name")
+    if not in_place and not canary_share:
+        raise InvalidRequestError(
+            f"The lora adapter '{entry.name}' has already been loaded. If you want to load the adapter in place, set "
+            "'load_inplace' to True (`diptych adapters load`: --in-place, or --canary-share for a part of the requests).",
+            param="lora_name",
+        )
+
+
 def with_version(
     entry: AdapterEntry | None, fresh: AdapterEntry, *, in_place: bool = False, canary_share: float = 0.0
 ) -> AdapterEntry:
@@ -161,28 +182,22 @@ def with_version(
         fresh: the loaded version, as the only one of a new entry.
         in_place: replace the stable version of a name that exists.
         canary_share: above 0: the version becomes the canary instead.
-    Raises: InvalidRequestError where the name exists and neither is given, or belongs to another model, or a canary has
-        no stable version beside it.
+    Raises: InvalidRequestError as `check_load`, and where another stable version would end a canary.
     """
+    check_load(entry, fresh.name, fresh.model, in_place=in_place, canary_share=canary_share)
     if entry is None:
-        if canary_share:
-            rule = f"canary_share: {fresh.name} has no version yet that the canary could be compared with"
-            raise InvalidRequestError(rule, param="canary_share")
         return fresh
-    if entry.model != fresh.model:
-        rule = f"lora_name: {entry.name} is an adapter of the model {entry.model!r}, not of {fresh.model!r}"
-        raise InvalidRequestError(rule, param="lora_name")
-    if not in_place and not canary_share:
-        raise InvalidRequestError(
-            f"The lora adapter '{entry.name}' has already been loaded. If you want to load the adapter in place, set "
-            "'load_inplace' to True (`diptych adapters load`: --in-place, or --canary-share for a part of the requests).",
-            param="lora_name",
-        )
     (loaded,) = fresh.versions
     current = entry.version(entry.canary if canary_share and entry.canary else entry.stable)
     same = (current.adapter_id, current.folder) == (loaded.adapter_id, loaded.folder)
     if same and not canary_share:
         return entry  # it is the stable version: a canary beside it goes on
+    if entry.canary and not canary_share:
+        raise InvalidRequestError(
+            f"load_inplace: {entry.name} has a canary, version {entry.canary}, and another stable version would end it: promote "
+            "it, or roll it back, first",
+            param="load_inplace",
+        )
     if not same:
         current = msgspec.structs.replace(loaded, number=entry.last_number + 1)
         entry = msgspec.structs.replace(entry, versions=(*entry.versions, current))
@@ -251,6 +266,18 @@ def lost_versions(versions: Iterable[tuple[int, str, str]]) -> str:
         f"version {last} was loaded from the folder of {many} {', '.join(lost)}, whose files are gone: no rollback to "
         "them is possible. Give each version a folder of its own."
     )
+
+
+def other_base_models(model: str, versions: Iterable[tuple[int, str]]) -> str:
+    """A warning, or "". Versions that were trained for another base model than `model`, by what they say.
+
+    Args:
+        versions: (number, AdapterVersion.other_base) of each.
+    """
+    others = [f"version {number} was trained for {other}" for number, other in versions if other]
+    if not others:
+        return ""
+    return f"{', '.join(others)}, by its configuration, and answers for {model}: what it says may make no sense."
 
 
 def _pruned(entry: AdapterEntry) -> AdapterEntry:

@@ -221,6 +221,8 @@ def _check_version(version: AdapterVersion) -> None:
         raise BadRowError("adapter.adapter_id: must be 32 hexadecimal digits")
     if not 0 < len(version.folder) <= MAX_FOLDER_CHARS:
         raise BadRowError("adapter.folder: empty or too long")
+    if len(version.other_base) > MAX_FOLDER_CHARS or not version.other_base.isprintable():
+        raise BadRowError("adapter.other_base: too long, or not printable")
     for name, least in (("number", 1), ("rank", 1), ("num_bytes", 0), ("created", 0)):
         if not least <= getattr(version, name) <= MAX_COUNT:
             raise BadRowError(f"adapter.{name}: out of range")

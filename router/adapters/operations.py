@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Protocol
@@ -28,15 +28,18 @@ from diptych.common.store.adapters import (
     AdapterEntry,
     AdapterTable,
     AdapterVersion,
+    check_load,
     check_name,
     check_share,
     newly_answering,
+    other_base_models,
     promoted,
     rolled_back,
     unused_ids,
     with_canary,
     with_version,
 )
+from diptych.router.adapters.base_model import other_base
 from diptych.router.adapters.registry import AdapterRegistry, Change
 from diptych.router.adapters.resolution import Allowed, anybody
 
@@ -95,6 +98,7 @@ class AdapterOperations:
         others_read_s: how long a change takes to reach every other router; 0.0: there is none.
         wall: Unix seconds.
         timeout_s: of one change.
+        names: of a base model, see base_model.py.
     """
 
     def __init__(
@@ -105,12 +109,14 @@ class AdapterOperations:
         others_read_s: Callable[[], float] = lambda: 0.0,
         wall: Callable[[], float] = time.time,
         timeout_s: float = CHANGE_TIMEOUT_S,
+        names: Callable[[str], Collection[str]] = lambda model: (model,),
     ) -> None:
         self._registry = registry
         self._workers = workers
         self._others_read_s = others_read_s
         self._wall = wall
         self._timeout_s = timeout_s
+        self._names = names
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()  # while one is held or waited for
         self.may_use: Allowed = anybody
         """By (tenant, name of an adapter)."""
@@ -143,17 +149,21 @@ class AdapterOperations:
 
         def change(table: AdapterTable, found: LoadedAdapter) -> AdapterEntry:
             number, rank = table.next_number(name), max(1, found.rank)
-            version = AdapterVersion(number, found.adapter_id, folder, rank, found.num_bytes, int(self._wall()))
+            other = other_base(found.base_model, self._names(model))
+            version = AdapterVersion(number, found.adapter_id, folder, rank, found.num_bytes, int(self._wall()), other)
             fresh = AdapterEntry(name, model, (version,), stable=number)
             return with_version(table.entries.get(name), fresh, in_place=in_place, canary_share=share)
 
         async with self._turn(name):
             await self._registry().refresh()
-            change(self._registry().table, LoadedAdapter("0" * 32, 1, 0))  # before anything is loaded for it
+            # Before anything is loaded for it.
+            check_load(self._registry().find(name), name, model, in_place=in_place, canary_share=share)
             found = _same(folder, await workers.load_adapter(folder))
             entry = await self._change(name, lambda _, table: change(table, found))
         assert entry is not None
         log.info("adapter loaded", adapter=name, adapter_id=found.adapter_id, stable=entry.stable, canary=entry.canary)
+        if warning := other_base_models(model, [(one.number, one.other_base) for one in entry.versions]):
+            log.warning("an adapter of another base model", adapter=name, warning=warning)
         return entry
 
     async def unload(self, lora_name: object) -> AdapterEntry:

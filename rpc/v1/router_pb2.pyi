@@ -59,20 +59,22 @@ class Adapter(_message.Message):
     def __init__(self, name: _Optional[str] = ..., model: _Optional[str] = ..., versions: _Optional[_Iterable[_Union[AdapterVersion, _Mapping]]] = ..., stable: _Optional[int] = ..., canary: _Optional[int] = ..., canary_share: _Optional[float] = ..., previous: _Optional[int] = ...) -> None: ...
 
 class AdapterVersion(_message.Message):
-    __slots__ = ("number", "id", "folder", "rank", "num_bytes", "created")
+    __slots__ = ("number", "id", "folder", "rank", "num_bytes", "created", "other_base")
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     ID_FIELD_NUMBER: _ClassVar[int]
     FOLDER_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
     NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
     CREATED_FIELD_NUMBER: _ClassVar[int]
+    OTHER_BASE_FIELD_NUMBER: _ClassVar[int]
     number: int
     id: str
     folder: str
     rank: int
     num_bytes: int
     created: int
-    def __init__(self, number: _Optional[int] = ..., id: _Optional[str] = ..., folder: _Optional[str] = ..., rank: _Optional[int] = ..., num_bytes: _Optional[int] = ..., created: _Optional[int] = ...) -> None: ...
+    other_base: str
+    def __init__(self, number: _Optional[int] = ..., id: _Optional[str] = ..., folder: _Optional[str] = ..., rank: _Optional[int] = ..., num_bytes: _Optional[int] = ..., created: _Optional[int] = ..., other_base: _Optional[str] = ...) -> None: ...
 
 class AddAdapterRequest(_message.Message):
     __slots__ = ("name", "folder", "model", "in_place", "canary_share")

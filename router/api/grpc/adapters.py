@@ -30,6 +30,7 @@ def adapter_to_proto(entry: AdapterEntry) -> router_pb2.Adapter:
                 rank=version.rank,
                 num_bytes=version.num_bytes,
                 created=version.created,
+                other_base=version.other_base,
             )
             for version in entry.versions
         ],

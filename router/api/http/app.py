@@ -19,7 +19,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from diptych.common.errors import DiptychError, InvalidRequestError
 from diptych.common.observe.metrics import CONTENT_TYPE, Metrics
 from diptych.common.observe.tracing import TRACEPARENT
-from diptych.common.store.adapters import lost_versions
+from diptych.common.store.adapters import lost_versions, other_base_models
 from diptych.router.adapters.operations import LoadRequest
 from diptych.router.adapters.resolution import unknown_model
 from diptych.router.api.auth.authenticator import Authenticator, current_caller, require_admin
@@ -31,7 +31,14 @@ from diptych.router.api.http.routes import add_index
 from diptych.router.api.interface import RouterApi
 from diptych.router.api.json_body import Bodies, read_body
 from diptych.router.api.openai import errors
-from diptych.router.api.openai.adapters import LoadLoraAdapterRequest, UnloadLoraAdapterRequest
+from diptych.router.api.openai.adapters import (
+    CanaryLoraAdapterRequest,
+    LoadLoraAdapterRequest,
+    PromoteLoraAdapterRequest,
+    RollbackLoraAdapterRequest,
+    UnloadLoraAdapterRequest,
+    shown_adapter,
+)
 from diptych.router.api.openai.errors import (
     WARNING_HEADER,
     bug_response,
@@ -77,8 +84,11 @@ _BODIES: tuple[type[BaseModel], ...] = (
     DetokenizeRequest,
     LoadLoraAdapterRequest,
     UnloadLoraAdapterRequest,
+    CanaryLoraAdapterRequest,
+    PromoteLoraAdapterRequest,
+    RollbackLoraAdapterRequest,
 )
-_AdapterBody = TypeVar("_AdapterBody", LoadLoraAdapterRequest, UnloadLoraAdapterRequest)
+_AdapterBody = TypeVar("_AdapterBody", bound=BaseModel)
 
 
 class _App(FastAPI):
@@ -283,7 +293,7 @@ def _add_models(app: FastAPI, router_api: RouterApi) -> None:
 
 
 def _add_adapters(app: FastAPI, router_api: RouterApi, bodies: Bodies) -> None:
-    """As vLLM has them, for callers with an admin key."""
+    """Loading and unloading as vLLM has them, and the versions of a name. Changes need an admin key."""
 
     async def given(request: Request, model: type[_AdapterBody]) -> _AdapterBody:
         require_admin(current_caller.get())
@@ -294,9 +304,11 @@ def _add_adapters(app: FastAPI, router_api: RouterApi, bodies: Bodies) -> None:
         """Loads an adapter at the workers, and serves it under its name."""
         body = await given(request, LoadLoraAdapterRequest)
         entry = await router_api.adapters.load(LoadRequest(**body.model_dump()))
-        warning = lost_versions((one.number, one.adapter_id, one.folder) for one in entry.versions)
-        text = f"Success: LoRA adapter '{entry.name}' added successfully."
-        return PlainTextResponse(f"{text} Warning: {warning}" if warning else text)
+        lost = lost_versions((one.number, one.adapter_id, one.folder) for one in entry.versions)
+        other = other_base_models(entry.model, ((one.number, one.other_base) for one in entry.versions))
+        texts = [f"Success: LoRA adapter '{entry.name}' added successfully."]
+        texts += [f"Warning: {warning}" for warning in (lost, other) if warning]
+        return PlainTextResponse(" ".join(texts))
 
     @app.post("/v1/unload_lora_adapter", openapi_extra=_body_schema("UnloadLoraAdapterRequest"))
     async def unload_lora_adapter(request: Request) -> Response:
@@ -304,6 +316,31 @@ def _add_adapters(app: FastAPI, router_api: RouterApi, bodies: Bodies) -> None:
         body = await given(request, UnloadLoraAdapterRequest)
         entry = await router_api.adapters.unload(body.lora_name)
         return PlainTextResponse(f"Success: LoRA adapter '{entry.name}' removed successfully.")
+
+    @app.post("/v1/canary_lora_adapter", openapi_extra=_body_schema("CanaryLoraAdapterRequest"))
+    async def canary_lora_adapter(request: Request) -> Response:
+        """A version that is kept answers a share of the requests; a share of 0 ends the canary."""
+        body = await given(request, CanaryLoraAdapterRequest)
+        entry = await router_api.adapters.set_canary(body.lora_name, body.version, body.canary_share)
+        return json_response(shown_adapter(entry))
+
+    @app.post("/v1/promote_lora_adapter", openapi_extra=_body_schema("PromoteLoraAdapterRequest"))
+    async def promote_lora_adapter(request: Request) -> Response:
+        """The canary answers all requests."""
+        body = await given(request, PromoteLoraAdapterRequest)
+        return json_response(shown_adapter(await router_api.adapters.promote(body.lora_name)))
+
+    @app.post("/v1/rollback_lora_adapter", openapi_extra=_body_schema("RollbackLoraAdapterRequest"))
+    async def rollback_lora_adapter(request: Request) -> Response:
+        """Ends the canary; without one, returns to the version before, or to the one that is named."""
+        body = await given(request, RollbackLoraAdapterRequest)
+        return json_response(shown_adapter(await router_api.adapters.roll_back(body.lora_name, body.version)))
+
+    @app.get("/v1/lora_adapters")
+    async def lora_adapters() -> Response:
+        """The adapters that the key may use, with their versions."""
+        entries = router_api.adapters.entries(current_caller.get().tenant)
+        return json_response({"object": "list", "data": [shown_adapter(entry) for entry in entries]})
 
 
 def _add_sessions(app: FastAPI, router_api: RouterApi) -> None:

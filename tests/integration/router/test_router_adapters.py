@@ -738,12 +738,87 @@ async def test_the_sdk_with_an_admin_key_does_all_that_operators_do(
                 headers = {"authorization": f"Bearer {key}"}
                 for path in ("/metrics", "/status.json"):
                     assert ("poems" in (await http.get(path, headers=headers)).text) is named, (path, named)
+            await check_routes_of_versions(http, admin, poet, clerk)
             assert await post("/v1/unload_lora_adapter", {"lora_name": "poems"}, admin) == (
                 200, "Success: LoRA adapter 'poems' removed successfully.",
             )  # fmt: skip
             assert (await post("/v1/unload_lora_adapter", {"lora_name": "poems"}, admin))[0] == 404
             assert (await post("/v1/unload_lora_adapter", {}, admin))[0] == 400
             assert (await post("/v1/completions", ask_model, poet))[0] == 404
+    finally:
+        await servers.stop(1.0)
+
+
+async def check_routes_of_versions(http: httpx.AsyncClient, admin: str, poet: str, clerk: str) -> None:
+    """Over HTTP an admin's key does all that the command does. poems has versions 1 to 3, and 3 is stable."""
+
+    async def post(path: str, key: str = admin, **body: Any) -> tuple[int, Any]:
+        answer = await http.post(f"/v1/{path}_lora_adapter", json=body, headers={"authorization": f"Bearer {key}"})
+        return answer.status_code, answer.json()
+
+    async def listed(key: str) -> list[Any]:
+        answer = await http.get("/v1/lora_adapters", headers={"authorization": f"Bearer {key}"})
+        assert answer.status_code == 200
+        return list(answer.json()["data"])
+
+    (before,) = await listed(poet)
+    assert (before["name"], before["stable"], before["canary"]) == ("poems", 3, 0)
+    assert [(one["number"], one["id"]) for one in before["versions"]] == [(1, ONE), (2, TWO), (3, TWO)]
+    assert await listed(clerk) == []
+    for path, body in (("canary", {"version": 1, "canary_share": 0.5}), ("promote", {}), ("rollback", {})):
+        assert (await post(path, poet, lora_name="poems", **body))[0] == 403
+        assert (await post(path, lora_name="never", **body))[0] == 404
+    assert await listed(admin) == [before]
+    status, entry = await post("canary", lora_name="poems", version=1, canary_share=0.25)
+    assert (status, entry["stable"], entry["canary"], entry["canary_share"]) == (200, 3, 1, 0.25)
+    assert await listed(poet) == [entry]
+    assert (await post("canary", lora_name="poems", canary_share=0.5))[1]["canary_share"] == 0.5, "the present canary"
+    assert (await post("promote", lora_name="poems"))[1]["stable"] == 1
+    assert (await post("rollback", lora_name="poems"))[1]["stable"] == 3
+    assert (await post("rollback", lora_name="poems", version=2))[1]["stable"] == 2
+    for path, body, param in (
+        ("promote", {}, "lora_name"), ("canary", {"version": 9, "canary_share": 0.5}, "version"),
+        ("canary", {"version": 1, "canary_share": 2.0}, "canary_share"), ("rollback", {"version": 9}, "version"),
+        ("rollback", {"version": "x"}, "version"), ("rollback", {"version": -1}, "version"),
+    ):  # fmt: skip
+        status, refused = await post(path, lora_name="poems", **body)
+        assert (status, refused["error"]["param"]) == (400, param), (path, body)
+
+
+async def test_an_adapter_of_another_base_model_loads_with_a_warning(
+    pair: tuple[Fleet, Any, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the answer of a load over HTTP and by the command, and in the list."""
+    fleet, prefill, decode = pair
+    for worker in (prefill, decode):
+        for folder, base_model in (("/lora/one", "acme/large"), ("/lora/two", f"acme/{fleet.folder.name}")):
+            worker.adapters[folder].base_model = base_model
+    keys = tmp_path / "keys.json"
+    admin, _ = add_key(keys, "ops", now=1.0, admin=True)
+    servers = ApiServers("127.0.0.1", 0, 0, keys=Authenticator(keys, now=time.monotonic))
+    at = await servers.start(fleet.frontend, fleet.frontend.metrics)
+    monkeypatch.delenv("DIPTYCH_SECRET_FILE", raising=False)
+    monkeypatch.setenv("DIPTYCH_API_KEY", admin)
+
+    async def command(*arguments: str) -> str:
+        return (
+            await asyncio.to_thread(CliRunner().invoke, adapters_command, [*arguments, "--address", at.grpc])
+        ).stderr
+
+    try:
+        async with httpx.AsyncClient(base_url=f"http://{at.http}", timeout=60) as http:
+            texts = []
+            for name, folder in (("large", "/lora/one"), ("own", "/lora/two")):
+                body = {"lora_name": name, "lora_path": folder}
+                answer = await http.post(
+                    "/v1/load_lora_adapter", json=body, headers={"authorization": f"Bearer {admin}"}
+                )
+                assert answer.status_code == 200
+                texts.append(answer.text)
+        assert "Warning: version 1 was trained for acme/large" in texts[0]
+        assert "Warning" not in texts[1]
+        assert "warning: large: version 1 was trained for acme/large" in await command("list")
+        assert "warning: version 1 was trained for acme/large" in await command("load", "again", "/lora/one")
     finally:
         await servers.stop(1.0)
 

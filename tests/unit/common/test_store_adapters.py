@@ -14,7 +14,15 @@ from diptych.common.clock import FakeClock
 from diptych.common.errors import InvalidRequestError
 from diptych.common.ids import new_request_id
 from diptych.common.store import adapters
-from diptych.common.store.adapters import AdapterTable, promoted, resolve, rolled_back, with_canary, with_version
+from diptych.common.store.adapters import (
+    AdapterTable,
+    other_base_models,
+    promoted,
+    resolve,
+    rolled_back,
+    with_canary,
+    with_version,
+)
 from diptych.common.store.codec import BadRowError, decode_adapter, decode_gone, encode_adapter, encode_gone
 from diptych.common.store.memory import MemoryStore
 from diptych_tests.records import adapter_entry, adapter_version
@@ -61,12 +69,22 @@ def test_a_canary_is_promoted_or_rolled_back() -> None:
     assert with_canary(canary, 2, 0.0).canary == 0
 
 
-def test_a_canary_replaces_a_canary_and_a_load_in_place_ends_it() -> None:
+def test_a_canary_replaces_a_canary_and_no_load_in_place_ends_it() -> None:
+    """One did, without a word: the new version had all requests at once."""
     canary = with_version(with_version(V1, V2, canary_share=0.25), V3, canary_share=0.5)
     assert (canary.canary, canary.canary_share) == (3, 0.5)
     assert with_version(canary, V3, canary_share=0.75).canary == 3, "the same content, with another share"
-    whole = with_version(canary, adapter_entry("poems", "four"), in_place=True)
+    four = adapter_entry("poems", "four")
+    assert "canary, version 3" in refused("load_inplace", with_version, canary, four, in_place=True)
+    whole = with_version(rolled_back(canary), four, in_place=True)
     assert (whole.stable, whole.canary, whole.previous) == (4, 0, 1)
+
+
+def test_a_warning_names_the_versions_of_another_base_model() -> None:
+    assert other_base_models("tiny", [(1, ""), (2, "")]) == ""
+    text = other_base_models("tiny", [(1, ""), (2, "acme/large"), (3, "other")])
+    assert text.startswith("version 2 was trained for acme/large, version 3 was trained for other, ")
+    assert " for tiny: " in text
 
 
 def test_a_load_in_place_of_what_is_stable_leaves_a_canary_alone() -> None:
@@ -114,7 +132,7 @@ def test_a_canary_has_its_share_and_other_names_draw_apart() -> None:
         {"stable": 7}, {"canary": 7}, {"canary_share": 1.5}, {"versions": ()}, {"name": "../x"},
         {"versions": (adapter_version(1, adapter_id="A" * 32),)}, {"versions": (adapter_version(1, folder=""),)},
         {"versions": (adapter_version(1), adapter_version(1))}, {"versions": (adapter_version(1, rank=0),)},
-        {"versions": tuple(adapter_version(i) for i in range(1, 10))},
+        {"versions": tuple(adapter_version(i) for i in range(1, 10))}, {"versions": (adapter_version(1, other_base="a\n"),)},
     ],
 )  # fmt: skip
 def test_hostile_entries_are_refused(change: dict[str, Any]) -> None:

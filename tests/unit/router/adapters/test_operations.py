@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 
 from diptych.common.clock import FakeClock
 from diptych.common.errors import AdapterError, DiptychError, InvalidRequestError, NoWorkerError
 from diptych.common.store.memory import MemoryStore
+from diptych.router.adapters.base_model import names_of, other_base
 from diptych.router.adapters.operations import AdapterOperations, LoadedAdapter, LoadRequest
 from diptych.router.adapters.registry import AdapterRegistry
 
@@ -85,3 +87,45 @@ async def test_an_error_names_its_worker_once(error: DiptychError, text: str) ->
     with pytest.raises(type(error)) as raised:
         await operations_of(workers).load(LoadRequest("poems", "/lora/one"))
     assert raised.value.message == text
+
+
+@pytest.mark.parametrize(
+    ("base_model", "is_other"),
+    [
+        ("", False),
+        ("acme/Tiny-1B", False),
+        ("tiny-1b", False),
+        ("/home/somebody/models/TINY-1B/", False),
+        ("served", False),
+        ("acme/Tiny-3B", True),
+        ("Tiny", True),
+        ("line\nbreak", False),
+    ],
+)
+def test_a_base_model_is_compared_by_the_last_part_of_its_name(base_model: str, is_other: bool) -> None:
+    for folder in ("/srv/models/Tiny-1B", "/cache/models--acme--Tiny-1B/snapshots/0f1e"):
+        assert other_base(base_model, names_of("served", folder)) == (base_model if is_other else "")
+
+
+async def test_a_version_keeps_the_name_of_another_base_model() -> None:
+    workers = Workers()
+    operations = operations_of(workers)
+    for base_model, kept in (("acme/Tiny", ""), ("acme/large", "acme/large")):
+        workers.answer = replace(FOUND, base_model=base_model, adapter_id=f"{len(base_model):032x}")
+        entry = await operations.load(LoadRequest("poems", "/lora/one", load_inplace=True))
+        assert entry.version(entry.stable).other_base == kept
+
+
+async def test_a_load_in_place_of_other_files_beside_a_canary_is_refused() -> None:
+    """It ended the canary without a word. The same files as the stable version change nothing, as before."""
+    workers = Workers()
+    operations = operations_of(workers)
+    await operations.load(LoadRequest("poems", "/lora/one"))
+    workers.answer = replace(FOUND, adapter_id="1e" * 16)
+    canary = await operations.load(LoadRequest("poems", "/lora/two", canary_share=0.5))
+    workers.answer = replace(FOUND, adapter_id="2d" * 16)
+    with pytest.raises(InvalidRequestError, match="roll it back, first") as refused:
+        await operations.load(LoadRequest("poems", "/lora/three", load_inplace=True))
+    assert refused.value.param == "load_inplace"
+    workers.answer = FOUND
+    assert await operations.load(LoadRequest("poems", "/lora/one", load_inplace=True)) == canary
