@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
+from diptych.common.adapters.load_errors import without_details
 from diptych.common.errors import (
     DiptychError,
     InvalidRequestError,
@@ -100,7 +101,7 @@ def next_after_failure(
     )
     if policy is FailurePolicy.FAIL or faulty:
         return GiveUp(error)
-    what = f"prefill {failed.worker_id} failed ({error.reason}: {error.message})"
+    what = f"prefill {failed.worker_id} failed ({error.reason}: {without_details(error).message})"
     if policy is FailurePolicy.RETRY and rest:
         return Remote(rest, f"{what}: trying {rest[0].worker_id}")
     return Local(f"{what}: local prefill")

@@ -381,6 +381,7 @@ class Attempt:
             return
         self._prefill_task = None
         self._facts.prefill_faults.append((ref.worker_id, error.reason))
+        self._log.info("a prefill worker failed", prefill=ref.worker_id, reason=error.reason, error=error.message)
         self._take(next_after_failure(self._sub.policy, ref, error, rest))
 
     def _new_remote_prefill(self, ref: WorkerRef, num_cached: int) -> RemotePrefill:

@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator, Callable
 import grpc
 import structlog
 
+from diptych.common.adapters.load_errors import without_details
 from diptych.common.addresses import host_port, is_wildcard
 from diptych.common.errors import ConfigError, DiptychError
 from diptych.common.tls import load_server_tls
@@ -22,7 +23,7 @@ from diptych.decode.outbox import Outbox
 from diptych.decode.ticket_verifier import TicketVerifier
 from diptych.engine.messages import TokensOut
 from diptych.rpc.channels import bind, new_server
-from diptych.rpc.errors import errors_to_status, to_failure
+from diptych.rpc.errors import errors_to_status, from_failure, to_failure
 from diptych.rpc.stubs import add_lookaside
 from diptych.rpc.v1 import decode_pb2, decode_pb2_grpc
 from diptych.worker.config import WorkerConfig
@@ -51,6 +52,8 @@ class TicketObserver:
         self._sent += len(event.token_ids)
 
     def end(self, attempt: str, end: decode_pb2.End) -> None:
+        if end.HasField("failure"):
+            end.failure.CopyFrom(to_failure(without_details(from_failure(end.failure))))
         self._outbox.end(attempt, end)
         well = end.HasField("finished")
         self._tell(

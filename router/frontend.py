@@ -264,16 +264,17 @@ class Frontend:
         entry = self._registry.find(name) if self.adapters.may_use(before.tenant, name) else None
         return checked_choice(entry, name, "adapter", model=before.model, version=version, models=self._models)
 
-    def ready(self) -> tuple[bool, list[str]]:
+    def ready(self, *, names_adapters: bool = True) -> tuple[bool, list[str]]:
         """Whether requests could be served now, and the reasons why not (or for being degraded): at the start for all
-        models, later for any."""
+        models, later for any. `names_adapters`: False: of adapters that are not loaded only the number is shown: not every
+        reader may know their names, and workers' errors contain paths."""
         if not self._models:
             return False, ["the router is not running"]
         reported = {model.name: model.cluster.ready() for model in self._models.values()}
         at_start = self._at_start
         all_are = all(ready for ready, _ in reported.values()) and (at_start is None or at_start.tried)
         self._all_were_ready = self._all_were_ready or all_are
-        missing = [] if at_start is None else [f"adapter {name}: {why}" for name, why in at_start.missing.items()]
+        missing = [] if at_start is None else at_start.reasons(names=names_adapters)
         ready = self._all_were_ready and any(ready for ready, _ in reported.values())
         if len(reported) == 1:
             return ready, next(iter(reported.values()))[1] + missing
@@ -556,7 +557,7 @@ class Frontend:
         """Cluster and traffic in this router's view, for the status page, `diptych top` and `diptych doctor`. Of single
         requests it contains only the tenant's."""
         now = self._clock.now()
-        ready, reasons = self.ready()
+        ready, reasons = self.ready(names_adapters=False)
         owner = b"" if self._secret is None else tenant_salt(self._secret, tenant)
         each = [
             {

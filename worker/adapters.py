@@ -34,7 +34,7 @@ from diptych.common.errors import (
     OverloadedError,
 )
 from diptych.common.model_files import ADAPTER_FILE
-from diptych.common.request import is_adapter_id
+from diptych.common.request import ADAPTER, is_adapter_id
 from diptych.engine.messages import Command, DropAdapter, KeepAdapter, LoadedAdapter
 from diptych.worker.config import lora_folders
 
@@ -59,7 +59,8 @@ class Adapters(Protocol):
         """The same; an adapter that is not here is loaded first. Cancelling the caller leaves the load to others.
 
         Raises: InvalidRequestError for what is no id; NoWorkerError when this worker cannot load it, also not in time;
-            OverloadedError when all adapters here are held.
+            OverloadedError when all adapters here are held; InternalError. All name the field ADAPTER, and contain words for
+            operators: see common/adapters/load_errors.py.
         """
         ...
 
@@ -75,7 +76,7 @@ class NoAdapters:
         return False
 
     async def load_and_hold(self, adapter_id: str, folder: str) -> None:
-        raise NoWorkerError("this worker serves no adapters: start it with --enable-lora")
+        raise NoWorkerError("this worker serves no adapters: start it with --enable-lora", param=ADAPTER)
 
     def release(self, adapter_id: str) -> None:
         raise AssertionError("nothing is held")
@@ -169,13 +170,15 @@ class AdapterLibrary:
                 return
             if not folder:
                 raise NoWorkerError(
-                    f"worker {self._worker_id} lacks the adapter {adapter_id}, and has no folder of it", param="adapter"
+                    f"worker {self._worker_id} lacks the adapter {adapter_id}, and has no folder of it", param=ADAPTER
                 )
             try:
                 await self._load_once(folder, adapter_id)
-            except AdapterError as error:  # it was one that can be served when it was registered
+            except (AdapterError, InternalError) as error:
+                # An AdapterError: it was one that can be served when it was registered.
+                kind = NoWorkerError if isinstance(error, AdapterError) else InternalError
                 what = f"worker {self._worker_id} cannot load the adapter {adapter_id}"
-                raise NoWorkerError(f"{what}: {error.message}", param="adapter") from None
+                raise kind(f"{what}: {error.message}", param=ADAPTER) from None
         if not self.hold(adapter_id):
             raise self._full()
 
@@ -270,7 +273,8 @@ class AdapterLibrary:
                 raise self._full() from None
             outcome = "timeout"
             raise NoWorkerError(
-                f"worker {self._worker_id} did not load the adapter in {folder} within {self._timeout_s:g} s"
+                f"worker {self._worker_id} did not load the adapter in {folder} within {self._timeout_s:g} s",
+                param=ADAPTER,
             ) from None
         finally:
             self.counts.by_outcome[outcome] += 1
@@ -300,6 +304,7 @@ class AdapterLibrary:
         return OverloadedError(
             f"worker {self._worker_id} has {len(self._entries)} adapters in memory, and requests use all of them "
             "(--max-cpu-loras)",
+            param=ADAPTER,
             retry_after_s=1.0,
         )
 

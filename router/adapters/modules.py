@@ -62,6 +62,14 @@ class StartAdapters:
         self.tried = not folders
         """Every one was loaded, or refused, once."""
 
+    def reasons(self, *, names: bool) -> list[str]:
+        """For readers: a line for each name that is not served; without `names` one line with their number."""
+        if names or not self.missing:
+            return [f"adapter {name}: {why}" for name, why in self.missing.items()]
+        return [
+            f"adapter modules of --lora-modules: {len(self.missing)} not loaded; an admin's key reads which, and why"
+        ]
+
     async def run(self) -> None:
         """Returns once all are loaded."""
         while not self._ready():

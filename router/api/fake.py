@@ -82,7 +82,7 @@ class FakeRouterApi:
     def models(self, tenant: str = "") -> list[ModelInfo]:
         return [ModelInfo(MODEL, max_model_len=2048, created=1_700_000_000)]
 
-    def ready(self) -> tuple[bool, list[str]]:
+    def ready(self, *, names_adapters: bool = True) -> tuple[bool, list[str]]:
         return not self.reasons, self.reasons
 
     def features(self, model: object = "", tenant: str = "") -> ModelFeatures:

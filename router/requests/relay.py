@@ -15,6 +15,7 @@ from typing import NoReturn
 
 import structlog
 
+from diptych.common.adapters.load_errors import without_details
 from diptych.common.clock import Clock
 from diptych.common.errors import (
     DiptychError,
@@ -544,12 +545,13 @@ class Relay:
     def _for_caller(self, error: DiptychError) -> DiptychError:
         """A worker names itself, the folder and the id of an adapter that it cannot load: that is for operators."""
         adapter = self._request.adapter
-        if adapter is None or error.param != "adapter" or not isinstance(error, NoWorkerError):
+        if adapter is None:
             return error
         name, version = adapter.name, adapter.version.number
-        log.warning("a worker cannot load an adapter", adapter=name, version=version, error=error.message)
-        text = f"adapter {name!r} version {version} cannot be loaded"
-        return NoWorkerError(text, param="adapter", retry_after_s=error.retry_after_s)
+        shown = without_details(error, f"adapter {name!r} version {version}")
+        if shown is not error:
+            log.warning("a worker cannot load an adapter", adapter=name, version=version, error=error.message)
+        return shown
 
     def _expire(self) -> None:
         """The deadline has passed."""

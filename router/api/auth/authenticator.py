@@ -33,6 +33,11 @@ class Caller:
     admin: bool = False
     known: bool = True
 
+    @property
+    def sees_operations(self) -> bool:
+        """Whether it may read what is for operators: names, paths and errors of workers."""
+        return self.admin or (self.known and not self.key_id)
+
 
 ANYBODY = Caller()
 STRANGER = Caller(known=False)

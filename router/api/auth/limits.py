@@ -123,8 +123,8 @@ class MeteredRouterApi:
     def models(self, tenant: str = "") -> list[ModelInfo]:
         return self._router_api.models(tenant)
 
-    def ready(self) -> tuple[bool, list[str]]:
-        return self._router_api.ready()
+    def ready(self, *, names_adapters: bool = True) -> tuple[bool, list[str]]:
+        return self._router_api.ready(names_adapters=names_adapters)
 
     def features(self, model: object = "", tenant: str = "") -> ModelFeatures:
         return self._router_api.features(model, tenant)

@@ -368,7 +368,7 @@ def _add_operations(app: FastAPI, router_api: RouterApi, metrics: Metrics, sibli
 
     @app.get("/ready")
     async def ready() -> Response:
-        is_ready, reasons = router_api.ready()
+        is_ready, reasons = router_api.ready(names_adapters=current_caller.get().sees_operations)
         status = 200 if is_ready else 503
         return json_response({"ready": is_ready, "reasons": reasons}, status, retry_headers(status, None))
 

@@ -926,6 +926,7 @@ async def test_adapters_of_the_settings_are_loaded_at_the_start_and_a_restart_un
         decode = await add(fleet, "d0")
         await fleet.until(lambda: fleet.frontend.ready()[0])
         assert fleet.frontend.ready()[1] == ["adapter prose: worker d0: no adapter in /lora/none"]
+        await check_who_reads_what_is_missing(fleet, tmp_path)
         await fleet.ask(model="poems")
         assert decode.submits[0].adapter == ONE
         await load(fleet, folder="/lora/two", load_inplace=True)
@@ -939,6 +940,26 @@ async def test_adapters_of_the_settings_are_loaded_at_the_start_and_a_restart_un
         finally:
             again._store = None  # it is the fleet's
             await again.close()
+
+
+async def check_who_reads_what_is_missing(fleet: Fleet, folder: Path) -> None:
+    """Names, paths and workers are for an admin's key, and for all where no keys are required."""
+    path = folder / "keys.json"
+    admin, plain = (add_key(path, name, now=1.0, admin=name == "ops")[0] for name in ("ops", "poet"))
+    keys = Authenticator(path, now=time.monotonic)
+    for authenticator, key, named in ((keys, admin, True), (keys, plain, False), (keys, "", False), (None, "", True)):
+        servers = ApiServers("127.0.0.1", 0, 0, keys=authenticator, open_metrics=not key)
+        at = await servers.start(fleet.frontend, fleet.frontend.metrics, status=fleet.frontend.status)
+        try:
+            headers = {"authorization": f"Bearer {key}"} if key else {}
+            async with httpx.AsyncClient(base_url=f"http://{at.http}", headers=headers, timeout=60) as http:
+                (reason,) = (await http.get("/ready")).json()["reasons"]
+                assert all((word in reason) is named for word in ("prose", "d0", "/lora/none")), reason
+                assert "adapter " in reason
+                if key or named:
+                    assert "prose" not in " ".join((await http.get("/status.json")).json()["reasons"])
+        finally:
+            await servers.stop(1.0)
 
 
 @pytest.mark.parametrize("entry", ["poems", "=/x", "poems=", "../x=/lora", "tiny=/lora"])
