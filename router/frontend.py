@@ -37,7 +37,7 @@ from diptych.common.tls import load_redis_tls
 from diptych.router.adapters.base_model import names_of
 from diptych.router.adapters.modules import StartAdapters
 from diptych.router.adapters.operations import AdapterOperations
-from diptych.router.adapters.registry import AdapterRegistry
+from diptych.router.adapters.registry import POLL_S, AdapterRegistry
 from diptych.router.adapters.resolution import AdapterChoice, checked_choice, named_adapter, unknown_model
 from diptych.router.api.packed_ids import PackedIds
 from diptych.router.cluster.cluster import RETRY_AFTER_S, Cluster, new_router_id
@@ -102,7 +102,7 @@ class Frontend:
         self.adapters = AdapterOperations(
             self._started_registry,
             lambda: {name: model.cluster for name, model in self._models.items()},
-            others_read_s=lambda: 0.0 if isinstance(self._store, MemoryStore) else 2 * config.worker_poll_s,
+            others_read_s=lambda: 0.0 if isinstance(self._store, MemoryStore) else 2 * POLL_S,
             names=lambda model: names_of(model, config.model_folders.get(model, "")),
         )
         self._models: dict[str, ServedModel] = {}
@@ -164,9 +164,7 @@ class Frontend:
                 router_id=named,
                 is_mine=partial(belongs_to, checks, number),
             )
-        self._registry = AdapterRegistry(
-            self._store, poll_s=config.worker_poll_s, on_change=self.metrics.adapters.on_change
-        )
+        self._registry = AdapterRegistry(self._store, on_change=self.metrics.adapters.on_change)
         await self._registry.refresh()
         self._tasks.append(asyncio.create_task(self._registry.run(), name="adapter registry"))
         if config.lora_modules:

@@ -48,6 +48,10 @@ class AdaptersInUse:
         """Requests of this router."""
         return self._counts.get(worker_id, {}).get(adapter_id, 0)
 
+    def own(self, record: WorkerRecord) -> set[str]:
+        """Ids whose requests of this router run at the worker."""
+        return set(self._counts.get(record.worker_id, ()))
+
     def running(self, record: WorkerRecord) -> set[str]:
         """Ids whose requests run at the worker."""
         own, left = self._counts.get(record.worker_id), self._left.get(record.worker_id)

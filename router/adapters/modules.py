@@ -24,6 +24,8 @@ WAIT_S = 0.1
 RETRY_S = 2.0
 MAX_WAIT_S = 10.0
 MAX_PAUSE_S = 300.0
+AT_ONCE = 8
+"""Loads. Workers read two at once; what follows a load, until other routers have seen it, needs no worker."""
 
 
 def next_pause(pause_s: float, *, changed: bool, refused: bool) -> float:
@@ -77,15 +79,21 @@ class StartAdapters:
         pause_s = RETRY_S
         while self.missing:
             before = dict(self.missing)
-            for name in list(self.missing):
-                await self._load(name)
+            turns = asyncio.Semaphore(AT_ONCE)
+            async with asyncio.TaskGroup() as group:
+                for name in self.missing:
+                    group.create_task(self._load(name, turns))
             self.tried = True
             if self.missing:
                 changed = any(before[name] != why for name, why in self.missing.items())
                 pause_s = next_pause(pause_s, changed=changed, refused=self.missing.keys() <= self._refused)
                 await self._sleep(pause_s)
 
-    async def _load(self, name: str) -> None:
+    async def _load(self, name: str, turns: asyncio.Semaphore) -> None:
+        async with turns:
+            await self._try(name)
+
+    async def _try(self, name: str) -> None:
         folder = self._folders[name]
         if not self._is_known(name):
             try:

@@ -21,7 +21,8 @@ from diptych.common.store.interface import AdapterStore, StoreError
 
 log = structlog.get_logger(__name__)
 
-POLL_S = 0.25
+POLL_S = 0.1
+"""A look is one small call, and whoever loads an adapter waits for two of them."""
 RETRY_AFTER_S = 1.0
 _MAX_TRIES = 16
 """Of a change that others forestall."""
@@ -47,6 +48,8 @@ class AdapterRegistry:
         """The read that runs."""
         self._next: asyncio.Future[None] | None = None
         """The one after it, which has not begun."""
+        self._changing = asyncio.Lock()
+        """Changes of this process would only forestall one another."""
         self.table = AdapterTable()
         self.failing = ""
         """Why the last read failed, or "": the view may be stale."""
@@ -94,8 +97,8 @@ class AdapterRegistry:
                     "the store had lost the registry of adapters: written again", num_adapters=len(known.entries)
                 )
             found = await self._store.read_adapters(known.revision)
-        if found is not None:
-            self._set(found)
+        if found is not None and (self.table is known or found.revision > self.table.revision):
+            self._set(found)  # else a change was written here meanwhile, and the answer is older
 
     def _set(self, table: AdapterTable) -> None:
         self.table = table
@@ -119,23 +122,30 @@ class AdapterRegistry:
             be reached: nothing is changed then, or the change was written and its answer lost.
         """
         try:
-            for _ in range(_MAX_TRIES):
-                await self._read()
-                table = self.table
-                before = table.entries.get(name)
-                after = change(before, table)
-                if after == before:
-                    return before, after
-                if before is None and len(table.entries) >= MAX_ADAPTERS:
-                    rule = f"lora_name: there are {len(table.entries)} adapters, the most that are kept"
-                    raise InvalidRequestError(rule, param="lora_name")
-                gone = table.gone_after(name, after)
-                revision = await self._store.write_adapter(name, after, revision=table.revision, gone=gone)
-                if revision is not None:
-                    entries = {other: entry for other, entry in table.entries.items() if other != name}
-                    self._set(AdapterTable(revision, entries if after is None else entries | {name: after}, gone))
-                    return before, after
+            async with self._changing:
+                for _ in range(_MAX_TRIES):
+                    if (changed := await self._try_to_change(name, change)) is not None:
+                        return changed
         except StoreError as err:
             text = f"the registry of adapters cannot be changed: {err}"
             raise NoWorkerError(text, retry_after_s=RETRY_AFTER_S) from err
         raise NoWorkerError("the registry of adapters is being changed by others", retry_after_s=RETRY_AFTER_S)
+
+    async def _try_to_change(self, name: str, change: Change) -> tuple[AdapterEntry | None, AdapterEntry | None] | None:
+        """None: another router was faster. Raises: as `change`; StoreError."""
+        await self._read()
+        table = self.table
+        before = table.entries.get(name)
+        after = change(before, table)
+        if after == before:
+            return before, after
+        if before is None and len(table.entries) >= MAX_ADAPTERS:
+            rule = f"lora_name: there are {len(table.entries)} adapters, the most that are kept"
+            raise InvalidRequestError(rule, param="lora_name")
+        gone = table.gone_after(name, after)
+        revision = await self._store.write_adapter(name, after, revision=table.revision, gone=gone)
+        if revision is None:
+            return None
+        entries = {other: entry for other, entry in table.entries.items() if other != name}
+        self._set(AdapterTable(revision, entries if after is None else entries | {name: after}, gone))
+        return before, after

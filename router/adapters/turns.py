@@ -5,9 +5,11 @@ enter -> its adapter runs somewhere, or a slot is free for it --> placed at once
 slot free -> the first adapter: all of its requests at once
 
 A running adapter takes further requests without waiting until another adapter has waited TURN_S; then they wait behind it,
-so that the slot gets free. Only workers that both could use count: a slot that no adapter before it could use, because of
-its rank, is free for an adapter at once. Requests of the base model never wait here. A worker has as many adapters in use
-as it has slots at most, which bounds what it installs and evicts.
+so that the slot gets free. Requests of other routers do not wait behind those of this one: an adapter that has waited LATE_S
+while theirs hold slots is placed all the same, and its requests wait at the worker, whose slots are given in turn. Only
+workers that both could use count: a slot that no adapter before it could use, because of its rank, is free for an adapter
+at once. Requests of the base model never wait here. A worker has as many adapters of this router in use as it has slots at
+most, which bounds what it installs and evicts.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from diptych.common.store.worker_record import WorkerRecord
 from diptych.router.placement.adapters import AdapterNeed, Running, why_not
 
 TURN_S = 1.0
+LATE_S = 5.0
 MAX_WAIT_S = 30.0
 MAX_WAITING = 512
 """Of one tenant."""
@@ -42,6 +45,7 @@ class AdapterTurns:
     Args:
         workers: the usable decode workers.
         running: see placement/adapters.py.
+        own: of these, those of this router's requests.
         now: seconds on a monotonic clock.
         on_refused: called for each request that is refused.
     """
@@ -50,11 +54,13 @@ class AdapterTurns:
         self,
         workers: Callable[[], Sequence[WorkerRecord]],
         running: Running,
+        own: Running,
         now: Callable[[], float],
         on_refused: Callable[[], None] = lambda: None,
     ) -> None:
         self._workers = workers
         self._running = running
+        self._own = own
         self._now = now
         self.on_refused = on_refused
         self._waiting: dict[str, list[_Waiter]] = {}
@@ -90,6 +96,18 @@ class AdapterTurns:
             return True
         others = [record for record in able if record.worker_id not in wanted]
         return not runs_there and bool(others) and self._has_room(need, others)
+
+    def _is_late(self, waiter: _Waiter) -> bool:
+        """Whether it goes to a worker whose slots other routers hold. A router has no more adapters at a worker than that has
+        slots."""
+        if self._now() - waiter.since < LATE_S:
+            return False
+        for record in self._able(waiter.need):
+            own = set(self._own(record))
+            coming = sum(name not in own and not why_not(record, need) for name, need in self._needs.items())
+            if not own.issuperset(self._running(record)) and len(own) + coming < record.max_loras:
+                return True
+        return False
 
     def _able(self, need: AdapterNeed) -> list[WorkerRecord]:
         return [record for record in self._workers() if not why_not(record, need)]
@@ -166,7 +184,7 @@ class AdapterTurns:
         """Call it when there may be more room than before."""
         before: list[_Waiter] = []
         for name, waiters in list(self._waiting.items()):
-            if not self._may_enter(waiters[0].need, before):
+            if not self._may_enter(waiters[0].need, before) and not self._is_late(waiters[0]):
                 before.append(waiters[0])
                 continue
             del self._waiting[name]

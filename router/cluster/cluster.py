@@ -29,7 +29,7 @@ from diptych.router.cluster.decode_stream import Attempt, DecodeStream
 from diptych.router.cluster.event_watch import EventWatch
 from diptych.router.cluster.index_follow import IndexFollower
 from diptych.router.cluster.loop_uptime import LoopUptime
-from diptych.router.cluster.members import Members
+from diptych.router.cluster.members import Member, Members
 from diptych.router.cluster.startup_grace import StartupGrace
 from diptych.router.cluster.token_pace import TokenPace
 from diptych.router.cluster.usable import usable_by_role
@@ -147,7 +147,7 @@ class Cluster:
         )
         self.reservations.on_less = self.wait_queue.let_in
         in_use = self.reservations.adapters
-        self.adapter_turns = AdapterTurns(self._decode_records, in_use.running, clock.now)
+        self.adapter_turns = AdapterTurns(self._decode_records, in_use.running, in_use.own, clock.now)
         in_use.on_free = self.adapter_turns.let_in
         self._least_context: int | None = None
         self._groups = Groups(rollout)
@@ -484,20 +484,46 @@ class Cluster:
         return sum(filter(None, freed)), unreached
 
     async def load_adapter(self, folder: str) -> dict[str, LoadedAdapter | DiptychError]:
-        """See AdapterWorkers. Without a usable decode worker it waits as requests do. A worker whose lease ends meanwhile is
-        in the answer only where no other one is left."""
+        """See AdapterWorkers. Without a usable decode worker it waits as requests do. A worker that is lost meanwhile, or is
+        silent for so long that requests would not be given to it, is in the answer only where no other one is left."""
         while not self.snapshot().decode and (left_s := self.settling.left_s()) > 0:
             await self.wait_for_change(min(left_s, 0.1))
-        now = self._clock.now()
-        links = [
-            member.link
-            for member in self._members.all()
-            if member.record.max_loras and not self._members.why_unplaceable(member, now)
-        ]
-        found = await asyncio.gather(*(link.load_adapter(folder) for link in links))
-        answers = list(zip(links, found, strict=True))
-        left = [(link, one) for link, one in answers if not link.closed]
-        return {link.worker_id: one for link, one in left or answers}
+        able = [member for member in self._members.all() if member.record.max_loras]
+        unusable = {member.link.worker_id: self._why_unplaceable(member) for member in able}
+        loads = {
+            asyncio.create_task(member.link.load_adapter(folder), name=f"load at {member.link.worker_id}"): member
+            for member in able
+            if not unusable[member.link.worker_id]
+        }
+        if able and not loads:
+            why = "; ".join(f"{worker_id} {reason}" for worker_id, reason in sorted(unusable.items()))
+            raise NoWorkerError(f"no worker that takes adapters is usable now: {why}", retry_after_s=RETRY_AFTER_S)
+        silent: dict[str, str] = {}
+        try:
+            pending = set(loads)
+            while pending:
+                _, pending = await asyncio.wait(pending, timeout=self._poll_s)
+                for load in list(pending):
+                    if why := self._why_unplaceable(loads[load]):
+                        silent[loads[load].link.worker_id] = why
+                        pending.discard(load)
+        finally:
+            for load in loads:
+                load.cancel()
+            await asyncio.gather(*loads, return_exceptions=True)
+        answers: dict[str, LoadedAdapter | DiptychError] = {}
+        lost: dict[str, LoadedAdapter | DiptychError] = {}
+        for load, member in loads.items():
+            worker_id = member.link.worker_id
+            if worker_id in silent:
+                text = f"{silent[worker_id]}, and has not answered"
+                lost[worker_id] = NoWorkerError(text, retry_after_s=RETRY_AFTER_S)
+            else:
+                (lost if member.link.closed else answers)[worker_id] = load.result()
+        return answers or lost
+
+    def _why_unplaceable(self, member: Member[WorkerLink]) -> str:
+        return self._members.why_unplaceable(member, self._clock.now())
 
     async def unload_adapter(self, adapter_id: str) -> None:
         """See AdapterWorkers."""

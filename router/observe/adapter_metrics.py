@@ -1,6 +1,6 @@
-"""Series with an adapter's name as label, for the first MAX_NAMED adapters; the others share the name "other".
+"""Series with an adapter's name as label, for the first MAX_NAMED adapters; the others share the name OTHER.
 
-A reader sees the series of the adapters that it may use, and those of "other".
+A reader sees the series of the adapters that it may use, and those of OTHER.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from diptych.common.observe.metrics import Metrics
 from diptych.common.store.adapters import AdapterEntry, AdapterTable, ChosenAdapter
 
 MAX_NAMED = 64
-OTHER = "other"
-"""Also the name of an adapter that was unloaded while its request ran."""
+OTHER = "_other"
+"""No adapter's name begins so. Also the name of one that was unloaded while its request ran."""
 FINISHED = "finished"
 _LABEL = re.compile(rb'[{,]adapter="([^"]*)"')
 _COUNTERS = "adapter_"

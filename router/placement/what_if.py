@@ -40,7 +40,8 @@ def pool_snapshot(pool: str, records: Sequence[WorkerRecord], now: float) -> Clu
 
 def _clones(role: str, count: int, records: Sequence[WorkerRecord], now: float) -> list[WorkerView]:
     same = [record for record in records if record.role == role]
-    pattern = (same or list(records))[0]
+    # With slots for adapters, if any has them: a question about an adapter is about such a pool.
+    pattern = max(same or records, key=lambda record: (record.max_lora_rank, record.max_loras))
     load = WorkerLoad(
         prefill_tokens_per_s=_mean([record.load.prefill_tokens_per_s for record in same or records]),
         decode_step_s=_mean([record.load.decode_step_s for record in same or records]),

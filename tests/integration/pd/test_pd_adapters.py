@@ -144,6 +144,7 @@ async def test_decode_refuses_what_it_cannot_load_before_it_accepts(
     pd: ModuleType, folders: Folders, fault: str
 ) -> None:
     """So that the router gives the request to another worker."""
+    want = await alone(pd, folders)
     folder = folders.root / "french"
     options: dict[str, Any] = {}
     match fault:
@@ -162,7 +163,7 @@ async def test_decode_refuses_what_it_cannot_load_before_it_accepts(
         assert not answer.accepted
         assert not answer.token_ids
         base = await router.run(cluster.submit_message(attempt="b", prompt=PROMPT))
-        assert base.token_ids == (await alone(pd, Folders(folders.root)))[BASE]
+        assert base.token_ids == want[BASE]
 
 
 @pytest.mark.parametrize("pool", ["prefill", "decode"])
@@ -192,6 +193,7 @@ async def test_an_unload_at_one_pool_never_gives_the_answer_of_the_base_model(
 
 
 async def test_an_unload_waits_for_the_answers_that_use_it(pd: ModuleType, folders: Folders) -> None:
+    want = await alone(pd, folders)  # not beside the other cluster, whose workers have the same ids
     gate = pd.Gate(after=2)
     model = lambda: pd.fake_model(max_loras=2, before_execute=gate)  # noqa: E731
     async with cluster_of(pd, folders, num_prefill=0, decode=model) as (cluster, router):
@@ -203,7 +205,7 @@ async def test_an_unload_waits_for_the_answers_that_use_it(pd: ModuleType, folde
         assert (await call(cluster.decode, pd, "UnloadAdapter", unload)).num_requests == 1
         gate.open()
         await router.ended("a")
-        assert answer.token_ids == (await alone(pd, folders))["french"]
+        assert answer.token_ids == want["french"]
         assert not cluster.decode.record().load.adapters
 
 
@@ -223,6 +225,7 @@ async def test_an_answer_goes_on_with_its_adapter_on_another_worker(pd: ModuleTy
 
 
 async def test_a_resumed_answer_is_that_of_its_adapter(pd: ModuleType, folders: Folders) -> None:
+    want = await alone(pd, folders)
     gate = pd.Gate(after=3)
     model = lambda: pd.fake_model(max_loras=2, before_execute=gate)  # noqa: E731
     async with (
@@ -236,7 +239,7 @@ async def test_a_resumed_answer_is_that_of_its_adapter(pd: ModuleType, folders: 
         answer = second.resume("a")
         gate.open()
         await second.ended("a")
-        assert answer.token_ids == (await alone(pd, folders))["german"]
+        assert answer.token_ids == want["german"]
 
 
 async def test_a_worker_takes_its_adapters_along_to_its_other_role(pd: ModuleType, folders: Folders) -> None:
@@ -343,6 +346,33 @@ async def test_a_load_delays_no_other_request_and_a_cancelled_one_leaves_nothing
         held.gate.set()
         await router.ended("a")
         assert answer.token_ids == want["french"]
+
+
+async def test_a_decode_worker_that_ends_in_the_middle_of_a_load_leaves_the_answer_to_another(
+    pd: ModuleType, folders: Folders
+) -> None:
+    """It ends though the file system does not answer, and the answer goes on as if it had not been there."""
+    want = (await alone(pd, folders))["french"]
+    held = HeldReads(pd)
+
+    def continued(cluster: Any, router: Any, attempt: str) -> Any:
+        message = folders.ask(cluster.submit_message(attempt=attempt, prompt=PROMPT), "french")
+        message.output_token_ids.extend(want[:3])
+        message.sampling.max_tokens = len(want)
+        answer = router.submit(message)
+        answer.token_ids.extend(want[:3])
+        return answer
+
+    async with cluster_of(pd, folders, num_prefill=0, decode=held.model) as (cluster, router):
+        lost = continued(cluster, router, "a")
+        await held.wait()
+        await router.break_stream()
+    assert (lost.accepted, lost.token_ids) == (False, want[:3])
+    held.gate.set()
+    async with cluster_of(pd, folders, num_prefill=0) as (cluster, router):
+        answer = continued(cluster, router, "a")
+        await router.ended("a")
+        assert answer.token_ids == want
 
 
 async def test_a_load_that_takes_too_long_ends_typed(pd: ModuleType, folders: Folders) -> None:

@@ -51,7 +51,7 @@ from diptych.router.api.packed_ids import PackedIds
 from diptych.router.config import RouterConfig, absolute_modules, lora_modules
 from diptych.router.frontend import Frontend
 from diptych.router.placement.placer import PromptBlocks
-from diptych.router.requests.messages import FinishedEvent, StartedEvent, UncheckedRequest
+from diptych.router.requests.messages import FinishedEvent, StartedEvent, TokenEvent, UncheckedRequest
 from diptych.router.requests.resume import Seen, SeenChoice, checksum
 from diptych.router.requests.submission import adapter_need
 from diptych.router.server import ApiServers
@@ -66,6 +66,13 @@ FOLDERS = {"/lora/one": (ONE, 8), "/lora/two": (TWO, 16), "/lora/big": (BIG, 32)
 TAKES: dict[str, Any] = {
     "max_loras": 2, "max_lora_rank": 16, "request_fields": (ADAPTER, ADAPTER_FOLDER, RESUME),
 }  # fmt: skip
+
+
+@pytest.fixture
+async def fleet(model_folder: Path, tmp_path: Path) -> AsyncIterator[Fleet]:
+    """Its workers are not given up on a machine where this process gets hardly anywhere: a load would find none."""
+    async with running(model_folder, tmp_path, dead_s=60.0) as fleet:
+        yield fleet
 
 
 async def add(fleet: Fleet, worker_id: str, role: str = "decode", **changes: Any) -> Any:
@@ -269,6 +276,38 @@ async def test_a_retry_and_a_move_keep_the_version_that_the_request_began_with(p
     assert [attempt.decode for attempt in finished.explanation.attempts] == ["d0", "d1"]
 
 
+async def test_a_decode_worker_that_is_killed_while_it_loads_the_adapter_leaves_the_stream_as_it_is(
+    pair: tuple[Fleet, Any, Any],
+) -> None:
+    """The answer's first worker is lost, the second one in the middle of its load: the third goes on where the first was."""
+    fleet, _, decode = pair
+    await load(fleet)
+    decode.hold_from = 2
+    spec = UncheckedRequest(token_ids=[1] * 40, model="poems", sampling={"max_tokens": 5}, explain=True)
+    events = fleet.frontend.generate(await fleet.frontend.prepare(spec))
+    seen = [await anext(events), await anext(events)]
+    loading, third = await add(fleet, "d1"), await add(fleet, "d2")
+    await fleet.until_ready(decode=3)
+    for worker in (loading, third):
+        worker.accept.clear()  # it reads the adapter's files
+    rest = asyncio.create_task(drained(events))
+    await decode.kill()
+    await fleet.until(lambda: loading.submits or third.submits)
+    if not loading.submits:
+        loading, third = third, loading
+    third.accept.set()
+    await loading.kill()
+    seen += await rest
+    assert [(one.adapter, one.adapter_folder) for one in third.submits] == [(ONE, "/lora/one")]
+    tokens = [token for event in seen if isinstance(event, TokenEvent) for token in event.token_ids]
+    assert tokens == [0, 1, 2, 3, 4]
+    assert isinstance(seen[-1], FinishedEvent)
+
+
+async def drained(events: AsyncIterator[Any]) -> list[Any]:
+    return [event async for event in events]
+
+
 async def test_an_answer_that_goes_on_at_another_router_has_its_first_version(pair: tuple[Fleet, Any, Any]) -> None:
     fleet, _, decode = pair
     await load(fleet)
@@ -406,6 +445,27 @@ async def test_a_load_whose_only_worker_is_lost_names_it(fleet: Fleet, killed: b
         with pytest.raises(NoWorkerError, match="worker d0: "):
             await loading
     assert fleet.frontend.adapters.entries() == []
+
+
+async def test_a_load_does_not_wait_for_a_worker_that_has_become_silent(model_folder: Path, tmp_path: Path) -> None:
+    """It waited for 40 s: the bound of a call, though requests were not given to that worker any more."""
+    async with running(model_folder, tmp_path, dead_s=60.0) as fleet:
+        decode, hung = await add(fleet, "d0"), await add(fleet, "d1")
+        await fleet.until_ready(decode=2, prefill=0)
+        hung.answer_gate.clear()
+        loading = asyncio.create_task(load(fleet))
+        await fleet.until(lambda: hung.loaded)
+        cluster = fleet.frontend._cluster
+        assert cluster is not None
+        member = cluster._members.get("d1")
+        assert member is not None
+        member.link._dead_s = -1.0
+        assert (await loading).versions[0].adapter_id == ONE
+        assert decode.loaded == ["/lora/one"]
+        for one in cluster._members.all():
+            one.link._dead_s = -1.0
+        with pytest.raises(NoWorkerError, match="no worker that takes adapters is usable now: d0 does not answer"):
+            await cluster.load_adapter("/lora/one")
 
 
 async def test_a_change_has_a_bound_that_holds_for_those_that_wait_for_it(pair: tuple[Fleet, Any, Any]) -> None:

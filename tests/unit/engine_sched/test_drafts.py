@@ -14,9 +14,9 @@ from diptych.common.text.detokenizer import StopChecker, TextPiece
 from diptych.engine.executor import LocalExecutor
 from diptych.engine.fake_device import FakeDeviceRunner
 from diptych.engine.fake_runner import FakeRunner
-from diptych.engine.grammar.program import mask_of, mask_words
 from diptych.engine.messages import BlocksEvicted, BlocksStored, Failed, Finished, KvMode, TokensOut
 from diptych.engine.offline import OfflineEngine
+from diptych_tests.toy_grammar import Alternates
 
 VOCABULARY = 40
 """Small, so that stop tokens, stop strings and repetitions occur."""
@@ -33,27 +33,6 @@ class Words:
 
     def finish(self):
         return TextPiece(self.stops.flush())
-
-
-class Alternates:
-    """A grammar: even and odd tokens in turn. It has no way back, so it must never see a token that is not accepted."""
-
-    slow = False
-    num_words = mask_words(VOCABULARY)
-
-    def __init__(self):
-        self.count = 0
-
-    def matcher(self):
-        return Alternates()
-
-    def accept(self, token_id):
-        allowed = token_id % 2 == self.count % 2
-        self.count += 1
-        return allowed
-
-    def fill(self, mask):
-        mask |= mask_of(range(self.count % 2, VOCABULARY, 2), VOCABULARY)
 
 
 class Guesses:
@@ -141,8 +120,8 @@ kinds = st.sampled_from(
         {"logprobs": 1, "temperature": 0.7},
         {"n": 2, "seed": 5},
         {"best_of": 3, "n": 1},
-        {"grammar": Alternates()},
-        {"grammar": Alternates(), "temperature": 0.0, "min_tokens": 3},
+        {"grammar": Alternates(VOCABULARY)},
+        {"grammar": Alternates(VOCABULARY), "temperature": 0.0, "min_tokens": 3},
     ]
 )
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
 from diptych.common.errors import DiptychError, InvalidRequestError, NoWorkerError
@@ -38,6 +40,24 @@ async def pauses(errors: list[DiptychError], num: int) -> list[float]:
     with pytest.raises(Enough):
         await StartAdapters(Refusing(errors), {"poems": "/lora/one"}, "tiny", lambda: True, sleep).run()
     return seen
+
+
+async def test_a_load_that_takes_its_time_delays_no_other() -> None:
+    """Each waited half a second for the one before."""
+    both, begun = asyncio.Event(), set()
+
+    class Together(Refusing):
+        async def load(self, request: LoadRequest):  # type: ignore[no-untyped-def]
+            begun.add(request.lora_name)
+            if len(begun) == 3:
+                both.set()
+            async with asyncio.timeout(60):
+                await both.wait()
+
+    modules = StartAdapters(Together([]), dict.fromkeys(("a", "b", "c"), "/lora"), "tiny", lambda: True)
+    await modules.run()
+    assert modules.tried
+    assert not modules.missing
 
 
 async def test_files_that_are_refused_are_tried_again_ever_less_often() -> None:

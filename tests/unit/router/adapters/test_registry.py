@@ -56,6 +56,37 @@ async def test_a_look_sees_what_was_written_before_it_though_an_older_read_runs(
     assert store.reads == 2, "a known name is not looked for"
 
 
+async def test_an_older_answer_does_not_undo_a_change_of_this_process() -> None:
+    """A read that had begun before the change and ended after it put the former view back."""
+    store = SlowStore()
+    await store.write_adapter("prose", PROSE, revision=0, gone={})
+    registry = AdapterRegistry(store)
+    older = asyncio.create_task(registry.refresh())
+    await rest()
+    held, store.go = store.go, asyncio.Event()
+    store.go.set()
+    await registry.change("poems", lambda before, table: POEMS)
+    held.set()
+    await older
+    assert set(registry.table.entries) == {"poems", "prose"}
+    assert registry.table.revision == 2
+
+
+async def test_many_changes_of_one_process_do_not_forestall_one_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As at the start, with many --lora-modules."""
+    monkeypatch.setattr(registry_module, "_MAX_TRIES", 1)
+    store = SlowStore()
+    registry = AdapterRegistry(store)
+    changes = [
+        asyncio.create_task(registry.change(f"poems-{i}", lambda before, table, i=i: adapter_entry(f"poems-{i}")))
+        for i in range(20)
+    ]
+    await rest()
+    store.go.set()
+    await asyncio.gather(*changes)
+    assert len(registry.table.entries) == 20
+
+
 async def test_a_look_that_is_cancelled_leaves_the_others_theirs() -> None:
     store = SlowStore()
     registry = AdapterRegistry(store)

@@ -14,7 +14,7 @@ from diptych.common.errors import OverloadedError, RequestDeadlineError
 from diptych.common.store.worker_record import WorkerLoad
 from diptych.router.adapters import turns as turns_module
 from diptych.router.adapters.in_use import OWN_S, AdaptersInUse
-from diptych.router.adapters.turns import TURN_S, AdapterTurns
+from diptych.router.adapters.turns import LATE_S, TURN_S, AdapterTurns
 from diptych.router.placement.adapters import AdapterNeed
 from diptych_tests.records import worker_record
 
@@ -33,7 +33,9 @@ class Slots:
         self.records = [worker_record(f"d{i}", max_loras=2, max_lora_rank=16) for i in range(num_workers)]
         self.in_use = AdaptersInUse(self.clock.now)
         self.refused = 0
-        self.turns = AdapterTurns(lambda: self.records, self.in_use.running, self.clock.now, self._refused)
+        self.turns = AdapterTurns(
+            lambda: self.records, self.in_use.running, self.in_use.own, self.clock.now, self._refused
+        )
         self.in_use.on_free = self.turns.let_in
 
     def _refused(self) -> None:
@@ -209,6 +211,63 @@ def test_never_more_adapters_in_use_than_slots_and_all_are_served(moves: list[tu
         assert not slots.turns._entering
 
     asyncio.run(run())
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.sampled_from(NAMES), min_size=1, max_size=30), st.integers(1, 2), st.integers(3, len(NAMES)))
+def test_no_adapter_starves_while_all_are_wanted_all_the_time(
+    order: list[str], num_workers: int, num_names: int
+) -> None:
+    """More adapters than slots, and each has a request that runs or waits, whichever of them ends next."""
+
+    async def run() -> None:
+        slots, names = Slots(num_workers), NAMES[:num_names]
+        asked = {name: slots.enter(name) for name in names}
+        since, ended = dict.fromkeys(names, 0), 0
+        for name in (*order, *NAMES * 3):
+            await rest()
+            running = [one for one in names if asked[one].done()]
+            assert running, "a slot is always in use"
+            late = {one: ended - since[one] for one in names if one not in running}
+            assert max(late.values(), default=0) <= num_names, "each end gives its slot to the one that waits longest"
+            one = name if name in running else running[0]
+            at, ended = asked[one].result(), ended + 1
+            slots.clock.advance(TURN_S)
+            asked[one], since[one] = slots.enter(one), ended  # its next user asks while it runs
+            slots.end(at, one)
+        for task in asked.values():
+            task.cancel()
+        await asyncio.gather(*asked.values(), return_exceptions=True)
+
+    asyncio.run(run())
+
+
+async def test_slots_that_another_router_always_holds_do_not_starve_this_ones_requests() -> None:
+    """They waited until the 529: the other router's requests know nothing of them and never stop."""
+    slots = Slots()
+    foreign = WorkerLoad(adapters={need(name).adapter_id: 4 for name in "xy"})
+    slots.records = [worker_record("d0", load=foreign, max_loras=2, max_lora_rank=16)]
+    turns = slots.turns
+    tasks = [asyncio.create_task(turns.enter(need(name), "t", 1000.0)) for name in "abc"]
+    await rest()
+    slots.clock.advance(LATE_S - 0.1)
+    turns.let_in()
+    await rest()
+    assert not any(task.done() for task in tasks)
+    slots.clock.advance(0.2)
+    turns.let_in()
+    await rest()
+    assert [task.done() for task in tasks] == [True, True, False], "as many as the worker has slots"
+    for name in "ab":
+        slots.in_use.add("d0", need(name).adapter_id)
+        turns.leave(need(name))
+    turns.let_in()
+    await rest()
+    assert not tasks[2].done()
+    slots.in_use.remove("d0", need("a").adapter_id)
+    await rest()
+    assert tasks[2].done()
+    turns.leave(need("c"))
 
 
 def test_the_lease_counts_for_what_other_routers_run_and_not_for_what_has_just_ended_here() -> None:

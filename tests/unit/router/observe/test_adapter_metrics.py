@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from diptych.common.observe.metrics import Metrics
-from diptych.common.store.adapters import AdapterTable, ChosenAdapter
+from diptych.common.store.adapters import AdapterTable, ChosenAdapter, is_adapter_name
 from diptych.router.observe.adapter_metrics import (
     FINISHED,
     MAX_NAMED,
@@ -36,6 +36,18 @@ def test_the_number_of_series_is_bounded_and_a_name_that_leaves_makes_room() -> 
     assert metrics.value("adapters_registered") == MAX_NAMED + 9
 
 
+def test_no_adapter_has_the_name_of_the_others() -> None:
+    """One that was called `other` shared its series with all further ones, and every tenant saw them."""
+    assert not is_adapter_name(OTHER)
+    metrics = Metrics()
+    series = AdapterMetrics(metrics)
+    series.on_change(AdapterTable(1, {"other": adapter_entry("other")}))
+    for name in ("other", "a stranger"):
+        series.ended(ChosenAdapter(name, adapter_version()), FINISHED)
+    assert metrics.totals()["adapter_requests"] == {"other,finished": 1.0, f"{OTHER},finished": 1.0}
+    assert b'"other"' not in seen_exposition(metrics.expose(), lambda name: False)
+
+
 def test_requests_of_a_canary_are_counted_apart() -> None:
     metrics = Metrics()
     series = AdapterMetrics(metrics)
@@ -59,11 +71,11 @@ def test_a_reader_sees_the_series_of_adapters_that_it_may_use() -> None:
     assert seen_exposition(whole, lambda name: True) == whole
     seen = seen_exposition(whole, "prose".__eq__)
     assert b'adapter="prose"' in seen
-    assert b'adapter="other"' in seen
+    assert b'adapter="_other"' in seen
     assert b"poems" not in seen
     assert [line for line in whole.splitlines() if b"poems" not in line] == seen.splitlines(), "nothing else is missing"
     assert b"prose" not in seen_exposition(whole, lambda name: False)
     counters = seen_counters(metrics.totals() | {"errors": {"poems": 1.0}}, "prose".__eq__)
-    assert counters["adapter_requests"] == {"prose,finished": 1.0, "other,finished": 1.0}
-    assert counters["adapter_prompt_tokens"] == {"prose": 10.0, "other": 10.0}
+    assert counters["adapter_requests"] == {"prose,finished": 1.0, "_other,finished": 1.0}
+    assert counters["adapter_prompt_tokens"] == {"prose": 10.0, "_other": 10.0}
     assert (counters["adapter_turns_refused"], counters["errors"]) == ({"": 0.0}, {"poems": 1.0})
