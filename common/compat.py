@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields, replace
 
 from diptych.common.block_identity import IdentityHeader, golden_key, identity_of
 from diptych.common.kv_format import KvFormat
-from diptych.common.kv_parts import shape
+from diptych.common.kv_parts import numerics, shape
 
 PROTOCOL_VERSION = 4
 """2: FirstTokens carries a digest of the computed prompt, and is rejected without it. 3: the KV format is a message of
@@ -43,6 +43,11 @@ class Compat:
     kv_encryption: str = ""
 
     @property
+    def parts(self) -> tuple[KvFormat, ...]:
+        """By rank; `kv` where there is one."""
+        return self.kv_parts or (self.kv,)
+
+    @property
     def same_bits(self) -> bool:
         """KV of a token has the same bits whatever else its step computes, in prefill and decode alike."""
         return self.batch_invariant or self.backend in _INDEPENDENT_ROWS
@@ -64,6 +69,13 @@ KV_RULE = "kv_rule"
 """In the store: `KvFormat.value_rule`, for the router's block identities. It follows from other facts."""
 
 
+KV_PARTS = "kv_parts"
+"""Which rank has what. It may differ: the layout of KV, and not its values."""
+
+NUMERICS = "numerics"
+"""In which order the ranks' sums are added up: a fact where batch invariance is promised, of more than one rank."""
+_ONE_RANK = numerics(())
+
 _UNSAID = frozenset({"batch_invariant", "kv_encryption"})
 """Not among the facts where they are off."""
 
@@ -74,7 +86,7 @@ def facts(compat: Compat) -> dict[str, str]:
     out = {}
     for field in fields(Compat):
         value = getattr(compat, field.name)
-        if field.name == "kv_parts":
+        if field.name == KV_PARTS:
             if value:
                 out[field.name] = shape(value)
         elif field.name in _UNSAID and not value:  # as by a worker that does not know the fact
@@ -83,17 +95,25 @@ def facts(compat: Compat) -> dict[str, str]:
             out.update(value.facts())
         else:
             out[field.name] = value.hex() if isinstance(value, bytes) else str(value)
+    if compat.batch_invariant and (order := numerics(compat.kv_parts)) != _ONE_RANK:
+        out[NUMERICS] = order
     return out
 
 
+def unset(name: str) -> str:
+    """What a fact that is left out means, for people."""
+    return _ONE_RANK if name == NUMERICS else "unset"
+
+
 def differences(mine: Compat, theirs: Compat, *, converting: bool = False) -> list[str]:
-    """Facts that differ, each as "name: mine X, theirs Y". An empty list: KV may be transferred. `converting`: ignore
-    what decode can convert."""
+    """Facts that differ, each as "name: mine X, theirs Y". An empty list: KV may be transferred, if the ranks' parts fit
+    (planner.check_parts_fit). `converting`: ignore what decode can convert."""
     a, b = facts(mine), facts(theirs)
+    passed_over = {KV_PARTS, *(CONVERTIBLE if converting else ())}
     return [
-        f"{name}: mine {a.get(name, 'unset')}, theirs {b.get(name, 'unset')}"
+        f"{name}: mine {a.get(name, unset(name))}, theirs {b.get(name, unset(name))}"
         for name in dict.fromkeys((*a, *b))
-        if a.get(name) != b.get(name) and not (converting and name in CONVERTIBLE)
+        if a.get(name) != b.get(name) and name not in passed_over
     ]
 
 

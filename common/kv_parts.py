@@ -63,3 +63,25 @@ def shape(parts: Sequence[KvFormat]) -> str:
         f"rank {number}: layers {part.layers.start}-{part.layers.stop - 1}, {part.shard.rank + 1} of {part.shard.degree}"
         for number, part in enumerate(parts)
     )
+
+
+def degrees(parts: Sequence[KvFormat]) -> str:
+    """For people: into how many ranks the model is divided."""
+    tensor_parallel, pipeline = _degrees(parts)
+    degree = "+".join(map(str, dict.fromkeys(tensor_parallel)))
+    return f"tensor parallel {degree}" + (f", pipeline {pipeline}" if pipeline > 1 else "")
+
+
+def numerics(parts: Sequence[KvFormat]) -> str:
+    """In which order sums are added up, as far as the ranks decide it: `tp2`. Pipeline stages add nothing up."""
+    return "tp" + "+".join(map(str, dict.fromkeys(_degrees(parts)[0] or (1,))))
+
+
+def _degrees(parts: Sequence[KvFormat]) -> tuple[list[int], int]:
+    """The tensor-parallel degree of each pipeline stage, and their number."""
+    stages: list[int] = []
+    number = 0
+    while number < len(parts):
+        stages.append(parts[number].shard.degree)
+        number += stages[-1]
+    return stages, len(stages)

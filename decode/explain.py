@@ -67,7 +67,8 @@ class Facts:
         return [pull for pull in (self.remote.pulled, own) if pull is not None]
 
     def _notes_on_kv(self) -> list[str]:
-        notes = [self.remote.converted] if self.remote.converted and self.remote.kv_bytes else []
+        remote = self.remote
+        notes = [note for note in (remote.regrouped, remote.converted) if note and remote.kv_bytes]
         notes += [
             f"KV of {pull.num_tokens} tokens came from decode worker {pull.holder}: without --batch-invariant its last bits may "
             "differ from what prefill computes"

@@ -18,6 +18,7 @@ import asyncio
 from collections.abc import Callable
 from contextlib import aclosing
 from dataclasses import dataclass
+from zlib import crc32
 
 import structlog
 
@@ -29,11 +30,11 @@ from diptych.common.errors import (
     TransferError,
     WorkerLostError,
 )
+from diptych.common.kv_parts import degrees
 from diptych.common.text.prompt_digest import prompt_digest
 from diptych.decode.refetch_policy import PrefillRates
 from diptych.decode.remote_prefill_facts import RemotePrefillFacts
 from diptych.decode.spans import RemotePrefillSpan
-from diptych.engine.messages import DeviceRange
 from diptych.kvtransfer.api import ReceivedSlab
 from diptych.kvtransfer.slabs.convert import RangeConverter
 from diptych.kvtransfer.slabs.handle import SlabHandle
@@ -104,10 +105,12 @@ class RemotePrefill:
         self._num_tokens = num_tokens
         self._first = first = request.decode_cached_tokens if request.want_kv else num_tokens
         self._source = context.parts
-        """The formats in which KV arrives, by rank."""
+        """The formats in which KV arrives, by rank of the peer."""
         self._converter: RangeConverter | None = None
         self._announced = KvCoverage(self._source, first, num_tokens)
-        self._arrived = KvCoverage(self._source, first, num_tokens)
+        """By rank of the peer."""
+        self._arrived = KvCoverage(context.parts, first, num_tokens)
+        """By rank of this worker: what is in its blocks."""
         self._beam_search = request.sampling.beam_width > 0
         num_choices = 1 if self._beam_search else request.sampling.best_of or request.sampling.n or 1
         self._vouched = False
@@ -146,7 +149,7 @@ class RemotePrefill:
             )
         self.facts.prefill_pid = peer.pid
         self._expect_layout(peer)
-        self._request.layer_groups = self._converter is None
+        self._request.layer_groups = not self.facts.converted
         self._request.link_bytes_per_s = self._context.links.link(self._ref.worker_id)
         self._reads = reads = RangeReads(
             self._context, self._ref, self._request.attempt, self._source, self._announced,
@@ -185,23 +188,28 @@ class RemotePrefill:
             )
 
     def _expect_layout(self, peer: Peer) -> None:
-        """What is to arrive: whole blocks of the peer's format if it differs from the local one; else of window groups also what
-        makes a hit of it, from a peer that knows how."""
-        source, target = peer.kv_format, self._context.kv
-        if source is None:
-            if wire.REUSABLE in peer.request_fields and any(group.window for group in target.groups):
-                self._request.reusable = True
-                self._announced, self._arrived = (
-                    KvCoverage(self._source, self._first, self._announced.end, reusable=True) for _ in range(2)
-                )
+        """What is to arrive: of window groups also what makes a hit of it, from a peer that knows how. Where the peer's KV lies
+        in other ranks or blocks, whole blocks of its own, of those ranks of which anything is taken."""
+        context, first, end = self._context, self._first, self._announced.end
+        windows = any(group.window for group in context.kv.groups)
+        self._request.reusable = reusable = wire.REUSABLE in peer.request_fields and windows
+        if reusable:
+            self._announced, self._arrived = (KvCoverage(self._source, first, end, reusable=True) for _ in range(2))
+        if peer.kv is None or first >= end:
             return
-        self._source = (source,)
-        end = self._announced.end
-        if self._first < end:
-            self._converter = RangeConverter(source, target, self._first, end)
-            asked = self._request.decode_cached_tokens = first_token_to_ask(self._first, source.block_size)
-            self._announced, self._arrived = KvCoverage((source,), asked, end), KvCoverage((source,), asked, end)
-            self.facts.converted = f"KV of {self._ref.worker_id} was converted from {source} to {target}"
+        self._source, theirs = peer.kv.parts, degrees(peer.kv.parts)
+        self._converter = converter = RangeConverter(
+            self._source, context.parts, first, end, reusable=reusable, turn=crc32(self._request.attempt.encode())
+        )
+        asked = self._request.decode_cached_tokens = first_token_to_ask(first, self._source[0].block_size)
+        self._announced = KvCoverage(self._source, asked, end, reusable=reusable, ranks=converter.ranks)
+        if len(converter.ranks) < len(self._source):
+            wire.ask_for_ranks(self._request, converter.ranks, peer.request_fields, self._ref.worker_id)
+        name, mine = self._ref.worker_id, degrees(context.parts)
+        if theirs != mine:
+            self.facts.regrouped = f"KV of {name} ({theirs}) was put together for the ranks here ({mine})"
+        if peer.kv.is_converted:
+            self.facts.converted = f"KV of {name} was converted from {self._source[0]} to {context.parts[0]}"
 
     def _expect(self, peer: Peer) -> bool:
         """Slabs may come as they are published, where that spares a round trip and they are unpacked as they are."""
@@ -317,7 +325,7 @@ class RemotePrefill:
                 return
             self._count(slab)
             unpacked = await self._unpack_converted(self._converter, slab)
-        self._done_with(handle, slab, unpacked)
+        self._done_with(handle, unpacked)
 
     def _count(self, slab: ReceivedSlab) -> None:
         """Before unpacking: after the last range the request runs, and may end, before the task that waits continues."""
@@ -339,35 +347,27 @@ class RemotePrefill:
     async def _unpacked(self, slab: ReceivedSlab, answer: asyncio.Future[bool], began: float) -> None:
         unpacked = await answer
         self._reads.unpacked(slab, began)
-        self._done_with(slab.handle, slab, unpacked)
+        handle = slab.handle
+        if unpacked:
+            self._arrived.add(
+                handle.group, handle.first_token, handle.num_tokens, handle.first_layer, handle.num_layers, handle.part
+            )
+        self._done_with(handle, unpacked)
 
     async def _unpack_converted(self, converter: RangeConverter, slab: ReceivedSlab) -> bool:
         """The slab is free as soon as its bytes were converted. Runs on the event loop: a few milliseconds a slab, only
         for pairs that need it."""
-        try:
-            if isinstance(slab.payload, DeviceRange):
-                raise TransferError("KV in GPU memory is not converted: use another transport for this pair")
-            handle = slab.handle
-            parts = converter.feed(handle.first_token, handle.num_tokens, slab.payload)
-        finally:
-            self._context.reader.finish(slab)
-        unpacked = True
-        for part in parts:
-            unpacked = (
-                await self._context.unpacker.unpack_converted(
-                    self._attempt, part, other_values=converter.changes_values
-                )
-                and unpacked
-            )
-        return unpacked
+        unpacking = self._context.unpacker.unpack_converted(self._attempt, slab, converter)
+        if not all(await asyncio.gather(*(answer for _, answer in unpacking))):
+            return False
+        for one, _ in unpacking:
+            self._arrived.add(one.group, one.first_token, one.num_tokens, one.first_layer, one.num_layers, one.part)
+        return True
 
-    def _done_with(self, handle: SlabHandle, slab: ReceivedSlab, unpacked: bool) -> None:
+    def _done_with(self, handle: SlabHandle, unpacked: bool) -> None:
         self._reads.done_with(handle)
         if not unpacked:
             raise TransferError("the engine dropped a range: the attempt does not wait for KV any more")
-        self._arrived.add(
-            handle.group, handle.first_token, handle.num_tokens, handle.first_layer, handle.num_layers, handle.part
-        )
         self._maybe_complete()
 
     def _maybe_complete(self) -> None:

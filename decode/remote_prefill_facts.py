@@ -14,6 +14,8 @@ class RemotePrefillFacts:
     prefill_pid: int = 0
     converted: str = ""
     """How its KV was converted; empty: no conversion."""
+    regrouped: str = ""
+    """From which ranks to which it was put together; empty: rank by rank."""
     path: str = ""
     """Path of its slabs, for example "nixl:shm"."""
     cached_tokens: int = 0

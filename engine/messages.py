@@ -69,6 +69,7 @@ class EngineRequest:
         layer_groups: PREFILL only: the peer takes the last range in groups of layers too.
         link_bytes_per_s: PREFILL only: what the peer measured of the link between us; 0.0: nothing yet.
         reusable: PREFILL only: of window groups pack also what makes a hit of these tokens, see kv_groups.expected_ranges.
+        ranks: PREFILL only: of which ranks KV is packed; empty: of all.
         claim: on the blocks of its tokens, from the time when it frees them; None: they are cached as any others.
         grammar: what sampling.grammar was compiled to, or a mask for the first token; None: any token may come.
         own_tokens: REMOTE only: tokens that this worker will compute itself at most. Where blocks in files would leave more, they
@@ -90,6 +91,7 @@ class EngineRequest:
     layer_groups: bool = False
     link_bytes_per_s: float = 0.0
     reusable: bool = False
+    ranks: tuple[int, ...] = ()
     own_tokens: int = 0
     claim: CacheClaim | None = None
 
@@ -138,12 +140,14 @@ class PublishCached:
             tells how many tokens these are. Without any the attempt is complete at once.
         cached_tokens: leading tokens that the peer has; not packed. A multiple of the block size.
         peer: worker id; slabs have a quota per peer.
+        ranks: see EngineRequest.
     """
 
     attempt: str
     keys: tuple[bytes, ...]
     cached_tokens: int
     peer: str
+    ranks: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from diptych.common.block_identity import KEY_BYTES
@@ -89,6 +90,7 @@ def parse_request(message: prefill_pb2.PrefillRequest, limits: Limits) -> Prefil
             layer_groups=message.layer_groups,
             link_bytes_per_s=_check_rate(message.link_bytes_per_s),
             reusable=message.reusable,
+            ranks=_check_ranks(message.ranks, limits),
             claim=convert.claim_from_proto(message),
         ),
         request_id=message.request_id,
@@ -121,11 +123,27 @@ def parse_fetch(message: prefill_pb2.FetchRequest, limits: Limits) -> PrefillSes
         )
     keys = tuple(blob[i : i + KEY_BYTES] for i in range(0, len(blob), KEY_BYTES))
     return PrefillSessionRequest(
-        engine_request=PublishCached(SOURCE_ATTEMPT + message.attempt, keys, cached, message.reader.worker_id),
+        engine_request=PublishCached(
+            SOURCE_ATTEMPT + message.attempt,
+            keys,
+            cached,
+            message.reader.worker_id,
+            _check_ranks(message.ranks, limits),
+        ),
         request_id=message.request_id,
         decode=WorkerRef(message.reader.worker_id, message.reader.incarnation, message.reader.address),
         remaining_s=convert.check_remaining(message.remaining_s),
     )
+
+
+def _check_ranks(ranks: Sequence[int], limits: Limits) -> tuple[int, ...]:
+    """Raises: InvalidRequestError."""
+    found = tuple(ranks)
+    if found != tuple(sorted(set(found))) or (found and found[-1] >= limits.num_ranks):
+        raise InvalidRequestError(
+            f"ranks={list(found)} must ascend, and be below this worker's {limits.num_ranks}", param="ranks"
+        )
+    return found
 
 
 def _check_rate(bytes_per_s: float) -> float:

@@ -40,7 +40,8 @@ class Publishing:
         if self._began:
             return
         runtime, sessions = self._runtime, self.sessions
-        block_bytes, slab_bytes = runtime.compat.kv.block_bytes, runtime.config.slab_bytes
+        block_bytes = max(part.block_bytes for part in runtime.compat.parts)
+        slab_bytes = runtime.config.slab_bytes
         if payload_capacity(slab_bytes) < block_bytes:
             raise ConfigError("slab_bytes", slab_bytes, f"a slab must hold a block of {block_bytes} bytes")
         self._began = True

@@ -26,12 +26,12 @@ def num_disk_blocks(config: WorkerConfig, compat: Compat) -> int:
     setting = "kv_store" if config.kv_store else "disk_kv_dir"
     if not getattr(config, setting):
         return 0
-    kv = compat.kv
     if not config.enable_prefix_caching:
         raise ConfigError(setting, getattr(config, setting), "needs enable_prefix_caching")
-    count = config.disk_kv_bytes // (HEAD_BYTES + kv.block_bytes)
+    block_bytes = HEAD_BYTES + sum(_piece_bytes(compat))
+    count = config.disk_kv_bytes // block_bytes
     if not count:
-        raise ConfigError("disk_kv_bytes", config.disk_kv_bytes, f"one block takes {HEAD_BYTES + kv.block_bytes} bytes")
+        raise ConfigError("disk_kv_bytes", config.disk_kv_bytes, f"one block takes {block_bytes} bytes")
     return count
 
 
@@ -50,7 +50,8 @@ def open_disk(
         return None
     # The key of fixed tokens has weights, numerics and the cluster's key in it, the layout hash the rest.
     mine = identity_of(golden_key(identity), layout_hash(compat), "" if compat.same_bits else config.role)
-    block_bytes = compat.kv.block_bytes
+    piece_bytes = _piece_bytes(compat)
+    block_bytes = sum(piece_bytes)
     keeper: BlockKeeper
     if config.kv_store:
         where = config.kv_store
@@ -58,7 +59,7 @@ def open_disk(
     else:
         root = Path(config.disk_kv_dir).expanduser().absolute()
         where, keeper = str(root), BlockFolder(root, worker_id, mine, block_bytes)
-    store = DiskBlockStore(keeper, clock, _piece_bytes(compat))
+    store = DiskBlockStore(keeper, clock, piece_bytes)
     log.info(
         "blocks outside of memory",
         where=where,
@@ -71,7 +72,5 @@ def open_disk(
 
 
 def _piece_bytes(compat: Compat) -> list[int]:
-    """Of a block, by rank, or by KV group where there is one rank."""
-    if compat.kv_parts:
-        return [part.block_bytes for part in compat.kv_parts]
-    return [group.block_bytes(compat.kv.shard) for group in compat.kv.groups]
+    """Of a block, by rank, and by KV group within it: what ranks hold all the same is there for each of them."""
+    return [group.block_bytes(part.shard) for part in compat.parts for group in part.groups]

@@ -10,13 +10,14 @@ from diptych.rpc.v1 import types_pb2
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What this worker can serve."""
+    """What this worker can serve. `num_ranks`: whose KV has slabs of its own."""
 
     worker_id: str
     incarnation: str
     vocab_size: int
     max_model_len: int
     block_size: int
+    num_ranks: int = 1
 
 
 def check_addressed(attempt: str, target: types_pb2.WorkerRef, limits: Limits, *, max_attempt_id: int) -> None:

@@ -18,9 +18,11 @@ import structlog
 from diptych.common.compat import Compat, differences
 from diptych.common.errors import DiptychError, IncompatibleWorkersError, StaleReferenceError, WorkerLostError
 from diptych.common.kv_format import KvFormat
+from diptych.common.kv_parts import degrees
 from diptych.kvtransfer.api import PeerRef
+from diptych.kvtransfer.fabric.registry import in_gpu_memory
 from diptych.kvtransfer.slabs.layout import layout_hash
-from diptych.kvtransfer.slabs.planner import plan_heads
+from diptych.kvtransfer.slabs.planner import all_straight, check_parts_fit, is_identity
 from diptych.rpc import convert
 from diptych.rpc.channels import open_channel
 from diptych.rpc.errors import describe, typed_error
@@ -34,6 +36,19 @@ log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
+class PeerKv:
+    """KV of a peer that must be converted, or put together anew for other ranks.
+
+    Args:
+        parts: by rank of the peer.
+        is_converted: blocks or elements differ; else only layers and heads lie in other ranks.
+    """
+
+    parts: tuple[KvFormat, ...]
+    is_converted: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Peer:
     """A worker that passed the handshake."""
 
@@ -44,8 +59,8 @@ class Peer:
     prefill: Any
     """Its PrefillStub."""
     channel: grpc.aio.Channel
-    kv_format: KvFormat | None = None
-    """Its KV format, if conversion is needed; None: the same as here."""
+    kv: PeerKv | None = None
+    """How its KV lies, where that differs; None: as here, rank by rank."""
     request_fields: frozenset[str] = frozenset()
     """Later than the first version, that it knows."""
     services: set[str] = field(default_factory=set)
@@ -64,7 +79,9 @@ class PeerDirectory:
     Args:
         compat: this worker's facts.
         forget: called with the KV address of a dropped peer, to close its endpoint.
-        allow_conversion: accept KV of another block size, dtype or order of heads, and convert it.
+        allow_conversion: accept KV of another block size, dtype or order of heads, and convert it. KV of other ranks is accepted
+            without.
+        transport: the name of this worker's; empty: that of a peer is not compared.
     """
 
     def __init__(
@@ -74,12 +91,14 @@ class PeerDirectory:
         forget: Callable[[PeerRef], Awaitable[None]],
         handshake_timeout_s: float = 2.0,
         allow_conversion: bool = False,
+        transport: str = "",
         open_channel: Callable[[str], grpc.aio.Channel] = open_channel,
     ) -> None:
         self._compat = compat
         self._forget = forget
         self._timeout_s = handshake_timeout_s
         self._allow_conversion = allow_conversion
+        self._transport = transport
         self._open_channel = open_channel
         self._peers: dict[WorkerRef, asyncio.Task[Peer]] = {}
         self._closing: set[asyncio.Task[None]] = set()
@@ -148,7 +167,7 @@ class PeerDirectory:
         channel = self._open_channel(ref.address)
         try:
             info = await self._ask(ref, channel)
-            feeds, kv_format = self._check(ref, info)
+            feeds, kv = self._check(ref, info)
         except BaseException:
             await channel.close()
             raise
@@ -161,7 +180,7 @@ class PeerDirectory:
             transport=info.transport_path,
         )
         return Peer(
-            ref, info.pid, feeds, PrefillStub(channel), channel, kv_format, frozenset(info.request_fields), _services(info),
+            ref, info.pid, feeds, PrefillStub(channel), channel, kv, frozenset(info.request_fields), _services(info),
             SourceStub(channel),
         )  # fmt: skip
 
@@ -187,20 +206,38 @@ class PeerDirectory:
                 f"{ref.address} is {info.worker_id}/{info.incarnation}, not {ref.worker_id}/{ref.incarnation}"
             )
 
-    def _check(self, ref: WorkerRef, info: worker_pb2.GetInfoResponse) -> tuple[tuple[PeerRef, ...], KvFormat | None]:
+    def _check(self, ref: WorkerRef, info: worker_pb2.GetInfoResponse) -> tuple[tuple[PeerRef, ...], PeerKv | None]:
         self._check_life(ref, info)
         theirs = convert.compat_from_proto(info.compat)
         different = differences(self._compat, theirs, converting=self._allow_conversion)
         if different:
             raise IncompatibleWorkersError(f"{ref.worker_id} does not match this worker: {'; '.join(different)}")
         address = wire.kv_address_from_proto(info.kv_address)
-        if not differences(self._compat, theirs):
+        if self._transport and address.transport != self._transport:
+            raise IncompatibleWorkersError(
+                f"KV of {ref.worker_id} is read over {address.transport}, and this worker uses {self._transport}: give both "
+                "the same --transport"
+            )
+        source, target = theirs.parts, self._compat.parts
+        plan, why = check_parts_fit(source, target), differences(self._compat, theirs)
+        if not why and is_identity(plan, source, target):
             return (PeerRef(info.worker_id, info.incarnation, address),), None
-        if theirs.kv_parts:
-            raise IncompatibleWorkersError(f"{ref.worker_id} has several ranks: its KV is not converted")
-        plan_heads(theirs.kv, self._compat.kv)
-        log.warning("KV of a prefill worker is converted", peer=ref.worker_id, why=differences(self._compat, theirs))
-        return (PeerRef(info.worker_id, info.incarnation, address, layout_hash(theirs)),), theirs.kv
+        if address.transport in in_gpu_memory() and not all_straight(plan, source, target):
+            raise IncompatibleWorkersError(
+                f"KV of {ref.worker_id} lies in GPU memory ({address.transport}), where it is not converted, nor put together "
+                f"for other ranks ({degrees(source)} there, {degrees(target)} here): give both a --transport of host memory"
+            )
+        if why:
+            log.warning("KV of a worker is converted", peer=ref.worker_id, why=why)
+        else:
+            log.info(
+                "KV of a worker comes from other ranks",
+                peer=ref.worker_id,
+                theirs=degrees(source),
+                mine=degrees(target),
+            )
+        ref_of_kv = PeerRef(info.worker_id, info.incarnation, address, layout_hash(theirs))
+        return (ref_of_kv,), PeerKv(source, is_converted=bool(why))
 
 
 def _services(info: worker_pb2.GetInfoResponse) -> set[str]:

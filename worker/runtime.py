@@ -229,7 +229,14 @@ class WorkerRuntime:
     def limits(self) -> Limits:
         """What a request must fit into."""
         able = self.model.runner.capabilities
-        return Limits(self.worker_id, self.incarnation, able.vocab_size, able.max_model_len, able.block_size)
+        return Limits(
+            self.worker_id,
+            self.incarnation,
+            able.vocab_size,
+            able.max_model_len,
+            able.block_size,
+            len(self.compat.parts),
+        )
 
     @property
     def transfer(self) -> Transfer:

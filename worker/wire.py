@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from diptych.common.addresses import host_port
 from diptych.common.errors import IncompatibleWorkersError, InvalidRequestError, TransferError
@@ -21,9 +21,23 @@ from diptych.worker.role_spec import ROLES
 REUSABLE = "reusable"
 SOURCE = "source"
 """It takes KV from the holder that a request names, and others may take its own."""
-MESSAGE_FIELDS = (ADAPTER, ADAPTER_FOLDER, REUSABLE, CHOICE, SOURCE, RESUME)
+RANKS = "ranks"
+"""It sends the KV of those of its ranks that a request names."""
+MESSAGE_FIELDS = (ADAPTER, ADAPTER_FOLDER, REUSABLE, CHOICE, SOURCE, RESUME, RANKS)
 REQUEST_FIELDS = (*LATER_FIELDS, *MESSAGE_FIELDS)
 """Fields of requests, later than the first version, that this one knows: sampling parameters, and those of the messages."""
+
+
+def ask_for_ranks(
+    request: prefill_pb2.PrefillRequest | prefill_pb2.FetchRequest,
+    ranks: Sequence[int],
+    known_fields: Collection[str],
+    worker_id: str,
+) -> None:
+    """Of the others no KV is sent. Raises: IncompatibleWorkersError when the worker does not know how."""
+    if RANKS not in known_fields:
+        raise IncompatibleWorkersError(f"{worker_id} is of a version that sends the KV of all of its ranks")
+    request.ranks.extend(ranks)
 
 
 def role_to_proto(name: str) -> worker_pb2.WorkerRole:

@@ -145,6 +145,11 @@ def transports() -> dict[str, TransportSpec]:
     return {spec.name: spec for spec in order}
 
 
+def in_gpu_memory() -> frozenset[str]:
+    """Those whose slabs lie in GPU memory."""
+    return frozenset(spec.name for spec in transports().values() if spec.make_ring is not host_ring)
+
+
 def names(*, in_process: bool = True) -> tuple[str, ...]:
     """Values of `--transport`. Args: in_process: include those that connect workers of one process only."""
     return (AUTO, *(spec.name for spec in transports().values() if in_process or not spec.in_process))

@@ -1,49 +1,52 @@
-"""KV of one layout into another: block size, order of heads and slots, dtype, and heads from several tensor-parallel ranks.
+"""KV of one layout into another: block size, order of heads and slots, dtype, and layers and heads of other ranks.
 
 A payload is what pack wrote: whole blocks of the sender, then the slots that are used of its last one. It is taken apart into
-[num_layers * 2, tokens, heads, head_dim] and put together again in blocks of the receiver. Bits change only where the dtype does:
-to a wider one exactly, to a narrower one rounded to the nearest, ties to even, as torch does.
+[num_layers * parts, tokens, heads, head_dim] and put together again in blocks of the receiver. Bits change only where the dtype
+does: to a wider one exactly, to a narrower one rounded to the nearest, ties to even, as torch does.
 
 Of quantized KV an element of that array is a byte of a head's record (kv_codes.py): codes and their scale stay together. KV is
 decoded for a receiver that keeps elements, and quantized for one that keeps codes: once, since two quantized dtypes that differ
 are refused.
+
+What a rank of the receiver takes as a rank of the sender holds it (planner.goes_straight) is not taken apart: the payload is
+given out as it came.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from diptych.common.errors import TransferError
-from diptych.common.kv_format import ORDERS, KvFormat, dtype_bytes
+from diptych.common.kv_format import ORDERS, KvFormat, KvGroup, dtype_bytes
+from diptych.common.kv_groups import expected_ranges
+from diptych.engine.messages import DeviceRange, Payload
 from diptych.kvtransfer.slabs import kv_codes
 from diptych.kvtransfer.slabs.kv_codes import SCALE_BYTES
-from diptych.kvtransfer.slabs.planner import convertible_group, plan_heads
+from diptych.kvtransfer.slabs.planner import Piece, goes_straight, plan_parts, same_layout, wanted_ranks
 
 _WIDE = "float32"
 
 
 @dataclass(frozen=True, slots=True)
 class _Side:
-    """One side's sizes, of one rank."""
+    """Sizes of one KV group of one rank. `rows`: layers times the parts of a token's KV, K and V."""
 
-    layers: int
+    rows: int
     heads: int
     dim: int
     block_size: int
     dtype: str
     quantized: bool
     heads_first: bool
-    bytes_per_token: int
 
     @classmethod
-    def of(cls, kv: KvFormat) -> _Side:
-        """Raises: IncompatibleWorkersError."""
-        group = convertible_group(kv)
+    def of(cls, kv: KvFormat, group: KvGroup, num_layers: int) -> _Side:
         return cls(
-            group.num_layers, group.heads_per_rank(kv.shard), group.dims[0], group.block_size, group.dtype, group.quantized,
-            ORDERS[kv.order] == "HND", kv.bytes_per_token,
+            num_layers * len(group.dims), group.heads_per_rank(kv.shard), group.dims[0], group.block_size, group.dtype,
+            group.quantized, ORDERS[kv.order] == "HND",
         )  # fmt: skip
 
     @property
@@ -55,6 +58,10 @@ class _Side:
     def width(self) -> int:
         """Of a head: elements, or bytes of a record."""
         return self.dim + SCALE_BYTES if self.quantized else self.dim
+
+    @property
+    def bytes_per_token(self) -> int:
+        return self.rows * self.heads * self.width * self.raw.itemsize
 
 
 def cast(bits: np.ndarray, source: str, target: str) -> np.ndarray:
@@ -85,7 +92,7 @@ def _recoded(heads: np.ndarray, source: _Side, target: _Side) -> np.ndarray:
 
 
 def unpack_tokens(payload: memoryview, shape: _Side, num_tokens: int) -> np.ndarray:
-    """[num_layers * 2, num_tokens, heads of a rank, width] of raw bits. Raises: TransferError."""
+    """[rows, num_tokens, heads of a rank, width] of raw bits. Raises: TransferError."""
     if payload.nbytes != num_tokens * shape.bytes_per_token:
         raise TransferError(
             f"{num_tokens} tokens take {num_tokens * shape.bytes_per_token} bytes, not {payload.nbytes}"
@@ -93,7 +100,7 @@ def unpack_tokens(payload: memoryview, shape: _Side, num_tokens: int) -> np.ndar
     if shape.quantized:  # a slot is like one head
         slots = replace(shape, heads=1, dim=shape.heads * shape.width, quantized=False)
         return kv_codes.records_of(unpack_tokens(payload, slots, num_tokens)[:, :, 0], shape.heads, shape.dim)
-    rows, heads, dim, size = shape.layers * 2, shape.heads, shape.dim, shape.block_size
+    rows, heads, dim, size = shape.rows, shape.heads, shape.dim, shape.block_size
     flat = np.frombuffer(payload, dtype=shape.raw)
     full, tail = divmod(num_tokens, size)
     border = full * size * rows * heads * dim
@@ -113,105 +120,223 @@ def _slots_first(flat: np.ndarray, outer: tuple[int, ...], slots: int, shape: _S
     return flat.reshape(*outer, slots, shape.heads, shape.dim)
 
 
+def _side(kv: KvFormat, group: int) -> _Side:
+    return _Side.of(kv, kv.groups[group], kv.groups[group].num_layers)
+
+
 @dataclass(frozen=True, slots=True)
 class ConvertedRange:
-    """As pack would have written it here: starts at a block and ends at one, or at the end of what is wanted."""
+    """For one KV group of one rank of ours, as pack would have written it here: starts at a block and ends at one, or at the end
+    of what is wanted.
+
+    Args:
+        first_layer, num_layers: of the group: all of them, where it is not straight.
+        is_straight: `payload` is the one that was fed, or one of its own.
+    """
 
     first_token: int
     num_tokens: int
-    payload: memoryview
+    payload: Payload
+    part: int = 0
+    group: int = 0
+    first_layer: int = 0
+    num_layers: int = 0
+    is_straight: bool = False
 
 
 @dataclass(slots=True)
 class _Block:
-    """One block of ours while it fills. `left`: tokens times heads that have not come."""
+    """One block of ours while it fills.
+
+    Args:
+        data: [rows, tokens, heads, width].
+        filled: [layers, tokens, heads]: what has come.
+        left: layers times tokens times heads that have not come.
+    """
 
     data: np.ndarray
+    filled: np.ndarray
     left: int
-    """[num_layers * 2, tokens, heads, width]"""
-    seen: set[tuple[int, int]] = field(default_factory=set)
+
+
+@dataclass(frozen=True, slots=True)
+class _Target:
+    """A KV group of a rank of ours. Wanted of it: tokens [first, end)."""
+
+    rank: int
+    group: int
+    kv: KvFormat
+    side: _Side
+    first: int
+    end: int
+    blocks: dict[int, _Block] = field(default_factory=dict)
+    """By index, those that are not complete."""
+
+    @property
+    def num_layers(self) -> int:
+        return self.kv.groups[self.group].num_layers
+
+    def block(self, index: int) -> _Block:
+        block = self.blocks.get(index)
+        if block is None:
+            side = self.side
+            tokens = min(side.block_size, self.end - index * side.block_size)
+            shape = self.num_layers, tokens, side.heads
+            data = np.empty((side.rows, tokens, side.heads, side.width), side.raw)
+            block = self.blocks[index] = _Block(data, np.zeros(shape, np.bool_), int(np.prod(shape)))
+        return block
+
+    def take(self, indices: list[int]) -> ConvertedRange:
+        """Blocks that follow each other, which are complete."""
+        parts = [self.blocks.pop(index).data for index in indices]
+        num_tokens = sum(part.shape[1] for part in parts)
+        if self.side.quantized:
+            parts = [kv_codes.slots_of(part) for part in parts]
+        elif self.side.heads_first:
+            parts = [part.swapaxes(1, 2) for part in parts]
+        flat = np.concatenate([part.reshape(-1) for part in parts])
+        return ConvertedRange(
+            indices[0] * self.side.block_size, num_tokens, memoryview(flat).cast("B"), self.rank, self.group,
+            num_layers=self.num_layers,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class FedRange:
+    """A verified payload of a rank of the sender, as its handle names it. `num_layers` None: all of the group."""
+
+    first_token: int
+    num_tokens: int
+    payload: Payload
+    part: int = 0
+    group: int = 0
+    first_layer: int = 0
+    num_layers: int | None = None
 
 
 class RangeConverter:
-    """Takes the ranges of one leg in any order and gives out whole blocks of ours as they become complete.
+    """Takes the ranges of one leg in any order and gives out whole blocks of each of our ranks as they become complete.
 
     Args:
+        source: the sender's ranks.
+        target: ours.
         first_token: wanted from here on: a multiple of our block size, or `end`. What comes of earlier tokens is dropped.
         end: one past the last token that is wanted.
-        target: ours; its shard says which heads we hold.
+        reusable: see expected_ranges.
+        turn: see plan_parts.
     Raises: IncompatibleWorkersError.
     """
 
-    def __init__(self, source: KvFormat, target: KvFormat, first_token: int, end: int) -> None:
-        self._source, self._target = _Side.of(source), _Side.of(target)
-        self._first, self._end = first_token, end
-        self._pieces = plan_heads(source, target)
-        self._blocks: dict[int, _Block] = {}
-
-    @property
-    def changes_values(self) -> bool:
+    def __init__(
+        self,
+        source: Sequence[KvFormat],
+        target: Sequence[KvFormat],
+        first_token: int,
+        end: int,
+        *,
+        reusable: bool = False,
+        turn: int = 0,
+    ) -> None:
+        self._source, self._end = tuple(source), end
+        plan = plan_parts(self._source, tuple(target), turn)
+        self.ranks = wanted_ranks(plan)
+        """Of the sender, those whose payloads are needed."""
+        self._targets = {
+            (rank, one.group): _Target(rank, one.group, kv, _side(kv, one.group), one.first, end)
+            for rank, kv in enumerate(target)
+            for one in expected_ranges(kv, first_token, end, reusable=reusable)
+        }
+        self._some_layers = len(target) == 1
+        """Ranges of some layers can be given out; several ranks take whole ranges only."""
+        self._pieces: dict[tuple[int, int], list[tuple[int, Piece, bool]]] = {}
+        for rank, pieces in enumerate(plan):
+            for piece in pieces:
+                straight = goes_straight(piece, self._source, target[rank], some_layers=self._some_layers)
+                self._pieces.setdefault((piece.rank, piece.group), []).append((rank, piece, straight))
+        self.changes_values = any(
+            theirs.dtypes != mine.dtypes and not same_layout(theirs, mine) for theirs in self._source for mine in target
+        )
         """Not only where elements lie, but what they are."""
-        return self._source.dtype != self._target.dtype
-
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        """Source ranks whose payloads are needed."""
-        return tuple(sorted({piece.rank for piece in self._pieces}))
 
     @property
     def num_open(self) -> int:
-        return len(self._blocks)
+        """Blocks of which something has come, and not all."""
+        return sum(len(target.blocks) for target in self._targets.values())
 
-    def feed(self, first_token: int, num_tokens: int, payload: memoryview, *, rank: int = 0) -> list[ConvertedRange]:
-        """A verified payload of source rank `rank`; it is not kept. Raises: TransferError: size, bounds, or the same twice."""
-        if first_token < 0 or first_token + num_tokens > self._end:
-            raise TransferError(f"range [{first_token}, {first_token + num_tokens}) ends behind {self._end}")
-        pieces = [piece for piece in self._pieces if piece.rank == rank]
+    def feed(self, fed: FedRange) -> list[ConvertedRange]:
+        """The payload is not kept, but in ranges that go straight. Raises: TransferError: size, bounds, or the same twice; or it
+        lies in GPU memory and must be put together anew."""
+        first, num = fed.first_token, fed.num_tokens
+        if first < 0 or first + num > self._end:
+            raise TransferError(f"range [{first}, {first + num}) ends behind {self._end}")
+        pieces = self._pieces.get((fed.part, fed.group))
         if not pieces:
-            raise TransferError(f"nothing is wanted of rank {rank}")
-        tokens = unpack_tokens(payload, self._source, num_tokens)
-        skip = max(0, self._first - first_token)
-        done: list[int] = []
-        size = self._target.block_size
-        at = first_token + skip
-        while at < first_token + num_tokens:
+            raise TransferError(f"nothing is wanted of KV group {fed.group} of rank {fed.part}")
+        kv = self._source[fed.part]
+        group = kv.groups[fed.group]
+        num_layers = group.num_layers if fed.num_layers is None else fed.num_layers
+        size = num * num_layers * group.layer_bytes_per_token(kv.shard)
+        if len(fed.payload) != size:
+            raise TransferError(f"{num} tokens take {size} bytes, not {len(fed.payload)}")
+        side, layers = _Side.of(kv, group, num_layers), range(fed.first_layer, fed.first_layer + num_layers)
+        out: list[ConvertedRange] = []
+        tokens: np.ndarray | None = None
+        for rank, piece, straight in pieces:
+            target = self._targets.get((rank, piece.at_group))
+            if target is None:
+                continue  # nothing of this group is seen
+            if straight and (self._some_layers or layers == piece.layers):
+                out.append(_straight(fed, piece, layers, target))
+                continue
+            if isinstance(fed.payload, DeviceRange):
+                raise TransferError("KV in GPU memory is not converted: use another transport for this pair")
+            if tokens is None:
+                tokens = unpack_tokens(fed.payload, side, num)
+            out += self._put(tokens, side, fed, piece, layers, target)
+        return out
+
+    def _put(
+        self, tokens: np.ndarray, side: _Side, fed: FedRange, piece: Piece, layers: range, target: _Target
+    ) -> Iterator[ConvertedRange]:
+        """Copy the piece's layers and heads of `tokens` into the target's blocks. Yields: what has become complete."""
+        low, high = max(layers.start, piece.layers.start), min(layers.stop, piece.layers.stop)
+        if low >= high:
+            return
+        parts = len(target.kv.groups[target.group].dims)
+        heads = slice(piece.heads.start, piece.heads.stop)
+        wanted = tokens[(low - layers.start) * parts : (high - layers.start) * parts, :, heads]
+        into = slice(piece.at_layer + low - piece.layers.start, piece.at_layer + high - piece.layers.start)
+        rows, at_heads = (
+            slice(into.start * parts, into.stop * parts),
+            slice(piece.at_head, piece.at_head + len(piece.heads)),
+        )
+        size, stop = target.side.block_size, fed.first_token + fed.num_tokens
+        at, done = max(fed.first_token, target.first), list[int]()
+        while at < stop:
             index = at // size
-            until = min((index + 1) * size, first_token + num_tokens)
-            block = self._block(index)
-            inside, part = at - index * size, tokens[:, at - first_token : until - first_token]
-            if (inside, rank) in block.seen:
+            until = min((index + 1) * size, stop)
+            block, slots = target.block(index), slice(at - index * size, until - index * size)
+            filled = block.filled[into, slots, at_heads]
+            if filled.any():
                 raise TransferError(f"tokens from {at} on came twice")
-            block.seen.add((inside, rank))
-            for piece in pieces:
-                block.data[:, inside : inside + until - at, piece.at : piece.at + piece.count] = _recoded(
-                    part[:, :, piece.first : piece.first + piece.count], self._source, self._target
-                )
-                block.left -= (until - at) * piece.count
-            if block.left < 0:
-                raise TransferError(f"tokens of block {index} came twice")
+            filled[...] = True
+            block.data[rows, slots, at_heads] = _recoded(
+                wanted[:, at - fed.first_token : until - fed.first_token], side, target.side
+            )
+            block.left -= filled.size
             if not block.left:
                 done.append(index)
             at = until
-        return [self._range(run) for run in _runs(done)]
+        for run in _runs(done):
+            yield target.take(run)
 
-    def _block(self, index: int) -> _Block:
-        block = self._blocks.get(index)
-        if block is None:
-            shape = self._target
-            tokens = min(shape.block_size, self._end - index * shape.block_size)
-            data = np.empty((shape.layers * 2, tokens, shape.heads, shape.width), shape.raw)
-            block = self._blocks[index] = _Block(data, tokens * shape.heads)
-        return block
 
-    def _range(self, indices: list[int]) -> ConvertedRange:
-        parts = [self._blocks.pop(index).data for index in indices]
-        num_tokens = sum(part.shape[1] for part in parts)
-        if self._target.quantized:
-            parts = [kv_codes.slots_of(part) for part in parts]
-        elif self._target.heads_first:
-            parts = [part.swapaxes(1, 2) for part in parts]
-        flat = np.concatenate([part.reshape(-1) for part in parts])
-        return ConvertedRange(indices[0] * self._target.block_size, num_tokens, memoryview(flat).cast("B"))
+def _straight(fed: FedRange, piece: Piece, layers: range, target: _Target) -> ConvertedRange:
+    """The fed payload, under the numbers of our rank."""
+    return ConvertedRange(
+        fed.first_token, fed.num_tokens, fed.payload, target.rank, target.group,
+        piece.at_layer + layers.start - piece.layers.start, len(layers), is_straight=True,
+    )  # fmt: skip
 
 
 def _runs(indices: list[int]) -> list[list[int]]:

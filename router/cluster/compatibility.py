@@ -6,14 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from diptych.common.block_identity import GOLDEN, IDENTITY_FACTS, IdentityHeader, golden_key, identity_of
-from diptych.common.compat import CONVERTIBLE, CONVERTS, KV_RULE
+from diptych.common.compat import CONVERTIBLE, CONVERTS, KV_PARTS, KV_RULE, unset
 from diptych.common.store.worker_record import WorkerRecord
 
 
 def pair_differences(prefill: Mapping[str, str], decode: Mapping[str, str]) -> list[str]:
     """Fields that differ, each as "field: prefill X, decode Y"; an empty list: KV may be transferred, after a
     conversion where decode supports it. The golden key is a hash of others: it is left out where one of these differs."""
-    passed_over = {CONVERTS, KV_RULE, *(CONVERTIBLE if decode.get(CONVERTS) else ())}
+    passed_over = {CONVERTS, KV_PARTS, KV_RULE, *(CONVERTIBLE if decode.get(CONVERTS) else ())}
     names = [
         name
         for name in sorted(prefill.keys() | decode.keys())
@@ -21,7 +21,9 @@ def pair_differences(prefill: Mapping[str, str], decode: Mapping[str, str]) -> l
     ]
     if any(name in IDENTITY_FACTS or name in CONVERTIBLE for name in names if name != GOLDEN):
         names = [name for name in names if name != GOLDEN]
-    return [f"{name}: prefill {prefill.get(name, 'unset')}, decode {decode.get(name, 'unset')}" for name in names]
+    return [
+        f"{name}: prefill {prefill.get(name, unset(name))}, decode {decode.get(name, unset(name))}" for name in names
+    ]
 
 
 @dataclass(slots=True)

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from diptych.common.compat import CONVERTS
+from diptych.common.compat import CONVERTS, KV_PARTS
 from diptych.common.store.worker_record import WorkerLoad, WorkerRecord
 
 FIXED_MS = 10.0
@@ -73,7 +73,7 @@ class PullLinks:
     @staticmethod
     def of(records: Sequence[WorkerRecord]) -> PullLinks:
         count = len(records)
-        facts = [tuple(sorted((k, v) for k, v in r.compat.items() if k != CONVERTS)) for r in records]
+        facts = [tuple(sorted((k, v) for k, v in r.compat.items() if k not in (CONVERTS, KV_PARTS))) for r in records]
         kinds = {one: i for i, one in enumerate(dict.fromkeys(facts))}
         kind = np.array([kinds[one] for one in facts], np.int64)
         able = np.array([FIELD in r.request_fields and bool(r.compat) for r in records], np.bool_)

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from diptych.rpc.v1 import types_pb2 as diptych_dot_rpc_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1c\x64iptych/rpc/v1/prefill.proto\x12\x0e\x64iptych.rpc.v1\x1a\x1a\x64iptych/rpc/v1/types.proto\"\xc9\x01\n\x0c\x46\x65tchRequest\x12\x0f\n\x07\x61ttempt\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x12\n\nblock_keys\x18\x03 \x01(\x0c\x12\x15\n\rcached_tokens\x18\x04 \x01(\r\x12)\n\x06source\x18\x05 \x01(\x0b\x32\x19.diptych.rpc.v1.WorkerRef\x12)\n\x06reader\x18\x06 \x01(\x0b\x32\x19.diptych.rpc.v1.WorkerRef\x12\x13\n\x0bremaining_s\x18\x07 \x01(\x01\"\xb6\x04\n\x0ePrefillRequest\x12\x0f\n\x07\x61ttempt\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x03 \x03(\r\x12\x18\n\x10output_token_ids\x18\x04 \x03(\r\x12\x30\n\x08sampling\x18\x05 \x01(\x0b\x32\x1e.diptych.rpc.v1.SamplingParams\x12\x1c\n\x14\x64\x65\x63ode_cached_tokens\x18\x06 \x01(\r\x12\x0f\n\x07want_kv\x18\x07 \x01(\x08\x12*\n\x07prefill\x18\x08 \x01(\x0b\x32\x19.diptych.rpc.v1.WorkerRef\x12)\n\x06\x64\x65\x63ode\x18\t \x01(\x0b\x32\x19.diptych.rpc.v1.WorkerRef\x12\x13\n\x0bremaining_s\x18\n \x01(\x01\x12\x12\n\ncache_salt\x18\x0b \x01(\x0c\x12\x0f\n\x07\x61\x64\x61pter\x18\x0c \x01(\t\x12\x16\n\x0e\x61\x64\x61pter_folder\x18\r \x01(\t\x12\x18\n\x10\x66irst_token_mask\x18\x14 \x01(\x0c\x12\x10\n\x08priority\x18( \x01(\x11\x12\x14\n\x0clayer_groups\x18\x32 \x01(\x08\x12\x18\n\x10link_bytes_per_s\x18\x33 \x01(\x01\x12\x10\n\x08reusable\x18\x34 \x01(\x08\x12(\n\x06source\x18< \x01(\x0b\x32\x18.diptych.rpc.v1.KvSource\x12)\n\x05\x63laim\x18= \x01(\x0b\x32\x1a.diptych.rpc.v1.CacheClaim\"\xb2\x02\n\nSlabHandle\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\t\x12\x0c\n\x04slab\x18\x04 \x01(\r\x12\x12\n\ngeneration\x18\x05 \x01(\x04\x12\x13\n\x0b\x66irst_token\x18\x06 \x01(\r\x12\x12\n\nnum_tokens\x18\x07 \x01(\r\x12\x13\n\x0b\x66irst_layer\x18\x08 \x01(\r\x12\x12\n\nnum_layers\x18\t \x01(\r\x12\x13\n\x0blayout_hash\x18\n \x01(\x04\x12\x12\n\nsize_bytes\x18\x0b \x01(\x04\x12\x10\n\x08\x63hecksum\x18\x0c \x01(\x04\x12\x12\n\nexpires_ns\x18\r \x01(\x04\x12\x0b\n\x03mac\x18\x0e \x01(\x0c\x12\r\n\x05group\x18\x0f \x01(\r\x12\x0c\n\x04part\x18\x10 \x01(\r\"\x9c\x01\n\x0ePrefillStarted\x12\x15\n\rcached_tokens\x18\x01 \x01(\r\x12\x0b\n\x03pid\x18\x02 \x01(\x04\x12&\n\x06pulled\x18\x03 \x01(\x0b\x32\x16.diptych.rpc.v1.KvPull\x12)\n\x05tiers\x18\x04 \x03(\x0b\x32\x1a.diptych.rpc.v1.TierTokens\x12\x13\n\x0bkept_tokens\x18\x05 \x01(\r\"`\n\x08\x43omputed\x12\x13\n\x0b\x66irst_token\x18\x01 \x01(\r\x12\x12\n\nnum_tokens\x18\x02 \x01(\r\x12+\n\x07handles\x18\x03 \x03(\x0b\x32\x1a.diptych.rpc.v1.SlabHandle\"n\n\nFirstToken\x12\x0e\n\x06\x63hoice\x18\x01 \x01(\r\x12\x10\n\x08token_id\x18\x02 \x01(\r\x12/\n\x08logprobs\x18\x03 \x01(\x0b\x32\x1d.diptych.rpc.v1.TokenLogprobs\x12\r\n\x05score\x18\n \x01(\x01\"F\n\x0c\x43omputedFrom\x12\x12\n\nnum_tokens\x18\x01 \x01(\r\x12\x0e\n\x06\x64igest\x18\x02 \x01(\x0c\x12\x12\n\nblock_size\x18\x03 \x01(\r\"\xd0\x01\n\x0b\x46irstTokens\x12*\n\x06tokens\x18\x01 \x03(\x0b\x32\x1a.diptych.rpc.v1.FirstToken\x12\x33\n\rcomputed_from\x18\x02 \x01(\x0b\x32\x1c.diptych.rpc.v1.ComputedFrom\x12.\n\ncandidates\x18\n \x03(\x0b\x32\x1a.diptych.rpc.v1.FirstToken\x12\x1d\n\x15num_ranges_overlapped\x18\x0b \x01(\r\x12\x11\n\tcompute_s\x18\x0c \x01(\x01\"S\n\x0fPrefillFinished\x12\x12\n\nnum_ranges\x18\x01 \x01(\rJ\x04\x08\x02\x10\x03J\x04\x08\x03\x10\x04R\x15num_ranges_overlappedR\tcompute_s\"\x0e\n\x0cPrefillAlive\"\xf8\x02\n\x0cPrefillEvent\x12\x31\n\x07started\x18\x01 \x01(\x0b\x32\x1e.diptych.rpc.v1.PrefillStartedH\x00\x12,\n\x08\x63omputed\x18\x02 \x01(\x0b\x32\x18.diptych.rpc.v1.ComputedH\x00\x12\x33\n\x0c\x66irst_tokens\x18\x03 \x01(\x0b\x32\x1b.diptych.rpc.v1.FirstTokensH\x00\x12\x33\n\x08\x66inished\x18\x04 \x01(\x0b\x32\x1f.diptych.rpc.v1.PrefillFinishedH\x00\x12*\n\x07\x66\x61ilure\x18\x05 \x01(\x0b\x32\x17.diptych.rpc.v1.FailureH\x00\x12-\n\x05\x61live\x18\x06 \x01(\x0b\x32\x1c.diptych.rpc.v1.PrefillAliveH\x00\x12\x39\n\x0fprompt_logprobs\x18\x07 \x01(\x0b\x32\x1e.diptych.rpc.v1.PromptLogprobsH\x00\x42\x07\n\x05\x65vent2T\n\x07Prefill\x12I\n\x07Prefill\x12\x1e.diptych.rpc.v1.PrefillRequest\x1a\x1c.diptych.rpc.v1.PrefillEvent0\x01\x32O\n\x06Source\x12\x45\n\x05\x46\x65tch\x12\x1c.diptych.rpc.v1.FetchRequest\x1a\x1c.diptych.rpc.v1.PrefillEvent0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1c\x64iptych/rpc/v1/prefill.proto\x12\x0e\x64iptych.rpc.v1\x1a\x1a\x64iptych/rpc/v1/types.proto\"\xd8\x01\n\x0c\x46\x65tchRequest\x12\x0f\n\x07\x61ttempt\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x12\n\nblock_keys\x18\x03 \x01(\x0c\x12\x15\n\rcached_tokens\x18\x04 \x01(\r\x12)\n\x06source\x18\x05 \x01(\x0b\x32\x19.diptych.rpc.v1.WorkerRef\x12)\n\x06reader\x18\x06 \x01(\x0b\x32\x19.diptych.rpc.v1.WorkerRef\x12\x13\n\x0bremaining_s\x18\x07 \x01(\x01\x12\r\n\x05ranks\x18\x08 \x03(\r\"\xc5\x04\n\x0ePrefillRequest\x12\x0f\n\x07\x61ttempt\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x03 \x03(\r\x12\x18\n\x10output_token_ids\x18\x04 \x03(\r\x12\x30\n\x08sampling\x18\x05 \x01(\x0b\x32\x1e.diptych.rpc.v1.SamplingParams\x12\x1c\n\x14\x64\x65\x63ode_cached_tokens\x18\x06 \x01(\r\x12\x0f\n\x07want_kv\x18\x07 \x01(\x08\x12*\n\x07prefill\x18\x08 \x01(\x0b\x32\x19.diptych.rpc.v1.WorkerRef\x12)\n\x06\x64\x65\x63ode\x18\t \x01(\x0b\x32\x19.diptych.rpc.v1.WorkerRef\x12\x13\n\x0bremaining_s\x18\n \x01(\x01\x12\x12\n\ncache_salt\x18\x0b \x01(\x0c\x12\x0f\n\x07\x61\x64\x61pter\x18\x0c \x01(\t\x12\x16\n\x0e\x61\x64\x61pter_folder\x18\r \x01(\t\x12\x18\n\x10\x66irst_token_mask\x18\x14 \x01(\x0c\x12\x10\n\x08priority\x18( \x01(\x11\x12\x14\n\x0clayer_groups\x18\x32 \x01(\x08\x12\x18\n\x10link_bytes_per_s\x18\x33 \x01(\x01\x12\x10\n\x08reusable\x18\x34 \x01(\x08\x12\r\n\x05ranks\x18\x35 \x03(\r\x12(\n\x06source\x18< \x01(\x0b\x32\x18.diptych.rpc.v1.KvSource\x12)\n\x05\x63laim\x18= \x01(\x0b\x32\x1a.diptych.rpc.v1.CacheClaim\"\xb2\x02\n\nSlabHandle\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\t\x12\x0c\n\x04slab\x18\x04 \x01(\r\x12\x12\n\ngeneration\x18\x05 \x01(\x04\x12\x13\n\x0b\x66irst_token\x18\x06 \x01(\r\x12\x12\n\nnum_tokens\x18\x07 \x01(\r\x12\x13\n\x0b\x66irst_layer\x18\x08 \x01(\r\x12\x12\n\nnum_layers\x18\t \x01(\r\x12\x13\n\x0blayout_hash\x18\n \x01(\x04\x12\x12\n\nsize_bytes\x18\x0b \x01(\x04\x12\x10\n\x08\x63hecksum\x18\x0c \x01(\x04\x12\x12\n\nexpires_ns\x18\r \x01(\x04\x12\x0b\n\x03mac\x18\x0e \x01(\x0c\x12\r\n\x05group\x18\x0f \x01(\r\x12\x0c\n\x04part\x18\x10 \x01(\r\"\x9c\x01\n\x0ePrefillStarted\x12\x15\n\rcached_tokens\x18\x01 \x01(\r\x12\x0b\n\x03pid\x18\x02 \x01(\x04\x12&\n\x06pulled\x18\x03 \x01(\x0b\x32\x16.diptych.rpc.v1.KvPull\x12)\n\x05tiers\x18\x04 \x03(\x0b\x32\x1a.diptych.rpc.v1.TierTokens\x12\x13\n\x0bkept_tokens\x18\x05 \x01(\r\"`\n\x08\x43omputed\x12\x13\n\x0b\x66irst_token\x18\x01 \x01(\r\x12\x12\n\nnum_tokens\x18\x02 \x01(\r\x12+\n\x07handles\x18\x03 \x03(\x0b\x32\x1a.diptych.rpc.v1.SlabHandle\"n\n\nFirstToken\x12\x0e\n\x06\x63hoice\x18\x01 \x01(\r\x12\x10\n\x08token_id\x18\x02 \x01(\r\x12/\n\x08logprobs\x18\x03 \x01(\x0b\x32\x1d.diptych.rpc.v1.TokenLogprobs\x12\r\n\x05score\x18\n \x01(\x01\"F\n\x0c\x43omputedFrom\x12\x12\n\nnum_tokens\x18\x01 \x01(\r\x12\x0e\n\x06\x64igest\x18\x02 \x01(\x0c\x12\x12\n\nblock_size\x18\x03 \x01(\r\"\xd0\x01\n\x0b\x46irstTokens\x12*\n\x06tokens\x18\x01 \x03(\x0b\x32\x1a.diptych.rpc.v1.FirstToken\x12\x33\n\rcomputed_from\x18\x02 \x01(\x0b\x32\x1c.diptych.rpc.v1.ComputedFrom\x12.\n\ncandidates\x18\n \x03(\x0b\x32\x1a.diptych.rpc.v1.FirstToken\x12\x1d\n\x15num_ranges_overlapped\x18\x0b \x01(\r\x12\x11\n\tcompute_s\x18\x0c \x01(\x01\"S\n\x0fPrefillFinished\x12\x12\n\nnum_ranges\x18\x01 \x01(\rJ\x04\x08\x02\x10\x03J\x04\x08\x03\x10\x04R\x15num_ranges_overlappedR\tcompute_s\"\x0e\n\x0cPrefillAlive\"\xf8\x02\n\x0cPrefillEvent\x12\x31\n\x07started\x18\x01 \x01(\x0b\x32\x1e.diptych.rpc.v1.PrefillStartedH\x00\x12,\n\x08\x63omputed\x18\x02 \x01(\x0b\x32\x18.diptych.rpc.v1.ComputedH\x00\x12\x33\n\x0c\x66irst_tokens\x18\x03 \x01(\x0b\x32\x1b.diptych.rpc.v1.FirstTokensH\x00\x12\x33\n\x08\x66inished\x18\x04 \x01(\x0b\x32\x1f.diptych.rpc.v1.PrefillFinishedH\x00\x12*\n\x07\x66\x61ilure\x18\x05 \x01(\x0b\x32\x17.diptych.rpc.v1.FailureH\x00\x12-\n\x05\x61live\x18\x06 \x01(\x0b\x32\x1c.diptych.rpc.v1.PrefillAliveH\x00\x12\x39\n\x0fprompt_logprobs\x18\x07 \x01(\x0b\x32\x1e.diptych.rpc.v1.PromptLogprobsH\x00\x42\x07\n\x05\x65vent2T\n\x07Prefill\x12I\n\x07Prefill\x12\x1e.diptych.rpc.v1.PrefillRequest\x1a\x1c.diptych.rpc.v1.PrefillEvent0\x01\x32O\n\x06Source\x12\x45\n\x05\x46\x65tch\x12\x1c.diptych.rpc.v1.FetchRequest\x1a\x1c.diptych.rpc.v1.PrefillEvent0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,29 +33,29 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'diptych.rpc.v1.prefill_pb2'
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_FETCHREQUEST']._serialized_start=77
-  _globals['_FETCHREQUEST']._serialized_end=278
-  _globals['_PREFILLREQUEST']._serialized_start=281
-  _globals['_PREFILLREQUEST']._serialized_end=847
-  _globals['_SLABHANDLE']._serialized_start=850
-  _globals['_SLABHANDLE']._serialized_end=1156
-  _globals['_PREFILLSTARTED']._serialized_start=1159
-  _globals['_PREFILLSTARTED']._serialized_end=1315
-  _globals['_COMPUTED']._serialized_start=1317
-  _globals['_COMPUTED']._serialized_end=1413
-  _globals['_FIRSTTOKEN']._serialized_start=1415
-  _globals['_FIRSTTOKEN']._serialized_end=1525
-  _globals['_COMPUTEDFROM']._serialized_start=1527
-  _globals['_COMPUTEDFROM']._serialized_end=1597
-  _globals['_FIRSTTOKENS']._serialized_start=1600
-  _globals['_FIRSTTOKENS']._serialized_end=1808
-  _globals['_PREFILLFINISHED']._serialized_start=1810
-  _globals['_PREFILLFINISHED']._serialized_end=1893
-  _globals['_PREFILLALIVE']._serialized_start=1895
-  _globals['_PREFILLALIVE']._serialized_end=1909
-  _globals['_PREFILLEVENT']._serialized_start=1912
-  _globals['_PREFILLEVENT']._serialized_end=2288
-  _globals['_PREFILL']._serialized_start=2290
-  _globals['_PREFILL']._serialized_end=2374
-  _globals['_SOURCE']._serialized_start=2376
-  _globals['_SOURCE']._serialized_end=2455
+  _globals['_FETCHREQUEST']._serialized_end=293
+  _globals['_PREFILLREQUEST']._serialized_start=296
+  _globals['_PREFILLREQUEST']._serialized_end=877
+  _globals['_SLABHANDLE']._serialized_start=880
+  _globals['_SLABHANDLE']._serialized_end=1186
+  _globals['_PREFILLSTARTED']._serialized_start=1189
+  _globals['_PREFILLSTARTED']._serialized_end=1345
+  _globals['_COMPUTED']._serialized_start=1347
+  _globals['_COMPUTED']._serialized_end=1443
+  _globals['_FIRSTTOKEN']._serialized_start=1445
+  _globals['_FIRSTTOKEN']._serialized_end=1555
+  _globals['_COMPUTEDFROM']._serialized_start=1557
+  _globals['_COMPUTEDFROM']._serialized_end=1627
+  _globals['_FIRSTTOKENS']._serialized_start=1630
+  _globals['_FIRSTTOKENS']._serialized_end=1838
+  _globals['_PREFILLFINISHED']._serialized_start=1840
+  _globals['_PREFILLFINISHED']._serialized_end=1923
+  _globals['_PREFILLALIVE']._serialized_start=1925
+  _globals['_PREFILLALIVE']._serialized_end=1939
+  _globals['_PREFILLEVENT']._serialized_start=1942
+  _globals['_PREFILLEVENT']._serialized_end=2318
+  _globals['_PREFILL']._serialized_start=2320
+  _globals['_PREFILL']._serialized_end=2404
+  _globals['_SOURCE']._serialized_start=2406
+  _globals['_SOURCE']._serialized_end=2485
 # @@protoc_insertion_point(module_scope)

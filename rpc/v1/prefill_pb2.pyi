@@ -8,7 +8,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class FetchRequest(_message.Message):
-    __slots__ = ("attempt", "request_id", "block_keys", "cached_tokens", "source", "reader", "remaining_s")
+    __slots__ = ("attempt", "request_id", "block_keys", "cached_tokens", "source", "reader", "remaining_s", "ranks")
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     BLOCK_KEYS_FIELD_NUMBER: _ClassVar[int]
@@ -16,6 +16,7 @@ class FetchRequest(_message.Message):
     SOURCE_FIELD_NUMBER: _ClassVar[int]
     READER_FIELD_NUMBER: _ClassVar[int]
     REMAINING_S_FIELD_NUMBER: _ClassVar[int]
+    RANKS_FIELD_NUMBER: _ClassVar[int]
     attempt: str
     request_id: str
     block_keys: bytes
@@ -23,10 +24,11 @@ class FetchRequest(_message.Message):
     source: _types_pb2.WorkerRef
     reader: _types_pb2.WorkerRef
     remaining_s: float
-    def __init__(self, attempt: _Optional[str] = ..., request_id: _Optional[str] = ..., block_keys: _Optional[bytes] = ..., cached_tokens: _Optional[int] = ..., source: _Optional[_Union[_types_pb2.WorkerRef, _Mapping]] = ..., reader: _Optional[_Union[_types_pb2.WorkerRef, _Mapping]] = ..., remaining_s: _Optional[float] = ...) -> None: ...
+    ranks: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, attempt: _Optional[str] = ..., request_id: _Optional[str] = ..., block_keys: _Optional[bytes] = ..., cached_tokens: _Optional[int] = ..., source: _Optional[_Union[_types_pb2.WorkerRef, _Mapping]] = ..., reader: _Optional[_Union[_types_pb2.WorkerRef, _Mapping]] = ..., remaining_s: _Optional[float] = ..., ranks: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class PrefillRequest(_message.Message):
-    __slots__ = ("attempt", "request_id", "prompt_token_ids", "output_token_ids", "sampling", "decode_cached_tokens", "want_kv", "prefill", "decode", "remaining_s", "cache_salt", "adapter", "adapter_folder", "first_token_mask", "priority", "layer_groups", "link_bytes_per_s", "reusable", "source", "claim")
+    __slots__ = ("attempt", "request_id", "prompt_token_ids", "output_token_ids", "sampling", "decode_cached_tokens", "want_kv", "prefill", "decode", "remaining_s", "cache_salt", "adapter", "adapter_folder", "first_token_mask", "priority", "layer_groups", "link_bytes_per_s", "reusable", "ranks", "source", "claim")
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -45,6 +47,7 @@ class PrefillRequest(_message.Message):
     LAYER_GROUPS_FIELD_NUMBER: _ClassVar[int]
     LINK_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
     REUSABLE_FIELD_NUMBER: _ClassVar[int]
+    RANKS_FIELD_NUMBER: _ClassVar[int]
     SOURCE_FIELD_NUMBER: _ClassVar[int]
     CLAIM_FIELD_NUMBER: _ClassVar[int]
     attempt: str
@@ -65,9 +68,10 @@ class PrefillRequest(_message.Message):
     layer_groups: bool
     link_bytes_per_s: float
     reusable: bool
+    ranks: _containers.RepeatedScalarFieldContainer[int]
     source: _types_pb2.KvSource
     claim: _types_pb2.CacheClaim
-    def __init__(self, attempt: _Optional[str] = ..., request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., output_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., decode_cached_tokens: _Optional[int] = ..., want_kv: _Optional[bool] = ..., prefill: _Optional[_Union[_types_pb2.WorkerRef, _Mapping]] = ..., decode: _Optional[_Union[_types_pb2.WorkerRef, _Mapping]] = ..., remaining_s: _Optional[float] = ..., cache_salt: _Optional[bytes] = ..., adapter: _Optional[str] = ..., adapter_folder: _Optional[str] = ..., first_token_mask: _Optional[bytes] = ..., priority: _Optional[int] = ..., layer_groups: _Optional[bool] = ..., link_bytes_per_s: _Optional[float] = ..., reusable: _Optional[bool] = ..., source: _Optional[_Union[_types_pb2.KvSource, _Mapping]] = ..., claim: _Optional[_Union[_types_pb2.CacheClaim, _Mapping]] = ...) -> None: ...
+    def __init__(self, attempt: _Optional[str] = ..., request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., output_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., decode_cached_tokens: _Optional[int] = ..., want_kv: _Optional[bool] = ..., prefill: _Optional[_Union[_types_pb2.WorkerRef, _Mapping]] = ..., decode: _Optional[_Union[_types_pb2.WorkerRef, _Mapping]] = ..., remaining_s: _Optional[float] = ..., cache_salt: _Optional[bytes] = ..., adapter: _Optional[str] = ..., adapter_folder: _Optional[str] = ..., first_token_mask: _Optional[bytes] = ..., priority: _Optional[int] = ..., layer_groups: _Optional[bool] = ..., link_bytes_per_s: _Optional[float] = ..., reusable: _Optional[bool] = ..., ranks: _Optional[_Iterable[int]] = ..., source: _Optional[_Union[_types_pb2.KvSource, _Mapping]] = ..., claim: _Optional[_Union[_types_pb2.CacheClaim, _Mapping]] = ...) -> None: ...
 
 class SlabHandle(_message.Message):
     __slots__ = ("worker_id", "incarnation", "attempt", "slab", "generation", "first_token", "num_tokens", "first_layer", "num_layers", "layout_hash", "size_bytes", "checksum", "expires_ns", "mac", "group", "part")

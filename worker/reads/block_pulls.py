@@ -16,6 +16,7 @@ import asyncio
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
+from zlib import crc32
 
 import msgspec
 import structlog
@@ -32,7 +33,9 @@ from diptych.common.kv_groups import hit_end
 from diptych.common.request import Prompt
 from diptych.common.secret import tenant_of
 from diptych.engine.messages import EndPull, EngineEvent, Failed, PullBlocks, Pulled, PullStarted, RangeUnpacked
+from diptych.kvtransfer.slabs.convert import ConvertedRange, RangeConverter
 from diptych.kvtransfer.slabs.handle import SlabHandle
+from diptych.kvtransfer.slabs.planner import plan_parts, wanted_ranks
 from diptych.rpc.fields import same_fields
 from diptych.rpc.v1 import prefill_pb2, types_pb2
 from diptych.worker import wire
@@ -295,7 +298,7 @@ class BlockPulls:
         """Raises: DiptychError; what has arrived is with the engine then."""
         ref = fetch.holder
         peer = await self._context.peers.connect(ref, SOURCE)
-        if peer.kv_format is not None:
+        if peer.kv is not None and peer.kv.is_converted:
             raise IncompatibleWorkersError(f"{ref.worker_id} has another KV format")
         left_s = max(fetch.until - self._context.clock.now(), 0.001)
         facts.other_bits = not self._context.same_bits and FULL_NAMES[DECODE] in peer.services
@@ -332,6 +335,12 @@ class BlockPulls:
         group: asyncio.TaskGroup,
     ) -> None:
         held, reads, arrived, renewing = request.cached_tokens, None, None, None
+        context, converter = self._context, None
+        source, turn = context.parts if peer.kv is None else peer.kv.parts, crc32(fetch.name.encode())
+        if peer.kv is not None:
+            ranks = wanted_ranks(plan_parts(source, context.parts, turn))
+            if len(ranks) < len(source):
+                wire.ask_for_ranks(request, ranks, peer.request_fields, peer.ref.worker_id)
         window = asyncio.Semaphore(self._context.reads_in_flight)
 
         async def take(handle: SlabHandle, reads: RangeReads, arrived: KvCoverage) -> None:
@@ -339,14 +348,19 @@ class BlockPulls:
                 began = self._context.clock.now()
                 slab = await reads.read(peer, handle)
                 facts.kv_bytes += handle.size_bytes
-                unpacked = await self._context.unpacker.unpack(fetch.name, slab, pull=True)
+                ranges: list[ConvertedRange | SlabHandle] = [handle]
+                if converter is None:
+                    unpacked = await context.unpacker.unpack(fetch.name, slab, pull=True)
+                else:
+                    unpacking = context.unpacker.unpack_converted(fetch.name, slab, converter, pull=True)
+                    ranges = [one for one, _ in unpacking]
+                    unpacked = all(await asyncio.gather(*(answer for _, answer in unpacking)))
                 reads.unpacked(slab, began)
             reads.done_with(handle)
             if not unpacked:
                 raise TransferError("the engine dropped a range: the pull has ended")
-            arrived.add(
-                handle.group, handle.first_token, handle.num_tokens, handle.first_layer, handle.num_layers, handle.part
-            )
+            for one in ranges:
+                arrived.add(one.group, one.first_token, one.num_tokens, one.first_layer, one.num_layers, one.part)
 
         call = peer.source.Fetch(request, timeout=request.remaining_s)
         taking: list[asyncio.Task[None]] = []
@@ -360,10 +374,12 @@ class BlockPulls:
                         if found <= held:
                             return
                         reads = RangeReads(
-                            self._context, peer.ref, SOURCE_ATTEMPT + fetch.name, self._context.parts,
-                            KvCoverage(self._context.parts, held, found), most_s=request.remaining_s,
+                            context, peer.ref, SOURCE_ATTEMPT + fetch.name, source,
+                            KvCoverage(source, held, found, ranks=request.ranks or None), most_s=request.remaining_s,
                         )  # fmt: skip
-                        arrived = KvCoverage(self._context.parts, held, found)
+                        arrived = KvCoverage(context.parts, held, found)
+                        if peer.kv is not None:
+                            converter = RangeConverter(source, context.parts, held, found, turn=turn)
                         renewing = group.create_task(reads.renew(peer))
                     elif event.WhichOneof("event") == "computed":
                         taking += [

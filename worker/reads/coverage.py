@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from diptych.common.errors import TransferError
@@ -72,20 +72,34 @@ class Coverage:
 
 class KvCoverage:
     """The coverage of every KV group of every rank that the tokens [first, end) need, derived from the ranks' formats: what a
-    sender does not list is missing all the same. Ranges are checked and added by rank and group. `reusable`: see
-    expected_ranges."""
+    sender does not list is missing all the same. Ranges are checked and added by rank and group.
 
-    def __init__(self, parts: Sequence[KvFormat], first: int, end: int, *, reusable: bool = False) -> None:
+    Args:
+        reusable: see expected_ranges.
+        ranks: of these only; None: of all.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[KvFormat],
+        first: int,
+        end: int,
+        *,
+        reusable: bool = False,
+        ranks: Collection[int] | None = None,
+    ) -> None:
         self.first = first
         self.end = end
         self._names = {
             (number, index): f"{group.name} of rank {number}" if len(parts) > 1 else group.name
             for number, kv in enumerate(parts)
+            if ranks is None or number in ranks
             for index, group in enumerate(kv.groups)
         }
         self._groups = {
             (number, own.group): Coverage(own.first, own.end, kv.groups[own.group].num_layers)
             for number, kv in enumerate(parts)
+            if ranks is None or number in ranks
             for own in expected_ranges(kv, first, end, reusable=reusable)
         }
 

@@ -42,7 +42,7 @@ class ReadContext:
     kv: KvFormat
     """The local KV format: groups, and what must arrive of each."""
     kv_parts: tuple[KvFormat, ...] = ()
-    """The ranks' formats, where there are several: what must arrive of each. A peer's are the same."""
+    """The ranks' formats, where there are several: what must arrive of each."""
     same_bits: bool = False
     """KV does not depend on the batch that it was computed in."""
     reads_in_flight: int = 4
@@ -54,7 +54,7 @@ class ReadContext:
 
     @property
     def parts(self) -> tuple[KvFormat, ...]:
-        """The formats in which KV of a peer like this worker arrives, by rank."""
+        """What this worker's ranks must have, and the formats in which KV of a peer like it arrives, by rank."""
         return self.kv_parts or (self.kv,)
 
 

@@ -22,6 +22,7 @@ class Reading:
             forget=runtime.transfer.forget,
             handshake_timeout_s=config.handshake_timeout_s,
             allow_conversion=config.allow_kv_conversion,
+            transport=runtime.transfer.address.transport,
             open_channel=lambda address: open_channel(address, runtime.cluster_tls, runtime.call_token(address)),
         )
         self.unpacker = SlabUnpacker(runtime.engine, reader)

@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass
 from itertools import count
 
 from diptych.common.errors import TransferError
 from diptych.engine.messages import RangeUnpacked, UnpackRange
 from diptych.kvtransfer.api import ReceivedSlab, SlabReader
-from diptych.kvtransfer.slabs.convert import ConvertedRange
+from diptych.kvtransfer.slabs.convert import ConvertedRange, FedRange, RangeConverter
 from diptych.worker.ports import Engine
+
+
+@dataclass(slots=True)
+class _Lent:
+    """A slab, and how many jobs of the step thread read from it."""
+
+    slab: ReceivedSlab
+    jobs: int
 
 
 class SlabUnpacker:
@@ -19,7 +28,7 @@ class SlabUnpacker:
         self._engine = engine
         self._reader = reader
         self._jobs = count(1)
-        self._open: dict[int, tuple[ReceivedSlab | None, asyncio.Future[bool]]] = {}
+        self._open: dict[int, tuple[_Lent | None, asyncio.Future[bool]]] = {}
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -31,13 +40,45 @@ class SlabUnpacker:
         """Wait until the step thread has no slab."""
         await self._idle.wait()
 
-    async def unpack_converted(self, attempt: str, part: ConvertedRange, *, other_values: bool) -> bool:
-        """As `unpack`, for converted bytes in separate memory. `other_values`: the conversion changed values."""
-        job, answer = self._job(None)
-        self._engine.send(
-            UnpackRange(attempt, job, part.first_token, part.num_tokens, part.payload, converted=other_values)
-        )
-        return await answer
+    def unpack_converted(
+        self, attempt: str, slab: ReceivedSlab, converter: RangeConverter, *, pull: bool = False
+    ) -> list[tuple[ConvertedRange, asyncio.Future[bool]]]:
+        """As `unpack`, for what the converter makes of a slab and of earlier ones. The slab is finished at once, or when the
+        ranges that go straight are unpacked. Raises: TransferError, see RangeConverter.feed; the slab is finished."""
+        handle = slab.handle
+        try:
+            ranges = converter.feed(
+                FedRange(
+                    handle.first_token, handle.num_tokens, slab.payload, handle.part, handle.group, handle.first_layer,
+                    handle.num_layers,
+                )
+            )  # fmt: skip
+        except BaseException:
+            self._reader.finish(slab)
+            raise
+        lent = _Lent(slab, sum(one.is_straight for one in ranges))
+        if not lent.jobs:
+            self._reader.finish(slab)
+        unpacking = []
+        for one in ranges:
+            job, answer = self._job(lent if one.is_straight else None)
+            self._engine.send(
+                UnpackRange(
+                    attempt,
+                    job,
+                    one.first_token,
+                    one.num_tokens,
+                    one.payload,
+                    first_layer=one.first_layer,
+                    num_layers=one.num_layers,
+                    converted=converter.changes_values,
+                    group=one.group,
+                    part=one.part,
+                    pull=pull,
+                )
+            )
+            unpacking.append((one, answer))
+        return unpacking
 
     def unpack(
         self, attempt: str, slab: ReceivedSlab, *, last: bool = False, pull: bool = False
@@ -51,7 +92,7 @@ class SlabUnpacker:
             GPU.
         """
         handle = slab.handle
-        job, answer = self._job(slab)
+        job, answer = self._job(_Lent(slab, 1))
         self._engine.send(
             UnpackRange(
                 attempt,
@@ -69,10 +110,10 @@ class SlabUnpacker:
         )
         return answer
 
-    def _job(self, slab: ReceivedSlab | None) -> tuple[int, asyncio.Future[bool]]:
+    def _job(self, lent: _Lent | None) -> tuple[int, asyncio.Future[bool]]:
         job = next(self._jobs)
         answer: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-        self._open[job] = (slab, answer)
+        self._open[job] = (lent, answer)
         self._idle.clear()
         return job, answer
 
@@ -82,13 +123,17 @@ class SlabUnpacker:
             self._idle.set()
         if entry is None:
             return
-        slab, answer = entry
-        if slab is not None:
-            self._reader.finish(slab)
+        lent, answer = entry
+        if lent is not None:
+            lent.jobs -= 1
+            if not lent.jobs:
+                self._reader.finish(lent.slab)
         if answer.done():
             return
         if event.error:
-            where = "a converted range" if slab is None else f"slab {slab.handle.slab} of {slab.handle.worker_id}"
+            where = (
+                "a converted range" if lent is None else f"slab {lent.slab.handle.slab} of {lent.slab.handle.worker_id}"
+            )
             answer.set_exception(TransferError(f"{where} is damaged: {event.error}"))
         else:
             answer.set_result(event.unpacked)

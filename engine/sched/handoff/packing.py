@@ -8,7 +8,7 @@ still in a CPU cache.
 The last range of a prompt may be sent in groups of layers (`layer_job`) while the step that computes it runs. What is
 left of its layers is packed after the step.
 
-Of several ranks each has ranges of its own, too.
+Of several ranks each has ranges of its own, too; of those that the peer does not ask for nothing is packed.
 
 Of several KV groups each has ranges of its own, of all its layers. A window group is packed once the prompt is computed:
 only what the next token sees of it is sent (`common.kv_groups.expected_ranges`)."""
@@ -154,7 +154,8 @@ class Packing:
                 continue
             if not self._may_hold_more(request):
                 continue
-            for group, token_bytes in enumerate(self._group_bytes):
+            for group in self._in_turn(request):
+                token_bytes = self._group_bytes[group]
                 start, end = self.packed_until(request, group), self._packable_end(request, group)
                 if end <= start:
                     continue
@@ -166,6 +167,14 @@ class Packing:
                 blocks = self._blocks(request, start, count, table)
                 return PackJob(request, grant, blocks, start, count, group=table, part=part)
         return None
+
+    def _in_turn(self, request: Request) -> Sequence[int]:
+        """The groups; of several ranks first the one of which least is packed. Then the ranks' ranges of the same tokens follow
+        each other, and a peer of other ranks that needs them together keeps few of them waiting."""
+        groups = range(len(self._group_bytes))
+        if not self._rank_sizes:
+            return groups
+        return sorted(groups, key=lambda rank: self.packed_until(request, rank))
 
     def layer_job(self, request: Request, num_computed: int) -> PackJob | None:
         """The step that runs computes the last tokens of `request` and is done with `num_computed` layers: those that
@@ -209,9 +218,9 @@ class Packing:
 
     def _start(self, request: Request) -> list[int]:
         """By group, the first token to be sent."""
-        held, end = request.source.decode_cached_tokens, request.kv_target
+        held, end, ranks = request.source.decode_cached_tokens, request.kv_target, request.source.ranks
         if self._kv is None:
-            return [held] * len(self._group_bytes)
+            return [held if not ranks or rank in ranks else end for rank in range(len(self._group_bytes))]
         start = [end] * len(self._kv.groups)
         for part in expected_ranges(self._kv, held, end, reusable=request.source.reusable):
             start[part.group] = part.first

@@ -28,6 +28,7 @@ def publish_cached(live: Lifecycle, command: PublishCached, header: IdentityHead
         mode=KvMode.PREFILL,
         decode_cached_tokens=command.cached_tokens,
         peer=command.peer,
+        ranks=command.ranks,
     )
     request = Request(source, arrival, header, live.limits.max_model_len, None, now, kv.num_groups)
     kv.adopt(request, command.keys[:num_blocks])
