@@ -8,7 +8,7 @@ Of quantized KV an element of that array is a byte of a head's record (kv_codes.
 decoded for a receiver that keeps elements, and quantized for one that keeps codes: once, since two quantized dtypes that differ
 are refused.
 
-What a rank of the receiver takes as a rank of the sender holds it (planner.goes_straight) is not taken apart: the payload is
+What a rank of the receiver takes as a rank of the sender holds it (planner.straight_pieces) is not taken apart: the payload is
 given out as it came.
 """
 
@@ -25,7 +25,7 @@ from diptych.common.kv_groups import expected_ranges
 from diptych.engine.messages import DeviceRange, Payload
 from diptych.kvtransfer.slabs import kv_codes
 from diptych.kvtransfer.slabs.kv_codes import SCALE_BYTES
-from diptych.kvtransfer.slabs.planner import Piece, goes_straight, plan_parts, same_layout, wanted_ranks
+from diptych.kvtransfer.slabs.planner import Piece, plan_parts, same_layout, straight_pieces, wanted_ranks
 
 _WIDE = "float32"
 
@@ -246,13 +246,12 @@ class RangeConverter:
             for rank, kv in enumerate(target)
             for one in expected_ranges(kv, first_token, end, reusable=reusable)
         }
-        self._some_layers = len(target) == 1
-        """Ranges of some layers can be given out; several ranks take whole ranges only."""
         self._pieces: dict[tuple[int, int], list[tuple[int, Piece, bool]]] = {}
-        for rank, pieces in enumerate(plan):
-            for piece in pieces:
-                straight = goes_straight(piece, self._source, target[rank], some_layers=self._some_layers)
+        for rank, pieces in enumerate(zip(plan, straight_pieces(plan, self._source, target), strict=True)):
+            for piece, straight in zip(*pieces, strict=True):
                 self._pieces.setdefault((piece.rank, piece.group), []).append((rank, piece, straight))
+        self._some_layers = len(target) == 1
+        """Ranges of some layers can be given out."""
         self.changes_values = any(
             theirs.dtypes != mine.dtypes and not same_layout(theirs, mine) for theirs in self._source for mine in target
         )
@@ -269,9 +268,10 @@ class RangeConverter:
         first, num = fed.first_token, fed.num_tokens
         if first < 0 or first + num > self._end:
             raise TransferError(f"range [{first}, {first + num}) ends behind {self._end}")
-        pieces = self._pieces.get((fed.part, fed.group))
-        if not pieces:
-            raise TransferError(f"nothing is wanted of KV group {fed.group} of rank {fed.part}")
+        if fed.part not in self.ranks:
+            raise TransferError(f"nothing is wanted of rank {fed.part}")
+        # A group that is on all ranks comes from each that is wanted, and is taken from one.
+        pieces = self._pieces.get((fed.part, fed.group), ())
         kv = self._source[fed.part]
         group = kv.groups[fed.group]
         num_layers = group.num_layers if fed.num_layers is None else fed.num_layers

@@ -10,6 +10,8 @@ from one of them, and given to every rank of the target that holds it. So each h
 
 from __future__ import annotations
 
+import itertools
+import operator
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -167,51 +169,59 @@ def _kind(group: KvGroup) -> tuple[object, ...]:
     return group.dtype, group.scale_dtype, group.part_dtypes, group.block_size, group.window
 
 
-def goes_straight(piece: Piece, source: Sequence[KvFormat], target: KvFormat, *, some_layers: bool) -> bool:
-    """The bytes of the source's rank are those of the target's, so nothing is put together anew.
+def straight_pieces(plan: Plan, source: Sequence[KvFormat], target: Sequence[KvFormat]) -> tuple[tuple[bool, ...], ...]:
+    """Of each piece of the plan, whether the bytes of the source's rank are those of the target's, so that nothing is put
+    together anew. Ranges of some layers go straight into one rank only, and only if all of the group do: several ranks take
+    whole ranges."""
+    return tuple(_straight_of(pieces, source, target[rank], len(target) == 1) for rank, pieces in enumerate(plan))
 
-    Args:
-        target: the rank that takes it.
-        some_layers: that rank takes ranges of some layers.
-    """
-    kv = source[piece.rank]
-    theirs, mine = kv.groups[piece.group], target.groups[piece.at_group]
+
+def _straight_of(
+    pieces: Sequence[Piece], source: Sequence[KvFormat], target: KvFormat, some_layers: bool
+) -> tuple[bool, ...]:
+    same = [_same_bytes(piece, source[piece.rank], target) for piece in pieces]
+    return tuple(
+        here
+        and (
+            len(piece.layers) == target.groups[piece.at_group].num_layers
+            or (some_layers and all(a for a, b in zip(same, pieces, strict=True) if b.at_group == piece.at_group))
+        )
+        for here, piece in zip(same, pieces, strict=True)
+    )
+
+
+def _same_bytes(piece: Piece, source: KvFormat, target: KvFormat) -> bool:
+    """It is all that the source's rank has of the group, and has all heads of the target's."""
+    theirs, mine = source.groups[piece.group], target.groups[piece.at_group]
     return (
-        kv.order == target.order
+        source.order == target.order
         and _kind(theirs) == _kind(mine)
         and piece.layers == range(theirs.num_layers)
-        and piece.heads == range(len(_heads(kv, theirs)))
+        and piece.heads == range(len(_heads(source, theirs)))
         and len(piece.heads) == len(_heads(target, mine))
-        and (some_layers or len(piece.layers) == mine.num_layers)
     )
 
 
 def is_identity(plan: Plan, source: Sequence[KvFormat], target: Sequence[KvFormat]) -> bool:
     """Each rank takes all of the rank with its number, as it is."""
-    return len(source) == len(target) and all(
-        piece.rank == number and goes_straight(piece, source, target[number], some_layers=False)
-        for number, pieces in enumerate(plan)
-        for piece in pieces
+    return (
+        len(source) == len(target)
+        and all_straight(plan, source, target)
+        and all(piece.rank == rank for rank, pieces in enumerate(plan) for piece in pieces)
     )
 
 
 def all_straight(plan: Plan, source: Sequence[KvFormat], target: Sequence[KvFormat]) -> bool:
     """Nothing is put together anew."""
-    return all(
-        goes_straight(piece, source, target[number], some_layers=len(target) == 1)
-        for number, pieces in enumerate(plan)
-        for piece in pieces
-    )
+    return all(map(all, straight_pieces(plan, source, target)))
 
 
 def check_parts_fit(source: tuple[KvFormat, ...], target: tuple[KvFormat, ...]) -> Plan:
     """Returns: the plan. Raises: IncompatibleWorkersError, naming what cannot be put together anew."""
     plan = plan_parts(source, target)
-    for number, pieces in enumerate(plan):
-        for piece in pieces:
-            theirs, mine = source[piece.rank], target[number]
-            if goes_straight(piece, source, mine, some_layers=len(target) == 1):
-                continue
+    for mine, pieces, straight in zip(target, plan, straight_pieces(plan, source, target), strict=True):
+        for piece in itertools.compress(pieces, map(operator.not_, straight)):
+            theirs = source[piece.rank]
             if not same_layout(theirs, mine):
                 for kv in (*source, *target):
                     convertible_group(kv)
