@@ -1,9 +1,8 @@
 """Prefill and decode of two ranks each, in processes of their own: every rank's KV is a part with slabs and handles of its own,
-and decode waits for all of them."""
+and decode waits for all of them. Pairs whose ranks differ: test_unequal_ranks.py."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterator
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -99,22 +98,4 @@ async def test_17_a_kv_that_one_rank_does_not_send_is_never_decoded_on(
         assert answer.explanation.local_prefill
         [note] = [note for note in answer.explanation.notes if "before all KV had arrived" in note]
         assert "rank 1" in note
-        await cluster.nothing_left()
-
-
-async def test_17_a_unequal_ranks_are_refused_by_name(pd: ModuleType, ranks: Callable[..., LoadedModel]) -> None:
-    def one_rank() -> LoadedModel:
-        made = pd.fake_model(num_layers=4)
-        runner = FakeRunner(**POOL, num_layers=4)
-        kv = full_format(4, 2, 4, block_size=16, dtype="int8")
-        identity, compat = identified(dataclasses.replace(made.compat, kv=kv), bytes(32))
-        return LoadedModel(runner, compat, identity, None)
-
-    async with (
-        pd.cluster(decode=ranks, prefill=one_rank, decode_config={"allow_kv_conversion": True}) as cluster,
-        pd.FakeRouter(cluster.decode.address) as router,
-    ):
-        answer = await router.run(cluster.submit_message(attempt="r", prompt=PROMPTS[0]))
-        assert answer.explanation.local_prefill
-        assert any("kv_parts: mine rank 0: layers 0-3, 1 of 2" in note for note in answer.explanation.notes)
         await cluster.nothing_left()

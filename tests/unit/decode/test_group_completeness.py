@@ -6,11 +6,12 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
+from zlib import crc32
 
 import pytest
 import xxhash
@@ -23,14 +24,17 @@ from diptych.common.kv_parts import split
 from diptych.common.text.prompt_digest import prompt_digest
 from diptych.decode.refetch_policy import PrefillRates
 from diptych.decode.remote_prefill import RemotePrefill, RemotePrefillCallbacks, RemotePrefillContext
+from diptych.engine.messages import RangeUnpacked
 from diptych.kvtransfer.api import KvAddress, PeerRef, ReceivedSlab, TakeOffer
 from diptych.kvtransfer.slabs.handle import SlabHandle, sign
 from diptych.kvtransfer.slabs.layout import HEADER_BYTES, check_slab, message_bytes, write_frame
+from diptych.kvtransfer.slabs.planner import plan_parts, wanted_ranks
 from diptych.rpc.v1 import prefill_pb2
 from diptych.worker import peers as workers
 from diptych.worker import wire
 from diptych.worker.reads.coverage import Coverage
 from diptych.worker.reads.link_rate import LinkRates
+from diptych.worker.reads.slab_unpacker import SlabUnpacker
 from diptych.worker.refs import WorkerRef
 
 BLOCK, LENGTH, CACHED = 4, 26, 4
@@ -49,6 +53,19 @@ FORMATS: dict[str, tuple[KvFormat, ...]] = {
     "stages of two ranks": split(full_format(4, 2, **SIZES), tensor_parallel=2, pipeline=2),
 }
 """Of the ranks."""
+_FULL, _WINDOWS = full_format(4, 2, **SIZES), windowed_format([0, 9, 9, 0], 2, **SIZES)
+UNEQUAL: dict[str, tuple[tuple[KvFormat, ...], tuple[KvFormat, ...]]] = {
+    f"{name}: {here} to {there}": (
+        split(kv, tensor_parallel=here[0], pipeline=here[1]), split(kv, tensor_parallel=there[0], pipeline=there[1])
+    )
+    for name, kv, here, there in (
+        ("full", _FULL, (2, 1), (4, 1)), ("full", _FULL, (4, 1), (4, 1)), ("full", _FULL, (2, 2), (1, 3)),
+        ("full", _FULL, (1, 3), (1, 1)), ("full", _FULL, (4, 1), (1, 1)), ("windows", _WINDOWS, (2, 1), (1, 1)),
+        ("windows", _WINDOWS, (1, 1), (2, 2)),
+    )
+}  # fmt: skip
+"""Of the ranks of prefill, and of decode. Of four ranks two hold the same head."""
+PAIRS = {kind: (parts, parts) for kind, parts in FORMATS.items()} | UNEQUAL
 
 
 @dataclass
@@ -59,10 +76,13 @@ class Range:
     slab: bytearray
 
 
-def sent(parts: tuple[KvFormat, ...], *, own_slabs: bool = False) -> list[Range]:
-    """Each group's tokens in ranges of two blocks, intact. `own_slabs`: each rank counts its slabs from 0."""
+def sent(parts: tuple[KvFormat, ...], ranks: Sequence[int] = (), *, own_slabs: bool = False) -> list[Range]:
+    """Each group's tokens in ranges of two blocks, intact. Args: ranks: of these only; empty: of all. own_slabs: each rank counts
+    its slabs from 0."""
     ranges: list[Range] = []
     for rank, kv in enumerate(parts):
+        if ranks and rank not in ranks:
+            continue
         first = len(ranges) if own_slabs else 0
         for one in expected_ranges(kv, CACHED, LENGTH, reusable=True):
             ranges += _ranges(rank, kv, one, len(ranges) - first)
@@ -171,11 +191,17 @@ MUTATIONS: dict[str, Mutation] = {
 }
 
 
+def sent_in(kind: str) -> list[Range]:
+    """What prefill sends of the ranks of which decode takes anything."""
+    source, target = PAIRS[kind]
+    return sent(source, () if kind in FORMATS else wanted_ranks(plan_parts(source, target, crc32(b"a"))))
+
+
 def cases() -> Iterator[tuple[str, str, int]]:
-    for kind, kv in FORMATS.items():
+    for kind in PAIRS:
         for name, mutate in MUTATIONS.items():
-            for at in range(len(sent(kv))):
-                if mutate(sent(kv), at) is not None:
+            for at in range(len(sent_in(kind))):
+                if mutate(sent_in(kind), at) is not None:
                     yield kind, name, at
 
 
@@ -186,8 +212,11 @@ class Peer:
     """Announces, and serves what it announced; then ends the call. `offers`: what arrives intact comes before that,
     unasked."""
 
-    def __init__(self, ranges: list[Range], num_feeds: int = 1, *, offers: bool = False) -> None:
-        self._offers = offers
+    def __init__(
+        self, ranges: list[Range], num_feeds: int = 1, *, offers: bool = False, kv: workers.PeerKv | None = None
+    ) -> None:
+        self._offers, self._kv = offers, kv
+        self.unpacker = SlabUnpacker(self, self)
         self._take: TakeOffer | None = None
         self.finished: list[SlabHandle] = []
         self._handles = [one.handle for one in ranges]
@@ -202,7 +231,7 @@ class Peer:
 
     async def connect(self, ref: WorkerRef) -> Any:
         prefill: Any = SimpleNamespace(Prefill=self.call)
-        return workers.Peer(ref, 1, self.feeds, prefill, prefill, None, frozenset({wire.REUSABLE}))
+        return workers.Peer(ref, 1, self.feeds, prefill, prefill, self._kv, frozenset({wire.REUSABLE, wire.RANKS}))
 
     def drop(self, ref: WorkerRef) -> None: ...
 
@@ -257,12 +286,10 @@ class Peer:
         if self.renewed == set(self._slabs):
             self.go.set()
 
-    # the unpacker
-    def unpack(self, attempt: str, slab: ReceivedSlab, *, last: bool = False) -> asyncio.Future[bool]:
-        self.began = self.began or last
-        answer = asyncio.get_running_loop().create_future()
-        answer.set_result(True)
-        return answer
+    # the engine
+    def send(self, command: Any) -> None:
+        self.began = self.began or command.last
+        self.unpacker.on_unpacked(RangeUnpacked(command.attempt, command.job, True))
 
 
 class Call:
@@ -276,10 +303,10 @@ class Call:
 
 
 async def begins(parts: tuple[KvFormat, ...], ranges: list[Range], peer: Peer | None = None) -> bool:
-    """Whether decode computes a token on what arrived."""
+    """Whether decode computes a token on what arrived. `parts`: its own ranks."""
     peer = peer or Peer(ranges)
     context = RemotePrefillContext(
-        peers=peer, reader=peer, unpacker=peer, links=LinkRates(), clock=MonotonicClock(), kv=parts[0],
+        peers=peer, reader=peer, unpacker=peer.unpacker, links=LinkRates(), clock=MonotonicClock(), kv=parts[0],
         kv_parts=parts, rates=PrefillRates(), silence_s=600.0, renew_every_s=0.0,
     )  # type: ignore[arg-type]  # fmt: skip
     completed: list[bool] = []
@@ -313,13 +340,29 @@ async def test_undisturbed_kv_of_every_group_is_used(kind: str) -> None:
     assert await begins(FORMATS[kind], sent(FORMATS[kind]), Peer(sent(FORMATS[kind]), offers=True))
 
 
+def unequal(kind: str, ranges: list[Range]) -> Peer:
+    return Peer(ranges, kv=workers.PeerKv(UNEQUAL[kind][0], is_converted=False))
+
+
+@pytest.mark.parametrize("kind", UNEQUAL)
+async def test_undisturbed_kv_of_other_ranks_is_used(kind: str) -> None:
+    target, ranges = UNEQUAL[kind][1], sent_in(kind)
+    assert await begins(target, ranges, unequal(kind, ranges))
+    assert await begins(target, ranges[::-1], unequal(kind, ranges[::-1])), "in any order"
+
+
+async def test_a_rank_that_was_not_asked_for_is_noticed() -> None:
+    source, target = UNEQUAL["full: (4, 1) to (1, 1)"]
+    assert not await begins(target, sent(source), unequal("full: (4, 1) to (1, 1)", sent(source)))
+
+
 async def test_an_offer_that_is_announced_as_another_range_is_noticed() -> None:
     ranges = sent(FORMATS["full"])
     peer = Peer(ranges, offers=True)
     announced = peer._handles
     peer._handles = [announced[0], *announced]
     assert not await begins(FORMATS["full"], ranges, peer), "it comes twice"
-    assert len(peer.finished) == len(ranges), "the second goes back, and what came behind it"
+    assert len(peer.finished) == len(peer._handles), "the second goes back, and all that is unpacked"
     peer = Peer(ranges, offers=True)
 
     events = peer._events()
@@ -359,11 +402,12 @@ async def test_without_the_checks_they_would_not_be_noticed(monkeypatch: pytest.
 async def test_every_mutation_of_every_range_is_noticed() -> None:
     missed, count = [], 0
     for kind, name, at in cases():
-        mutated = MUTATIONS[name](sent(FORMATS[kind]), at)
+        mutated = MUTATIONS[name](sent_in(kind), at)
         assert mutated is not None
         count += 1
-        for offers in (False, True):
-            if await begins(FORMATS[kind], mutated, Peer(mutated, offers=offers)):
+        for offers in (False, True) if kind in FORMATS else (False,):
+            peer = Peer(mutated, offers=offers) if kind in FORMATS else unequal(kind, mutated)
+            if await begins(PAIRS[kind][1], mutated, peer):
                 missed.append((kind, name, at, offers))
-    assert count > 250
+    assert count > 450
     assert not missed
