@@ -12,7 +12,6 @@ import pytest
 from diptych.common.compat import Compat, identified
 from diptych.common.kv_format import full_format
 from diptych.common.kv_parts import split
-from diptych.engine.fake_runner import FakeRunner
 from diptych.engine.ranks import RanksExecutor, RankSpec
 from diptych.prefill.sessions import PrefillSession
 from diptych.worker.model import LoadedModel
