@@ -166,11 +166,11 @@ def kill(movable: Movable) -> Callable[[str], None]:
     return lose
 
 
-def check_moved(answer: Completion, lost: str, *, withheld: bool = False) -> None:
+def check_moved(answer: Completion, lost: str, *, withheld: bool = False, failure: str = "WORKER_LOST") -> None:
     assert answer.explanation is not None
     (first, second) = answer.explanation.attempts
     (other,) = set(DECODES) - {lost}
-    assert (first.decode, first.failure, second.decode, second.failure) == (lost, "WORKER_LOST", other, "")
+    assert (first.decode, first.failure, second.decode, second.failure) == (lost, failure, other, "")
     assert first.num_tokens == 0 if withheld else 0 < first.num_tokens < answer.usage.completion_tokens
 
 
@@ -279,7 +279,7 @@ async def test_drained_with_answers_left(movable: Movable) -> None:
         want = await client.generate(**ASK)
         got, lost = await disturbed(movable, client, ASK, lambda name: movable.cluster.kill(name, signal.SIGTERM))
         movable.gates.open(lost)
-    check_moved(got, lost)
+    check_moved(got, lost, failure="WORKER_DRAINED")
     assert outcome(got) == outcome(want)
 
 
