@@ -186,7 +186,8 @@ def _load(
     parsed = describe(raw)
     facts = ModelFacts(
         checkpoint_dtype(raw) if config.device != "cpu" and config.dtype == AUTO else "float32",
-        kv_format_of(parsed, block_size=config.block_size, window_groups=True),
+        # An engine over several ranks knows one KV group: every layer keeps every token.
+        kv_format_of(parsed, block_size=config.block_size, window_groups=config.degrees.num_ranks == 1),
     )
     parts = _parts_of(config, parsed, facts.kv)
     gpus = _rank_gpus(config) if parts else ()

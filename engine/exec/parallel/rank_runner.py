@@ -36,6 +36,7 @@ def make(
     reserve_bytes: int = 0,
     max_num_seqs: int | None = None,
     max_num_batched_tokens: int | None = None,
+    window_groups: bool = False,
     batch_invariant: bool = False,
     kv_cache_dtype: str = SAME_DTYPE,
     max_loras: int = 0,
@@ -50,7 +51,9 @@ def make(
             as long as the stage before computes: it is above the longest step.
         device_index: of the GPU that computes, among those that this process sees. It sees those of the other ranks, too.
         gpu_memory_utilization, reserve_bytes: see PoolBudget, on a GPU whose pool is sized by its memory; None: num_blocks.
-        max_num_seqs, max_num_batched_tokens: see PoolDemand and PoolBudget; None: every layer keeps every token.
+        max_num_batched_tokens: see PoolBudget.
+        window_groups: layers with a window keep that window only, in KV groups, see PoolDemand; False: every token. An engine
+            over several ranks knows one group.
         others: see TorchModelRunner.load.
     Raises: ConfigError naming the field; RunnerLost when the other ranks do not come.
     """
@@ -59,11 +62,11 @@ def make(
         _check_index(device_index)
         torch.cuda.set_device(device_index)
     demand = None
-    if max_num_seqs is not None and max_num_batched_tokens is not None:
-        demand = PoolDemand(max_num_seqs, max_num_batched_tokens)
+    step_tokens = max_num_batched_tokens or PoolDemand().max_num_batched_tokens
+    if window_groups:
+        demand = PoolDemand(max_num_seqs or PoolDemand().max_num_seqs, step_tokens)
     budget = None
     if gpu_memory_utilization is not None:
-        step_tokens = max_num_batched_tokens or PoolDemand().max_num_batched_tokens
         budget = PoolBudget(gpu_memory_utilization, step_tokens, reserve_bytes)
     return TorchModelRunner.load(
         model,

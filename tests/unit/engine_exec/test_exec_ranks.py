@@ -16,6 +16,7 @@ from diptych.common.request import Prompt
 from diptych.common.sampling import SamplingParams
 from diptych.engine.config import EngineConfig
 from diptych.engine.exec.model_runner import TorchModelRunner
+from diptych.engine.exec.parallel.rank_runner import make
 from diptych.engine.executor import LocalExecutor
 from diptych.engine.messages import EngineRequest, KeepAdapter
 from diptych.engine.offline import OfflineEngine
@@ -142,6 +143,20 @@ def test_families_with_windows_biases_and_tied_ends(model_dir_of, ranks, family,
     expected = outputs(one, requests)
     assert outputs(several, requests) == expected
     assert outputs(several, [replace(request, attempt=f"{request.attempt}-2") for request in requests]) == expected
+
+
+def test_layers_with_a_window_keep_every_token_where_there_are_several_ranks(model_dir_of, ranks):
+    """A worker of two ranks served Gemma with tables for one KV group, and every step failed: the engine knows no others."""
+    architecture, fields = FAMILIES["gemma3"]
+    folder = model_dir_of(architecture, **fields)
+    settings = {"model": str(folder), "num_blocks": 8, "rank": 0, "rendezvous": "", "backend": "torch"}
+    limits = {"max_num_seqs": 4, "max_num_batched_tokens": 16}
+    assert [group.name for group in make(**settings, **limits).pool.kv.groups] == ["full"]
+    grouped = make(**settings, **limits, window_groups=True)
+    assert [group.name for group in grouped.pool.kv.groups] == ["full", "window-11"]
+    requests = [EngineRequest(f"r{i}", Prompt(tuple(p)), GREEDY) for i, p in enumerate(prompts_of(2, 30))]
+    alone, several = (outputs(engine_of(ranks(folder, *one)), requests) for one in ((1, 1), (2, 1)))
+    assert alone == several
 
 
 def test_a_stage_without_layers_of_a_kv_group_has_no_pool_for_it(model_dir_of, ranks):
