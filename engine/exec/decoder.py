@@ -27,6 +27,17 @@ class _MixedLayout:
     parts: list[Any]
 
 
+def kept_order(seqs: Sequence[ScheduledSeq]) -> list[int]:
+    """The order of sequences that every back end keeps: single tokens first, the longest context first, then rows with drafts,
+    then chunks."""
+
+    def place(i: int) -> tuple[int, int]:
+        count, drafts = len(seqs[i].token_ids), seqs[i].num_drafts
+        return (0, -seqs[i].start) if count == 1 else (1 if count == 1 + drafts else 2, 0)
+
+    return sorted(range(len(seqs)), key=place)
+
+
 class Decoder:
     """Weights and KV pool as the back ends of the plan see them."""
 
@@ -46,12 +57,7 @@ class Decoder:
             layout: Layout = self._runtimes[0].lay_out(seqs)
             return layout
 
-        # Every back end keeps this order: single tokens first, the longest context first, then rows with drafts, then chunks.
-        def place(i: int) -> tuple[int, int]:
-            count, drafts = len(seqs[i].token_ids), seqs[i].num_drafts
-            return (0, -seqs[i].start) if count == 1 else (1 if count == 1 + drafts else 2, 0)
-
-        order = sorted(range(len(seqs)), key=place)
+        order = kept_order(seqs)
         parts = [runtime.lay_out([seqs[i] for i in order]) for runtime in self._runtimes]
         first = parts[0]
         for part in parts:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from diptych.common.errors import InternalError
-from diptych.engine.exec.decoder import Decoder
-from diptych.engine.exec.parallel.micro_batches import cut_step
+from diptych.engine.exec.backends.base import Layout
+from diptych.engine.exec.decoder import Decoder, kept_order
+from diptych.engine.exec.parallel.micro_batches import Piece, cut_step, micro_batches_of
 from diptych.engine.exec.sampling import PromptRows, want_prompt_rows
 from diptych.engine.exec.weights import ModelWeights
 from diptych.engine.messages import ScheduledSeq
@@ -25,12 +26,63 @@ class SampledStep:
         sample_seqs, prompt_rows, logits: see sampling.draw_step; None: no logits are wanted.
     """
 
-    order: list[int] = field(default_factory=list)
-    token_ids: list[int] = field(default_factory=list)
-    positions: list[int] = field(default_factory=list)
-    sample_seqs: list[int] = field(default_factory=list)
-    prompt_rows: PromptRows = field(default_factory=list)
-    logits: Tensor | None = None
+    order: list[int]
+    token_ids: list[int]
+    positions: list[int]
+    sample_seqs: list[int]
+    prompt_rows: PromptRows
+    logits: Tensor | None
+
+
+class _Outputs:
+    """Of the micro-batches so far, by sequence of the step."""
+
+    def __init__(self) -> None:
+        self._fed: dict[int, tuple[list[int], list[int]]] = {}
+        self._sampled: list[tuple[list[int], Tensor]] = []
+        self._prompts: list[tuple[int, Tensor]] = []
+
+    def add(
+        self,
+        indices: Sequence[int],
+        members: Sequence[ScheduledSeq],
+        batch: Layout,
+        prompt_rows: PromptRows,
+        logits: Tensor | None,
+    ) -> None:
+        """Args: indices: of the members in the step, in the order of their rows."""
+        token_ids, positions, first = _listed(batch.token_ids), _listed(batch.positions), 0
+        for index, seq in zip(indices, members, strict=True):
+            tokens, places = self._fed.setdefault(index, ([], []))
+            end = first + len(seq.token_ids)
+            tokens += token_ids[first:end]
+            places += positions[first:end]
+            first = end
+        if logits is None:
+            return
+        first = len(batch.sample_seqs)
+        if first:
+            self._sampled.append(([indices[i] for i in batch.sample_seqs], logits[:first]))
+        for i, count in prompt_rows:
+            self._prompts.append((indices[i], logits[first : first + count]))
+            first += count
+
+    def step(self) -> SampledStep:
+        """All of them together. Pieces of a prompt follow each other."""
+        self._prompts.sort(key=lambda one: one[0])
+        counts: dict[int, int] = {}
+        for index, rows in self._prompts:
+            counts[index] = counts.get(index, 0) + len(rows)
+        logits = [rows for _, rows in (*self._sampled, *self._prompts)]
+        order = sorted(self._fed)
+        return SampledStep(
+            order=order,
+            token_ids=[token for index in order for token in self._fed[index][0]],
+            positions=[at for index in order for at in self._fed[index][1]],
+            sample_seqs=[index for indices, _ in self._sampled for index in indices],
+            prompt_rows=list(counts.items()),
+            logits=None if not logits else logits[0] if len(logits) == 1 else torch.cat(logits),
+        )
 
 
 class Stage:
@@ -64,41 +116,42 @@ class Stage:
         Raises: StepAborted; InternalError when a sequence breaks a promise; RunnerLost.
         """
         on_layers = None if self.pipelined else on_layers
-        place, out = self._place, SampledStep()
-        own = [self._own(seq) for seq in seqs]
-        sampled: list[Tensor] = []
-        prompts: list[Tensor] = []
-        for part in cut_step([len(seq.token_ids) for seq in seqs], place.pipeline):
-            members = own[part.start : part.stop]
+        place, out = self._place, _Outputs()
+        rows = [len(seq.token_ids) for seq in seqs]
+        whole = [seq.num_drafts > 0 for seq in seqs]
+        for part in cut_step(rows, micro_batches_of(sum(rows), place.pipeline), whole):
+            members = [self._own(seqs[piece.index], piece) for piece in part]
+            # Rows go to the next stage in an order that its back ends keep, too, whichever they are.
+            order = kept_order(members)
+            members, indices = [members[i] for i in order], [part[i].index for i in order]
             batch = self._decoder.lay_out(members)
+            if batch.order != list(range(len(members))):
+                raise AssertionError("a back end changed the order of the rows")
             prompt_rows = want_prompt_rows(members, batch)
             x = None
             if not place.first_stage:
-                rows = sum(len(seq.token_ids) for seq in members)
-                x = self._communicator.receive(rows, self._width, self._dtype)
+                count = sum(len(seq.token_ids) for seq in members)
+                x = self._communicator.receive(count, self._width, self._dtype)
             after = self._decoder.forward(batch, should_abort, on_layers, x)
             if not place.last_stage:
                 if after is None:
                     raise InternalError("a stage before the last one ended without rows")
                 self._communicator.send(after)
-            if not place.samples:
-                continue
-            out.order += [part.start + i for i in batch.order]
-            out.token_ids += _listed(batch.token_ids)
-            out.positions += _listed(batch.positions)
-            if after is not None:
-                out.sample_seqs += [part.start + i for i in batch.sample_seqs]
-                out.prompt_rows += [(part.start + i, count) for i, count in prompt_rows]
-                sampled.append(after[: len(batch.sample_seqs)])
-                prompts.append(after[len(batch.sample_seqs) :])
-        if not place.samples:
-            return None
-        if sampled:
-            out.logits = sampled[0] if len(sampled) == 1 and not len(prompts[0]) else torch.cat(sampled + prompts)
-        return out
+            elif place.samples:
+                out.add(indices, members, batch, prompt_rows, after)
+        return out.step() if place.samples else None
 
-    def _own(self, seq: ScheduledSeq) -> ScheduledSeq:
-        """With the block tables of this rank's groups."""
+    def _own(self, seq: ScheduledSeq, piece: Piece) -> ScheduledSeq:
+        """A piece of a sequence's tokens, with the block tables of this rank's groups. Only the last piece samples."""
+        count = len(seq.token_ids)
+        if piece.end - piece.first < count:
+            seq = replace(
+                seq,
+                token_ids=seq.token_ids[piece.first : piece.end],
+                start=seq.start + piece.first,
+                sample=seq.sample and piece.end == count,
+                prompt_targets=seq.prompt_targets[piece.first : piece.end],
+            )
         if len(self._groups) == len(seq.block_tables):
             return seq
         first_blocks = seq.first_blocks

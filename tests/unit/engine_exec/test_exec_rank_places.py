@@ -13,7 +13,7 @@ from diptych.engine.exec.backends.torch import TorchBackend
 from diptych.engine.exec.kv_pool import kv_format_of
 from diptych.engine.exec.loading import names_elsewhere
 from diptych.engine.exec.models.registry import describe
-from diptych.engine.exec.parallel.micro_batches import cut_step
+from diptych.engine.exec.parallel.micro_batches import cut_step, micro_batches_of
 from diptych.engine.exec.parallel.place import WHOLE_PLACE, RankPlace, local_description
 from diptych_tests.rank_threads import places
 
@@ -108,16 +108,34 @@ def test_a_rank_outside_the_degrees_is_refused():
         RankPlace(4, 2, 2)
 
 
-def test_a_step_is_cut_into_whole_sequences_with_like_numbers_of_rows():
-    assert cut_step([1] * 8, 4) == [range(2), range(2, 4), range(4, 6), range(6, 8)]
-    assert cut_step([1], 4) == [range(1)]
-    assert cut_step([100, 1, 1, 1, 1], 2) == [range(1), range(1, 5)]
-    assert cut_step([1, 1, 100], 2) == [range(2), range(2, 3)]
+def cut(rows, count, whole=()):
+    return [[(piece.index, piece.first, piece.end) for piece in part] for part in cut_step(rows, count, whole)]
+
+
+def test_a_step_is_cut_into_pieces_with_like_numbers_of_rows():
+    single = [(i, 0, 1) for i in range(8)]
+    assert cut([1] * 8, 4) == [single[:2], single[2:4], single[4:6], single[6:]]
+    assert cut([1], 4) == [[(0, 0, 1)]]
+    assert cut([100, 1, 1, 1, 1], 2) == [[(0, 0, 52)], [(0, 52, 100), *((i, 0, 1) for i in range(1, 5))]]
+    assert cut([100, 1, 1], 2, [True, True, True]) == [[(0, 0, 100)], [(1, 0, 1), (2, 0, 1)]]
+    assert cut([40, 40], 2) == [[(0, 0, 40)], [(1, 0, 40)]]
+    assert cut([60, 20], 2) == [[(0, 0, 60)], [(1, 0, 20)]], "a piece would be too small"
     rng = random.Random(3)
-    for _ in range(200):
+    for _ in range(300):
         rows = [rng.choice([1, 1, 1, 17, 300]) for _ in range(rng.randint(1, 12))]
+        whole = [rng.random() < 0.2 for _ in rows]
         count = rng.randint(1, 5)
-        cuts = cut_step(rows, count)
-        assert [i for cut in cuts for i in cut] == list(range(len(rows)))
+        cuts = cut_step(rows, count, whole)
+        found = {i: [(p.first, p.end) for part in cuts for p in part if p.index == i] for i in range(len(rows))}
+        for i, size in enumerate(rows):
+            assert [at for pair in found[i] for at in pair][:: len(found[i]) * 2 - 1] == [0, size]
+            assert all(a[1] == b[0] for a, b in zip(found[i], found[i][1:], strict=False))
+            assert len(found[i]) == 1 or not whole[i]
         assert len(cuts) <= count
-        assert max(sum(rows[i] for i in cut) for cut in cuts) <= sum(rows) / count + max(rows)
+        largest = max([size for size, stays in zip(rows, whole, strict=True) if stays] + [64])
+        assert max(sum(p.end - p.first for p in part) for part in cuts) <= sum(rows) / count + largest
+
+
+def test_a_long_step_has_more_micro_batches_than_stages():
+    assert [micro_batches_of(rows, 2) for rows in (1, 512, 1024, 2048, 9999)] == [2, 2, 4, 8, 8]
+    assert micro_batches_of(9999, 1) == 1

@@ -255,3 +255,30 @@ def test_quantized_layers_are_cut_with_their_scales(model_dir_of, driver_of, ran
         assert several.generate(prompts, COUNT, chunk=7) == alone.generate(prompts, COUNT, chunk=7)
     half = several.runner.runners[0].weight_sizes
     assert half.layers < 0.3 * alone.runner.weight_sizes.layers, "a quarter of the weights, in memory of their own"
+
+
+def test_a_prompt_goes_through_the_stages_in_pieces(model_dir_of, ranks):
+    """With the log probabilities of its own tokens, which come from several micro-batches, beside sequences that decode."""
+    folder = model_dir_of("LlamaForCausalLM")
+    shown = replace(GREEDY, logprobs=1, prompt_logprobs=1)
+    requests = [
+        EngineRequest(f"r{i}", Prompt(tuple(prompt)), params)
+        for i, (prompt, params) in enumerate(zip(prompts_of(5, 150, 100), (GREEDY, shown, shown), strict=True))
+    ]
+    found = []
+    for degrees in ((1, 1), (1, 3), (2, 2)):
+        runner = ranks(folder, *degrees)
+        results = engine_of(runner, max_num_batched_tokens=256).generate(requests, [0, 2, 2])
+        found.append(
+            [
+                (one.token_ids, [[entry.logprob for entry in of] for of in (one.logprobs, one.prompt_logprobs)])
+                for one in results
+            ]
+        )
+    [alone, *others] = found
+    assert [len(prompt) for _, (_, prompt) in alone] == [0, 149, 99]
+    for several in others:
+        for (ids, known), (same, numbers) in zip(alone, several, strict=True):
+            assert same == ids
+            for some, right in zip(numbers, known, strict=True):
+                np.testing.assert_allclose(some, right, atol=2e-4)
