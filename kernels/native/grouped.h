@@ -358,17 +358,36 @@ INLINE uint32_t code_of(const void *codes, long size, long at) {
     return size == 2 ? ((const uint16_t *)codes)[at] : ((const uint8_t *)codes)[at];
 }
 
+#define PACKED_AT_ONCE 64 /* of an output: whole cache lines are read, and what is written stays in the first cache */
+
+/* Panel by panel; `bits` and `size` are constants of the caller, so that places in words are shifts. */
+INLINE void pack_panels(const void *codes, long size, long bits, long outputs, long inputs, long all, uint32_t flip, long panel_bytes, char *out) {
+    uint32_t mask = bits == 32 ? UINT32_MAX : (1u << bits) - 1;
+    for (long first = 0; first < outputs; first += PANEL, out += panel_bytes)
+        for (long begin = 0; begin < all; begin += PACKED_AT_ONCE)
+            for (long lane = 0; lane < PANEL; lane++) {
+                long end = min_long(begin + PACKED_AT_ONCE, all), column = first + lane, there = column < outputs ? min_long(end, inputs) : begin, k = begin;
+                for (; k < there; k++) pack_code(out, lane, k, bits, (code_of(codes, size, column * inputs + k) ^ flip) & mask);
+                for (; k < end; k++) pack_code(out, lane, k, bits, flip & mask);
+            }
+}
+
 /* codes: [outputs][inputs], of whole bytes; `flip` is added to each without a carry, and so it is for inputs that there are not. */
 static void pack_codes(const struct format *format, const void *codes, long outputs, long inputs, long group, uint32_t flip, char *out) {
-    long planes[MAX_PLANES], panel_bytes = lay_out_panel(format, inputs, group, planes), bits = format->bits;
-    long size = bits <= 8 ? 1 : bits / 8, all = ceil_div(inputs, format->whole) * format->whole;
-    uint32_t mask = bits == 32 ? UINT32_MAX : (1u << bits) - 1;
+    long planes[MAX_PLANES], panel_bytes = lay_out_panel(format, inputs, group, planes);
+    long all = ceil_div(inputs, format->whole) * format->whole;
     memset(out, 0, num_panels(outputs) * panel_bytes);
-    for (long column = 0; column < num_panels(outputs) * PANEL; column++)
-        for (long k = 0; k < all; k++) {
-            uint32_t value = column < outputs && k < inputs ? code_of(codes, size, column * inputs + k) : 0;
-            pack_code(out + column / PANEL * panel_bytes, column % PANEL, k, bits, (value ^ flip) & mask);
-        }
+#define OF_BITS(BITS, SIZE) \
+    case BITS: pack_panels(codes, SIZE, BITS, outputs, inputs, all, flip, panel_bytes, out); break
+    switch (format->bits) {
+        OF_BITS(4, 1);
+        OF_BITS(5, 1);
+        OF_BITS(6, 1);
+        OF_BITS(8, 1);
+        OF_BITS(16, 2);
+        OF_BITS(32, 4);
+    }
+#undef OF_BITS
 }
 
 /* values: [outputs][as many as an output has]. */

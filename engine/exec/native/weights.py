@@ -20,6 +20,8 @@ from diptych.engine.exec.methods.quantized import GgufParts, GgufWeights, Int4We
 from diptych.engine.exec.parallel.communicator import Communicator
 from diptych.kernels.native.api import LORA_PARTS, HugePages, Library, Lora, Memory, WeightFormat, Weights
 
+_CHECKED_AT_ONCE = 1 << 17
+"""Values."""
 _BIT_7 = 0x80
 """Flipped, it adds 128 to a signed byte."""
 _MIDDLE_OF_FOUR_BITS = 8
@@ -133,9 +135,10 @@ class Packer:
         inputs, weight = weights.weight.shape[1], weights.weight
         if weight.dtype == torch.bfloat16:
             return self._packed(WeightFormat.BF16, weight, None if weights.bias is None else weights.bias.float())
-        if inputs % 2 or not _is_bfloat16(weight):
+        narrow = None if inputs % 2 else _as_bfloat16(weight)
+        if narrow is None:
             return self._packed(WeightFormat.PLAIN, weight, weights.bias)
-        return self._packed(WeightFormat.BFLOAT16, weight.bfloat16(), weights.bias, group=inputs)
+        return self._packed(WeightFormat.BFLOAT16, narrow, weights.bias, group=inputs)
 
     def _int4(self, weights: Int4Weights) -> PackedLinear:
         planes = [weights.scales, _MIDDLE_OF_FOUR_BITS - weights.zeros.to(torch.int8)]
@@ -169,6 +172,13 @@ def _planes(kind: str, blocks: Tensor) -> list[Tensor]:
             return [half_at(blocks, 0)]
 
 
-def _is_bfloat16(weight: Tensor) -> bool:
-    """Whether all values are bfloat16's."""
-    return not bool((weight.contiguous().view(torch.int32) & 0xFFFF).any())
+def _as_bfloat16(weight: Tensor) -> Tensor | None:
+    """None: bfloat16 does not have all values. A few rows at a time, which stay in a core's cache."""
+    narrow = torch.empty(weight.shape, dtype=torch.bfloat16)
+    some = max(1, _CHECKED_AT_ONCE // weight.shape[1])
+    for first in range(0, len(weight), some):
+        rows = slice(first, first + some)
+        narrow[rows] = weight[rows]
+        if not torch.equal(narrow[rows].float(), weight[rows]):
+            return None
+    return narrow
