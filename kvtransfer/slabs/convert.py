@@ -14,8 +14,9 @@ given out as it came.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -87,29 +88,34 @@ def _recoded(heads: np.ndarray, source: _Side, target: _Side) -> np.ndarray:
     return kv_codes.encode(cast(heads, source.dtype, _WIDE).view(np.float32), target.dtype)
 
 
-def unpack_tokens(payload: memoryview, shape: _Side, num_tokens: int) -> np.ndarray:
-    """[rows, num_tokens, heads of a rank, width] of raw bits. payload: of this size."""
-    if shape.quantized:  # a slot is like one head
-        slots = replace(shape, heads=1, dim=shape.heads * shape.width, quantized=False)
-        return kv_codes.records_of(unpack_tokens(payload, slots, num_tokens)[:, :, 0], shape.heads, shape.dim)
-    rows, heads, dim, size = shape.rows, shape.heads, shape.dim, shape.block_size
-    flat = np.frombuffer(payload, dtype=shape.raw)
-    full, tail = divmod(num_tokens, size)
-    border = full * size * rows * heads * dim
-    out = np.empty((rows, num_tokens, heads, dim), dtype=flat.dtype)
-    if full:
-        body = _slots_first(flat[:border], (full, rows), size, shape)
-        out[:, : full * size].reshape(rows, full, size, heads, dim)[...] = body.transpose(1, 0, 2, 3, 4)
-    if tail:
-        out[:, full * size :] = _slots_first(flat[border:], (rows,), tail, shape)
-    return out
+class _Cells:
+    """What a payload holds, by token: views of it, but for records of quantized KV. payload: of `num_tokens`, from a block on."""
+
+    def __init__(self, payload: memoryview, side: _Side, num_tokens: int) -> None:
+        self._side, self._num_tokens = side, num_tokens
+        self._flat = np.frombuffer(payload, np.uint8 if side.quantized else side.raw)
+        self._per_token = self._flat.size // num_tokens
+
+    def block_end(self, token: int) -> int:
+        """One past the last token of its block, counted from the payload's first."""
+        return min((token // self._side.block_size + 1) * self._side.block_size, self._num_tokens)
+
+    def of(self, start: int, stop: int) -> np.ndarray:
+        """[rows, tokens, heads, width]. Args: tokens of one block."""
+        side, begin = self._side, start // self._side.block_size * self._side.block_size
+        end = self.block_end(start)
+        block = self._flat[begin * self._per_token : end * self._per_token]
+        if side.quantized:
+            slots = block.reshape(side.rows, end - begin, -1)[:, start - begin : stop - begin]
+            return kv_codes.records_of(slots, side.heads, side.dim)
+        return _slots_first(block, end - begin, side)[:, start - begin : stop - begin]
 
 
-def _slots_first(flat: np.ndarray, outer: tuple[int, ...], slots: int, shape: _Side) -> np.ndarray:
-    """[*outer, slots, heads, head_dim], a view."""
-    if shape.heads_first:
-        return flat.reshape(*outer, shape.heads, slots, shape.dim).swapaxes(-3, -2)
-    return flat.reshape(*outer, slots, shape.heads, shape.dim)
+def _slots_first(flat: np.ndarray, slots: int, side: _Side) -> np.ndarray:
+    """[rows, slots, heads, width], a view of the elements of a block."""
+    if side.heads_first:
+        return flat.reshape(side.rows, side.heads, slots, side.width).swapaxes(1, 2)
+    return flat.reshape(side.rows, slots, side.heads, side.width)
 
 
 def _side(kv: KvFormat, group: int) -> _Side:
@@ -141,12 +147,16 @@ class _Block:
     """One block of ours while it fills.
 
     Args:
-        data: [rows, tokens, heads, width].
+        data: [rows, tokens, heads, width], a view of `chunk` from `start` to `stop`.
+        chunk: elements of this block and of those that were begun with it, as they are given out; of quantized KV records.
         filled: [layers, tokens, heads]: what has come.
         left: layers times tokens times heads that have not come.
     """
 
     data: np.ndarray
+    chunk: np.ndarray
+    start: int
+    stop: int
     filled: np.ndarray
     left: int
 
@@ -168,29 +178,38 @@ class _Target:
     def num_layers(self) -> int:
         return self.kv.groups[self.group].num_layers
 
-    def block(self, index: int) -> _Block:
-        block = self.blocks.get(index)
-        if block is None:
-            side = self.side
-            tokens = min(side.block_size, self.end - index * side.block_size)
-            shape = self.num_layers, tokens, side.heads
-            data = np.empty((side.rows, tokens, side.heads, side.width), side.raw)
-            block = self.blocks[index] = _Block(data, np.zeros(shape, np.bool_), int(np.prod(shape)))
-        return block
+    def begin(self, first_token: int, end: int) -> None:
+        """Memory for the blocks of these tokens that have none yet: what comes in one range is mostly given out in one."""
+        size, side = self.side.block_size, self.side
+        new = [index for index in range(first_token // size, -(-end // size)) if index not in self.blocks]
+        tokens = [min(size, self.end - index * size) for index in new]
+        per_token = side.rows * side.heads * side.width
+        chunk, at = np.empty(sum(tokens) * per_token, side.raw), 0
+        for index, count in zip(new, tokens, strict=True):
+            shape, stop = (self.num_layers, count, side.heads), at + count * per_token
+            data = _slots_first(chunk[at:stop], count, side)
+            self.blocks[index] = _Block(data, chunk, at, stop, np.zeros(shape, np.bool_), int(np.prod(shape)))
+            at = stop
 
     def take(self, indices: list[int]) -> ConvertedRange:
         """Blocks that follow each other, which are complete."""
-        parts = [self.blocks.pop(index).data for index in indices]
-        num_tokens = sum(part.shape[1] for part in parts)
+        blocks = [self.blocks.pop(index) for index in indices]
+        num_tokens = sum(block.data.shape[1] for block in blocks)
+        first, last = blocks[0], blocks[-1]
         if self.side.quantized:
-            parts = [kv_codes.slots_of(part) for part in parts]
-        elif self.side.heads_first:
-            parts = [part.swapaxes(1, 2) for part in parts]
-        flat = np.concatenate([part.reshape(-1) for part in parts])
+            flat = np.concatenate([kv_codes.slots_of(block.data).reshape(-1) for block in blocks])
+        elif all(block.chunk is first.chunk for block in blocks) and _are_neighbours(blocks):
+            flat = first.chunk[first.start : last.stop]
+        else:
+            flat = np.concatenate([block.chunk[block.start : block.stop] for block in blocks])
         return ConvertedRange(
             indices[0] * self.side.block_size, num_tokens, memoryview(flat).cast("B"), self.rank, self.group,
             num_layers=self.num_layers,
         )  # fmt: skip
+
+
+def _are_neighbours(blocks: Sequence[_Block]) -> bool:
+    return all(a.stop == b.start for a, b in itertools.pairwise(blocks))
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,7 +291,7 @@ class RangeConverter:
             raise TransferError(f"{num} tokens take {size} bytes, not {len(fed.payload)}")
         side, layers = _Side.of(kv, group, num_layers), range(fed.first_layer, fed.first_layer + num_layers)
         out: list[ConvertedRange] = []
-        tokens: np.ndarray | None = None
+        cells: _Cells | None = None
         for rank, piece, straight in pieces:
             target = self._targets.get((rank, piece.at_group))
             if target is None:
@@ -282,39 +301,39 @@ class RangeConverter:
                 continue
             if isinstance(fed.payload, DeviceRange):
                 raise TransferError("KV in GPU memory is not converted: use another transport for this pair")
-            if tokens is None:
-                tokens = unpack_tokens(fed.payload, side, num)
-            out += self._put(tokens, side, fed, piece, layers, target)
+            if cells is None:
+                cells = _Cells(fed.payload, side, num)
+            out += self._put(cells, side, fed, piece, layers, target)
         return out
 
     def _put(
-        self, tokens: np.ndarray, side: _Side, fed: FedRange, piece: Piece, layers: range, target: _Target
+        self, cells: _Cells, side: _Side, fed: FedRange, piece: Piece, layers: range, target: _Target
     ) -> Iterator[ConvertedRange]:
-        """Copy the piece's layers and heads of `tokens` into the target's blocks. Yields: what has become complete."""
+        """Copy the piece's layers and heads into the target's blocks. Yields: what has become complete."""
         low, high = max(layers.start, piece.layers.start), min(layers.stop, piece.layers.stop)
-        if low >= high:
+        at, stop = max(fed.first_token, target.first), fed.first_token + fed.num_tokens
+        if low >= high or at >= stop:
             return
         parts = len(target.kv.groups[target.group].dims)
-        heads = slice(piece.heads.start, piece.heads.stop)
-        wanted = tokens[(low - layers.start) * parts : (high - layers.start) * parts, :, heads]
+        from_rows = slice((low - layers.start) * parts, (high - layers.start) * parts)
+        from_heads = slice(piece.heads.start, piece.heads.stop)
         into = slice(piece.at_layer + low - piece.layers.start, piece.at_layer + high - piece.layers.start)
-        rows, at_heads = (
+        rows, heads = (
             slice(into.start * parts, into.stop * parts),
             slice(piece.at_head, piece.at_head + len(piece.heads)),
         )
-        size, stop = target.side.block_size, fed.first_token + fed.num_tokens
-        at, done = max(fed.first_token, target.first), list[int]()
+        size, done = target.side.block_size, list[int]()
+        target.begin(at, stop)
         while at < stop:
             index = at // size
-            until = min((index + 1) * size, stop)
-            block, slots = target.block(index), slice(at - index * size, until - index * size)
-            filled = block.filled[into, slots, at_heads]
+            until = min((index + 1) * size, fed.first_token + cells.block_end(at - fed.first_token))
+            block, slots = target.blocks[index], slice(at - index * size, until - index * size)
+            filled = block.filled[into, slots, heads]
             if filled.any():
                 raise TransferError(f"tokens from {at} on came twice")
             filled[...] = True
-            block.data[rows, slots, at_heads] = _recoded(
-                wanted[:, at - fed.first_token : until - fed.first_token], side, target.side
-            )
+            some = cells.of(at - fed.first_token, until - fed.first_token)
+            block.data[rows, slots, heads] = _recoded(some[from_rows, :, from_heads], side, target.side)
             block.left -= filled.size
             if not block.left:
                 done.append(index)
