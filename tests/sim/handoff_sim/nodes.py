@@ -191,7 +191,7 @@ class WorkerNode:
         )
         self.desk = SlabUnpacker(self.engine, self.transfer.core)  # type: ignore[arg-type]
         self.transfer.transport.lent = lambda: (
-            self.lent | {slab.local_slab for slab, _ in self.desk._open.values() if slab is not None}
+            self.lent | {lent.slab.local_slab for lent, _ in self.desk._open.values() if lent is not None}
         )
         self.reading = ReadContext(
             peers=self.peers, reader=self.transfer.core, unpacker=self.desk, links=LinkRates(),
