@@ -565,8 +565,11 @@ def _in_host_memory(payload: Payload) -> memoryview:
 
 
 def _capabilities(answer: bytes) -> RunnerCapabilities:
-    """As rank_process declares them. Without the groups: their sizes are those of ranks."""
-    declared, _ = json.loads(answer)
+    """As rank_process declares them. Without the one group: its sizes are those of ranks. Raises: ConfigError for several."""
+    declared, num_groups = json.loads(answer)
+    if num_groups > 1:
+        rule = "ranks have one KV group, whose layers keep every token"
+        raise ConfigError("groups", num_groups, rule)
     tuples = {"eos_token_ids": tuple(declared["eos_token_ids"]), "group_blocks": (), "rank_sizes": ()}
     return RunnerCapabilities(**{**declared, **tuples})
 

@@ -336,7 +336,6 @@ def _start_ranks(
     arguments = {
         **shared,
         "model": str(folder.absolute()),
-        "max_num_seqs": config.max_num_seqs,
         "max_num_batched_tokens": config.max_num_batched_tokens,
         "deadline_s": _CALL_S,
     }

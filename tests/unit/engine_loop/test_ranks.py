@@ -329,6 +329,8 @@ def test_ranks_that_do_not_come_up_or_do_not_fit_together(start):
         start({"num_blocks": 30}, {})
     with pytest.raises(ConfigError, match="max_loras"):
         start({"max_loras": 2}, {"max_loras": 3})
+    with pytest.raises(ConfigError, match="groups=2: ranks have one KV group"):
+        start({"windows": [0, 8]}, {"windows": [0, 8]})
     with pytest.raises(ConfigError, match=r"tensor_parallel_size=3: 8 heads cannot be divided among 3 ranks"):
         start({}, {}, factory="rank_runner:refuses")
     with pytest.raises(ConfigError, match="sampler"):
