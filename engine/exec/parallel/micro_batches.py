@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-_LEAST_ROWS = 32
-"""Of a piece of a prompt: with fewer, products of matrices are slower by the row."""
-_ROWS, _PER_STAGE = 256, 4
-"""A step of many rows has a micro-batch for each _ROWS of them, up to _PER_STAGE for each stage: the first and the last stage
-then wait for a smaller part of the step."""
+_LEAST_PIECE = 32
+"""Rows of a piece of a prompt."""
+LEAST_ROWS = {"cpu": 64, "cuda": 256}
+"""Of a micro-batch, by device. With fewer rows a stage takes as long, since it reads all of its weights: a step in two halves
+would then take 1.5 times as long as it does whole, through two stages one after the other."""
+_PER_STAGE = 4
+"""Micro-batches of the longest steps: the more there are, the less the first and the last stage wait."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,9 +23,9 @@ class Piece:
     end: int
 
 
-def micro_batches_of(rows: int, stages: int) -> int:
-    """How many a step of so many rows is cut into: at least one for each stage."""
-    return 1 if stages == 1 else max(stages, min(_PER_STAGE * stages, rows // _ROWS))
+def micro_batches_of(rows: int, stages: int, device: str) -> int:
+    """How many a step of so many rows is cut into. Args: device: a key of LEAST_ROWS."""
+    return 1 if stages == 1 else max(1, min(_PER_STAGE * stages, rows // LEAST_ROWS[device]))
 
 
 def cut_step(rows: Sequence[int], count: int, whole: Sequence[bool] = ()) -> list[list[Piece]]:
@@ -44,7 +46,7 @@ def cut_step(rows: Sequence[int], count: int, whole: Sequence[bool] = ()) -> lis
         bounds = [0]
         if not (whole and whole[index]):
             for cut in cuts:
-                if cut - before - bounds[-1] >= _LEAST_ROWS and before + size - cut >= _LEAST_ROWS:
+                if cut - before - bounds[-1] >= _LEAST_PIECE and before + size - cut >= _LEAST_PIECE:
                     bounds.append(cut - before)
         for first, end in zip(bounds, [*bounds[1:], size], strict=True):
             middle = 2 * before + first + end

@@ -95,6 +95,7 @@ class Stage:
         self._communicator = weights.communicator
         self._place = weights.communicator.place
         self._width, self._dtype = weights.description.hidden_size, weights.embedding.dtype
+        self._device = weights.embedding.device.type
 
     @property
     def pipelined(self) -> bool:
@@ -119,7 +120,7 @@ class Stage:
         place, out = self._place, _Outputs()
         rows = [len(seq.token_ids) for seq in seqs]
         whole = [seq.num_drafts > 0 for seq in seqs]
-        for part in cut_step(rows, micro_batches_of(sum(rows), place.pipeline), whole):
+        for part in cut_step(rows, micro_batches_of(sum(rows), place.pipeline, self._device), whole):
             members = [self._own(seqs[piece.index], piece) for piece in part]
             # Rows go to the next stage in an order that its back ends keep, too, whichever they are.
             order = kept_order(members)

@@ -136,6 +136,7 @@ def test_a_step_is_cut_into_pieces_with_like_numbers_of_rows():
         assert max(sum(p.end - p.first for p in part) for part in cuts) <= sum(rows) / count + largest
 
 
-def test_a_long_step_has_more_micro_batches_than_stages():
-    assert [micro_batches_of(rows, 2) for rows in (1, 512, 1024, 2048, 9999)] == [2, 2, 4, 8, 8]
-    assert micro_batches_of(9999, 1) == 1
+def test_a_step_is_cut_where_a_stage_would_not_take_as_long_for_a_part_of_it():
+    assert [micro_batches_of(rows, 2, "cpu") for rows in (1, 127, 128, 256, 512, 9999)] == [1, 1, 2, 4, 8, 8]
+    assert [micro_batches_of(rows, 4, "cuda") for rows in (1, 64, 512, 2048, 9999)] == [1, 1, 2, 8, 16]
+    assert micro_batches_of(9999, 1, "cpu") == 1

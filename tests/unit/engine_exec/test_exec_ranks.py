@@ -16,6 +16,7 @@ from diptych.common.request import Prompt
 from diptych.common.sampling import SamplingParams
 from diptych.engine.config import EngineConfig
 from diptych.engine.exec.model_runner import TorchModelRunner
+from diptych.engine.exec.parallel import micro_batches
 from diptych.engine.exec.parallel.rank_runner import make
 from diptych.engine.executor import LocalExecutor
 from diptych.engine.messages import EngineRequest, KeepAdapter
@@ -35,6 +36,12 @@ GREEDY = SamplingParams(COUNT, temperature=0.0, ignore_eos=True)
 def prompts_of(*lengths):
     rng = random.Random(4)
     return [[rng.randrange(320) for _ in range(length)] for length in lengths]
+
+
+@pytest.fixture(autouse=True)
+def small_micro_batches(monkeypatch):
+    """So that steps of few rows are cut, too."""
+    monkeypatch.setitem(micro_batches.LEAST_ROWS, "cpu", 1)
 
 
 @pytest.fixture
