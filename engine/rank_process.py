@@ -245,6 +245,8 @@ def _end() -> NoReturn:
 
 
 def main(factory: str, arguments: str) -> None:
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signum, signal.SIG_IGN)  # sent to all processes of a worker, which goes on until it has drained
     link = RankEnd(socket.socket(fileno=0))
     try:
         kind, _, body, descriptor = link.receive()

@@ -1,8 +1,9 @@
 """Whether the processes of the ranks are alive: pure, by what another thread reads of them.
 
 A rank is lost when its process has ended, or was stopped (SIGSTOP) for a while. All are lost when a step runs and none gives a
-sign of life. A step may take as long as it needs: its ranks count between layers. Where the CPU computes, the time that it spends
-on the ranks is a sign of life, too, so that a layer may take long.
+sign of life. A step may take as long as it needs: its ranks count between layers. Where the CPU computes, it is a sign of life,
+too, that it spends time on the ranks, or that a rank waits for it: so a layer may take long, also on a machine that is too busy.
+A rank that waits for another one sleeps.
 """
 
 from __future__ import annotations
@@ -22,10 +23,11 @@ _TICK_S = 1.0 / os.sysconf("SC_CLK_TCK")
 
 @dataclass(frozen=True, slots=True)
 class ProcessState:
-    """`cpu_s`: used since its start."""
+    """`runs`: its main thread computes, or waits for the CPU or the disk. `cpu_s`: used since its start."""
 
     ended: bool = False
     stopped: bool = False
+    runs: bool = False
     cpu_s: float = 0.0
 
 
@@ -35,13 +37,14 @@ def read_process(pid: int) -> ProcessState:
         fields = Path(f"/proc/{pid}/stat").read_text(encoding="latin-1").rpartition(")")[2].split()
     except OSError:
         return ProcessState(ended=True)
-    return ProcessState(fields[0] in "ZX", fields[0] in "Tt", (int(fields[11]) + int(fields[12])) * _TICK_S)
+    state = fields[0]
+    return ProcessState(state in "ZX", state in "Tt", state in "RD", (int(fields[11]) + int(fields[12])) * _TICK_S)
 
 
 class Watch:
     """Args:
     silence_s: without a sign of life, while something is to be done; half of it for a process that is stopped.
-    cpu_counts: time of the CPU is a sign of life.
+    cpu_counts: computing is a sign of life.
     """
 
     def __init__(self, silence_s: float, *, cpu_counts: bool = True) -> None:
@@ -63,7 +66,8 @@ class Watch:
             if self._stopped_s[rank] >= self._silence_s / 2:
                 return f"rank {rank} is stopped"
         cpu_s = sum(process.cpu_s for process in processes)
-        worked = self.cpu_counts and cpu_s - self._cpu_s > _CPU_SHARE * max(elapsed, POLL_S)
+        computes = cpu_s - self._cpu_s > _CPU_SHARE * max(elapsed, POLL_S) or any(one.runs for one in processes)
+        worked = self.cpu_counts and computes
         if not busy or worked or list(counters) != list(self._counters):
             self._silent_s = 0.0
         else:

@@ -88,6 +88,7 @@ class _Rank:
                 env=child.environment() if spec.env is None else spec.env,
                 stdin=theirs.fileno(),
                 stdout=child.DEVNULL,
+                new_session=True,
             )
 
 
@@ -174,7 +175,6 @@ class RanksExecutor:
                 self._tell(Kind.BOARD, 0, {rank.number: about}, self._board.area)
             answers = self._call(Kind.READY, b"", deadline_s=start_deadline_s)
             self._parts = [_capabilities(answer) for answer in answers]
-            self._watch.cpu_counts = not any(part.runs_ahead for part in self._parts)
             self.capabilities = _together(self._parts, self._parts[sampler])
         except BaseException:
             self.close()
@@ -257,6 +257,8 @@ class RanksExecutor:
     def expect_compiled(self) -> None:
         """See ModelRunner.expect_compiled."""
         self._call(Kind.COMPILED, b"")
+        # Until now kernels were compiled. From now on a device computes, while the host looks again and again whether it is done.
+        self._watch.cpu_counts = not self.capabilities.runs_ahead
 
     def note_pulled(
         self, block_table: Sequence[int], token_ids: Sequence[int], first_new: int, first_block: int = 0

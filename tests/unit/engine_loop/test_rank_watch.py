@@ -40,6 +40,11 @@ def test_time_of_the_cpu_is_a_sign_of_life_where_the_cpu_computes():
         return [ProcessState(cpu_s=n * POLL_S * 0.05), ProcessState()]
 
     assert looks(Watch(3.0), 60.0, processes=working) == ("", 60.0)
+
+    def starved(n):
+        return [ProcessState(), ProcessState(runs=n % 10 == 0, cpu_s=n * POLL_S * 0.01)]
+
+    assert looks(Watch(3.0), 60.0, processes=starved) == ("", 60.0)
     assert looks(Watch(3.0), 60.0, processes=waiting)[0] == "no rank made progress for 3 s"
     assert looks(Watch(3.0, cpu_counts=False), 60.0, processes=working)[0] == "no rank made progress for 3 s"
 
@@ -73,6 +78,7 @@ def test_the_state_of_a_process():
     child.wait()
     assert read_process(child.pid).ended
     assert read_process(os.getpid()).cpu_s > 0.0
+    assert read_process(os.getpid()).runs
 
 
 def test_ranks_give_a_step_up_at_the_same_layer():

@@ -201,6 +201,20 @@ async def test_with_a_lost_rank_every_request_fails_and_the_worker_is_notified(s
         await client.close(GENEROUS_S)
 
 
+def test_a_signal_to_all_processes_of_a_worker_ends_no_rank(start):
+    """Ctrl-C in a terminal, or systemd's stop: the worker drains, and needs its ranks for that."""
+    executor, _ = start({}, {})
+    processes = [one.process for one in executor._ranks]
+    for process in processes:
+        process.send_signal(signal.SIGINT)
+        process.send_signal(signal.SIGTERM)
+        assert os.getpgid(process.pid) != os.getpgid(0)
+    seq = ScheduledSeq("a", [4, 5], 0, ([1],), True, SamplingParams(9, seed=1), 0)
+    assert executor.execute([seq], lambda: False) == FakeRunner(**POOL).execute([seq])
+    executor.close()
+    assert all(process.poll() is not None for process in processes)
+
+
 @pytest.mark.parametrize(("signum", "why"), [(signal.SIGKILL, "rank 1 ended"), (signal.SIGSTOP, "rank 1 is stopped")])
 def test_a_rank_that_is_killed_or_stopped_while_nothing_is_computed_is_noticed(start, signum, why):
     executor, _ = start({}, {}, silence_s=2.0)
