@@ -64,8 +64,18 @@ def _wait_for(file: Path) -> None:
         time.sleep(0.001)
 
 
-def ahead(notes: str, **fields: Any) -> FakeDeviceRunner:
-    return FakeDeviceRunner(**fields)
+class AheadRunner(FakeDeviceRunner):
+    """Step number `at` cannot be launched."""
+
+    def __init__(self, notes: str, at: int = 0, **fields: Any) -> None:
+        super().__init__(**fields)
+        self._at = at
+
+    def launch(self, seqs: Any, sources: Any = ()) -> Any:
+        self._at -= 1
+        if not self._at:
+            raise OutOfDeviceMemory("4 GiB")
+        return super().launch(seqs, sources)
 
 
 def refuses(**fields: Any) -> FakeRunner:

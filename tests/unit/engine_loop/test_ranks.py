@@ -287,11 +287,24 @@ def test_ranks_take_steps_ahead_and_draw_under_grammars(start, drafts):
 
     expected = run(LocalExecutor(FakeRunner(**POOL)))
     assert [token % 2 for token in expected[1][2]] == [0, 1, 0, 1, 0, 1, 0, 1, 0]
-    executor, _ = start({}, {}, factory="rank_runner:ahead")
+    executor, _ = start({}, {}, factory="rank_runner:AheadRunner")
     drafter = (lambda attempt, tokens, most: [5, 6][:most]) if drafts else None
     *outputs, num_ahead = run(executor, drafter=drafter)
     assert outputs == list(expected[:2])
     assert drafts or num_ahead > 10
+
+
+@pytest.mark.parametrize("at", [1, 4])
+def test_a_step_that_cannot_be_launched_fails_with_the_one_behind_it_and_the_engine_lives_on(start, at):
+    """The step behind it takes its tokens from it. Nobody waits for either."""
+    executor, _ = start({"at": at}, {"at": at}, factory="rank_runner:AheadRunner")
+    engine = engine_of(executor)
+    [failed] = engine.generate(requests()[:1])
+    assert "memory is used up" in failed.error.message
+    [after] = engine.generate(requests()[2:3])
+    [alone] = engine_of(LocalExecutor(FakeRunner(**POOL))).generate(requests()[2:3])
+    assert after.token_ids == alone.token_ids
+    assert engine.core.scheduler.audit(True).violations == ()
 
 
 def test_kv_of_a_computed_layer_is_packed_while_the_others_are_computed(start, tmp_path):
