@@ -132,12 +132,18 @@ class EngineClient:
         if self._loop is None:
             return
         self._thread.stop()
+        if not await self.ends(deadline_s):
+            raise InternalError(f"the step thread did not end within {deadline_s:g} s")
+        self._thread.join(1.0)
+
+    async def ends(self, within_s: float) -> bool:
+        """Wait until the step thread has ended, for so long at most. Returns: whether it has."""
         try:
-            async with asyncio.timeout(deadline_s):
+            async with asyncio.timeout(within_s):
                 await self._ended.wait()
         except TimeoutError:
-            raise InternalError(f"the step thread did not end within {deadline_s:g} s") from None
-        self._thread.join(1.0)
+            return False
+        return True
 
     async def generate(self, request: EngineRequest) -> AsyncIterator[TokensOut | Finished]:
         """Run one LOCAL request; its events come here and not to `on_events`. Leaving the iterator cancels it.

@@ -483,7 +483,7 @@ class WorkerRuntime:
     async def _watch(self) -> None:
         """Set SERVING only while the engine makes progress."""
         while True:
-            await asyncio.sleep(_LIVENESS_POLL_S)
+            await self.engine.ends(_LIVENESS_POLL_S)
             why = self.why_stuck()
             live = not why
             if live != self._live:
