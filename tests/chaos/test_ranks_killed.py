@@ -1,9 +1,11 @@
 """One rank of a worker under `diptych up` is killed or stopped while streams run: every answer is that of the undisturbed run,
-the worker ends with all its ranks, and the supervisor starts it again. In every phase, many times: `make chaos-kill-ranks`."""
+the worker ends with all its ranks, and the supervisor starts it again. DIPTYCH_TEST_KILLS sets how many times (default: 3). In
+every phase, with larger models: `make chaos-kill-ranks`."""
 
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,11 @@ from diptych_tests.quantized import write_llama
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.slow]
 VOCAB, STREAMS, ANSWER_S = 320, 4, 600.0
+KILLS = int(os.environ.get("DIPTYCH_TEST_KILLS", "3"))
+KINDS = (
+    ("decode-0", signal.SIGSTOP), ("prefill-0", signal.SIGKILL), ("decode-1", signal.SIGKILL), ("prefill-0", signal.SIGSTOP),
+    ("decode-0", signal.SIGKILL), ("decode-1", signal.SIGSTOP),
+)  # fmt: skip
 FLAGS = (
     "--num-blocks", "96", "--max-model-len", "512", "--prefill-workers", "1", "--decode-workers", "2",
     "--tensor-parallel-size", "2", "--local-prefill-max-tokens", "0", "--startup-timeout-s", "1800",
@@ -70,16 +77,15 @@ async def test_streams_go_on_when_a_worker_loses_a_rank(cluster_module: Any, tmp
                 return await asyncio.gather(*(ask(client, number, salt) for number in range(STREAMS)))
 
             want = await answers("undisturbed")
-            for victim, signum in (
-                ("decode-0", signal.SIGSTOP), ("prefill-0", signal.SIGKILL), ("decode-1", signal.SIGKILL),
-            ):  # fmt: skip
-                running = asyncio.create_task(answers(f"{victim} {signum}"))
+            for number in range(KILLS):
+                victim, signum = KINDS[number % len(KINDS)]
+                running = asyncio.create_task(answers(f"kill {number}"))
                 await computes(cluster, victim, running)
                 child = cluster.child(victim)
                 ranks = ranks_of(child)
                 assert len(ranks) == 2
                 processes = [ProcessIdentity.of(one) for one in (child.pid, *(rank.pid for rank in ranks))]
-                ranks[1].send_signal(signum)
+                ranks[number // len(KINDS) % 2].send_signal(signum)
                 assert await running == want, f"{victim} {signum.name}"
                 await has_ended(processes)
                 await is_back(cluster, child)
