@@ -73,17 +73,22 @@ def write_adapters(model: Path, folder: Path, count: int, rank: int) -> dict[str
     return made
 
 
+def serve_command(args: argparse.Namespace, lora_dir: Path, adapters: dict[str, Path]) -> list[str]:
+    """Arguments of `diptych`."""
+    command = ["serve", "--model", args.model, *args.serve_args]
+    if adapters:
+        command += ["--enable-lora", "--max-loras", str(SLOTS), "--max-lora-rank", str(args.rank)]
+        command += ["--max-cpu-loras", str(max(len(adapters), SLOTS)), "--lora-dir", str(lora_dir)]
+        for name, path in adapters.items():
+            command += ["--lora-modules", f"{name}={path}"]
+    return command
+
+
 @contextlib.contextmanager
 def serving(args: argparse.Namespace, folder: Path, adapters: dict[str, Path]) -> Iterator[Server]:
     """`diptych serve` with these adapters; none: without --enable-lora. The server's own defaults, but for --serve-args."""
     folder.mkdir()
-    flags = ["serve", args.model, *args.serve_args]
-    if adapters:
-        flags += ["--enable-lora", "--max-loras", str(SLOTS), "--max-lora-rank", str(args.rank)]
-        flags += ["--max-cpu-loras", str(max(len(adapters), SLOTS)), "--lora-dir", str(folder.parent)]
-        for name, path in adapters.items():
-            flags += ["--lora-modules", f"{name}={path}"]
-    server = Server(flags, folder, {})
+    server = Server(serve_command(args, folder.parent, adapters), folder, {})
     try:
         print(f"{folder.name}: ready after {server.start():.1f} s", flush=True)
         yield server

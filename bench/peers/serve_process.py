@@ -23,7 +23,19 @@ STOP_GRACE_S = 10.0
 
 def command_of(model: Path, http_port: int, grpc_port: int, threads: int, more: Sequence[str]) -> list[str]:
     ports = ["--http-port", str(http_port), "--grpc-port", str(grpc_port)]
-    return [sys.executable, "-P", "-m", "diptych.cli", "serve", str(model), *ports, "--threads", str(threads), *more]
+    return [
+        sys.executable,
+        "-P",
+        "-m",
+        "diptych.cli",
+        "serve",
+        "--model",
+        str(model),
+        *ports,
+        "--threads",
+        str(threads),
+        *more,
+    ]
 
 
 @contextlib.contextmanager

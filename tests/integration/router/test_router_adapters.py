@@ -592,6 +592,22 @@ async def test_prefill_workers_without_adapters_are_not_chosen(fleet: Fleet) -> 
     assert {ref.worker_id for submit in decode.submits for ref in submit.placement.prefill} == {"p1"}
 
 
+async def test_what_if_charges_a_load_and_shows_a_pool_that_takes_the_adapter(fleet: Fleet) -> None:
+    """The pool was made of the first worker, which may be one without slots."""
+    await fleet.add("d0")
+    await add(fleet, "d1")
+    await fleet.until_ready(decode=2, prefill=0)
+    await load(fleet)
+    prepared = await fleet.frontend.prepare(UncheckedRequest(token_ids=[1] * 40, model="poems"))
+    for pool, workers in (("", {"d1"}), ("0P2D", {"decode-0", "decode-1"}), ("2P1D", {"decode-0"})):
+        answer = fleet.frontend.what_if(prepared, pool).explanation
+        assert {candidate.decode_worker_id for candidate in answer.candidates} == workers
+        assert all(candidate.adapter_ms > 0.0 for candidate in answer.candidates)
+        assert (answer.adapter.name, answer.adapter.version) == ("poems", 1)
+    base = await fleet.frontend.prepare(UncheckedRequest(token_ids=[1] * 40))
+    assert not any(one.adapter_ms for one in fleet.frontend.what_if(base, "0P2D").explanation.candidates)
+
+
 async def test_a_rank_above_the_workers_is_refused_with_the_numbers(pair: tuple[Fleet, Any, Any]) -> None:
     fleet, _, _ = pair
     await load(fleet, folder="/lora/big")  # workers of another size were there

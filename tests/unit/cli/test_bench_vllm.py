@@ -10,11 +10,13 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from typer.testing import CliRunner
 
 from diptych.bench.peers import vllm_process as bench_vllm_peer
 from diptych.bench.peers.serve_process import command_of
 from diptych.bench.peers.vllm import Load, known_loads, parse_loads
 from diptych.bench.peers.vllm_process import VllmChoice, VllmServer
+from diptych.cli import main
 from diptych.common.errors import ConfigError
 from diptych.loadtest.config import BenchConfig
 
@@ -62,13 +64,16 @@ def test_choices_are_checked(environment):
         VllmChoice(environment / "nowhere", environment)
 
 
-def test_both_sides_compute_in_the_dtype_chosen(environment, tmp_path):
+def test_both_sides_compute_in_the_dtype_chosen(environment, tmp_path, monkeypatch):
     assert "--dtype float32" in " ".join(VllmChoice(environment, environment).flags)
     assert "--dtype bfloat16" in " ".join(VllmChoice(environment, environment, "serve", "bfloat16").flags)
     ours = command_of(tmp_path, 1, 2, 3, ["--dtype", "bfloat16"])
-    assert ours[ours.index("serve") :] == [
-        "serve", str(tmp_path), "--http-port", "1", "--grpc-port", "2", "--threads", "3", "--dtype", "bfloat16",
-    ]  # fmt: skip
+    seen = []
+    monkeypatch.setattr(main, "_serve", lambda config: seen.append(config) or 0)
+    assert CliRunner().invoke(main.build_app(), ours[ours.index("serve") :]).exit_code == 0, "serve takes no argument"
+    (config,) = seen
+    assert (config.model, config.http_port, config.grpc_port) == (str(tmp_path), 1, 2)
+    assert (config.threads, config.dtype) == (3, "bfloat16")
 
 
 def test_prefill_and_decode_get_cores_of_their_own_and_ports_that_differ(environment, monkeypatch):
