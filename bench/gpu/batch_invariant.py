@@ -275,7 +275,9 @@ class _Tensors(RandomTensors):
     def __init__(self, device: str, dtype: torch.dtype) -> None:
         self._device, self._dtype = device, dtype
 
-    def take(self, name: str, shape: tuple[int, ...], *, as_stored: bool = False) -> Tensor:
+    def take(
+        self, name: str, shape: tuple[int, ...], *, as_stored: bool = False, where: tuple[slice, ...] = ()
+    ) -> Tensor:
         if len(shape) == 1:
             return torch.ones(shape, device=self._device, dtype=self._dtype)
         scale = 1.0 if "embed" in name else shape[1] ** -0.5

@@ -55,7 +55,9 @@ class RandomTensors:
     """Implements engine.exec.loading.WholeModel: every tensor is random bf16 on the GPU, scaled so that activations stay near
     one; norms are ones."""
 
-    def take(self, name: str, shape: tuple[int, ...], *, as_stored: bool = False) -> torch.Tensor:
+    def take(
+        self, name: str, shape: tuple[int, ...], *, as_stored: bool = False, where: tuple[slice, ...] = ()
+    ) -> torch.Tensor:
         if len(shape) == 1:
             return torch.ones(shape, device="cuda", dtype=torch.bfloat16)
         scale = 1.0 if "embed" in name else shape[1] ** -0.5

@@ -111,15 +111,14 @@ class Checkpoint:
         if self._reader is not None:
             self._reader.__exit__(kind, error, trace)
 
-    def take(self, name: str, shape: tuple[int, ...], *, as_stored: bool = False) -> Tensor:
+    def take(
+        self, name: str, shape: tuple[int, ...], *, as_stored: bool = False, where: tuple[slice, ...] = ()
+    ) -> Tensor:
         """See TensorSource.take. Whether it holds numbers only, `finish` says: on a GPU that costs one sync for all."""
         path, file = self._shards.pop(name, (self._folder, None))
         if file is None:
             raise ConfigError("model", str(self._folder), f"tensor {name} is missing")
-        tensor, is_ours = self._read(name, path, file, shape)
-        if tuple(tensor.shape) != shape:
-            found = f"tensor {name} has shape {tuple(tensor.shape)}, where config.json asks for {shape}"
-            raise ConfigError("model", str(path), found)
+        tensor, is_ours = self._read(name, path, file, shape, where)
         floats = tensor.dtype.is_floating_point
         if not floats and not as_stored:
             raise ConfigError("model", str(path), f"tensor {name} holds {tensor.dtype}, not floating-point numbers")
@@ -139,14 +138,24 @@ class Checkpoint:
         """See TensorSource.file_of."""
         return str(self._files.get(name, self._folder))
 
-    def _read(self, name: str, path: Path, file: Any, shape: tuple[int, ...]) -> tuple[Tensor, bool]:
-        """Returns: the tensor as stored, and whether it is a copy on the device; otherwise it is a view of the file."""
+    def _read(
+        self, name: str, path: Path, file: Any, shape: tuple[int, ...], where: tuple[slice, ...]
+    ) -> tuple[Tensor, bool]:
+        """Returns: the part of the tensor as stored, and whether it is a copy on the device; otherwise it may be a view of the
+        file."""
         place = self._places.get(name)
+        spans = [range(*one.indices(size)) for one, size in zip(where, shape, strict=False)]
+        divided = [len(span) < size for span, size in zip(spans, shape, strict=False)]
         try:
-            if self._reader is None or place is None or place.size < _LEAST_READ_BYTES or place.shape != shape:
-                return file.get_tensor(name), False
-            out = torch.empty(shape, dtype=place.dtype, device=self._device)
-            self._reader.read(path, place.begin, out)
+            found = tuple(file.get_slice(name).get_shape())
+            if found != shape:
+                asked = f"tensor {name} has shape {found}, where config.json asks for {shape}"
+                raise ConfigError("model", str(path), asked)
+            if self._reader is None or place is None or place.size < _LEAST_READ_BYTES or any(divided[1:]):
+                return (file.get_slice(name)[where] if any(divided) else file.get_tensor(name)), False
+            rows = spans[0] if spans else range(shape[0])
+            out = torch.empty((len(rows), *shape[1:]), dtype=place.dtype, device=self._device)
+            self._reader.read(path, place.begin + rows.start * (place.size // shape[0]), out)
             return out, True
         except (SafetensorError, OSError, EOFError) as error:
             raise ConfigError("model", str(path), f"tensor {name} cannot be read: {error}") from None

@@ -16,7 +16,7 @@ from diptych.engine.exec.layers.block import DecoderBlock
 from diptych.engine.exec.layers.linear import Linear, ShardBy
 from diptych.engine.exec.layers.norm import Norm
 from diptych.engine.exec.lora import NO_LORAS, LoraModel, LoraSizes
-from diptych.engine.exec.methods.base import WHOLE, LoadedLinear, StepRows, TensorSource, share_of
+from diptych.engine.exec.methods.base import WHOLE, LoadedLinear, StepRows, TensorSource, cut_out
 from diptych.engine.exec.methods.registry import METHODS
 from diptych.engine.exec.models.description import ModelDescription
 from diptych.engine.exec.norm import RmsNorm
@@ -52,8 +52,10 @@ class _Once:
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = tensor
 
-    def take(self, name: str, shape: tuple[int, ...], *, as_stored: bool = False) -> Tensor:
-        return self._tensor
+    def take(
+        self, name: str, shape: tuple[int, ...], *, as_stored: bool = False, where: tuple[slice, ...] = ()
+    ) -> Tensor:
+        return cut_out(self._tensor, where)
 
     def shape(self, name: str) -> tuple[int, ...] | None:
         return tuple(self._tensor.shape)
@@ -116,9 +118,9 @@ class _Reader:
 
     def embedding(self, model: ModelDescription) -> Tensor:
         """This rank's rows."""
-        whole = self.source.take(f"{model.embedding.name}.weight", (model.vocab_size, model.hidden_size))
         rows = _rows(model, self._shard)
-        return share_of(whole, slice(rows.start, rows.stop))
+        where = slice(rows.start, rows.stop), slice(None)
+        return self.source.take(f"{model.embedding.name}.weight", (model.vocab_size, model.hidden_size), where=where)
 
     def vocabulary(self, model: ModelDescription) -> VocabularyPart | None:
         if self._communicator is None:
@@ -195,16 +197,15 @@ def load_weights(
                 f"{part.name}.weight" for part in model.head.linear.parts
             )  # some writers store the copy as well
         reader = _Reader(source, plan, loras, communicator)
+        embeds = place.first_stage or (place.last_stage and model.head.tied)
+        found = reader.embedding(model) if embeds else None
         layers = place.layers(model.num_layers)
         blocks = [
             reader.block(block, backend)
             for block, backend in zip(model.blocks[layers.start : layers.stop], plan.block_owners, strict=True)
         ]
         first_norm = blocks[0].attention_norm
-        if place.first_stage or (place.last_stage and model.head.tied):
-            embedding = reader.embedding(model)
-        else:
-            embedding = first_norm.weight.new_empty((0, model.hidden_size))
+        embedding = first_norm.weight.new_empty((0, model.hidden_size)) if found is None else found
         weights = ModelWeights(
             description=plan.description,
             embedding=embedding,

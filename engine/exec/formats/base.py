@@ -12,7 +12,7 @@ from torch import Tensor
 from diptych.common.errors import ConfigError
 from diptych.common.kv_format import Shard
 from diptych.engine.exec.layers.linear import Linear, Part, ShardBy
-from diptych.engine.exec.methods.base import TensorPart, TensorSource, share_of
+from diptych.engine.exec.methods.base import TensorPart, TensorSource
 
 FIELD = "quantization_config"
 Setting = int | float | str | bool
@@ -158,16 +158,16 @@ def is_divided(span: slice, size: int) -> bool:
 
 def take(source: TensorSource, part: TensorPart, *dtypes: torch.dtype) -> Tensor:
     """A rank's share, as stored. Raises: ConfigError for another dtype, with the tensor's name."""
-    tensor = source.take(part.name, part.shape, as_stored=True)
+    tensor = part.take(source, as_stored=True)
     if tensor.dtype not in dtypes:
         wanted = " or ".join(_named(dtype) for dtype in dtypes)
         raise refusal(source, part.name, f"holds {_named(tensor.dtype)}, not {wanted}")
-    return share_of(tensor, *part.where)
+    return tensor
 
 
 def take_scales(source: TensorSource, part: TensorPart) -> Tensor:
     """A rank's share of scales, in the model's dtype. Raises: ConfigError, as `checked_scales`."""
-    return checked_scales(source, part.name, share_of(source.take(part.name, part.shape), *part.where))
+    return checked_scales(source, part.name, part.take(source))
 
 
 def take_output_scales(source: TensorSource, name: str, outputs: int, rows: slice) -> Tensor:
@@ -205,7 +205,7 @@ def take_bias(layer: Linear, part: Part, shard: Shard, source: TensorSource) -> 
         if source.shape(name) == (part.outputs,) and bool(source.take(name, (part.outputs,)).any()):
             raise refusal(source, name, "is not 0, and the model has no bias there")
         return None
-    bias = source.take(name, (part.outputs,))[rows]
+    bias = source.take(name, (part.outputs,), where=(rows,))
     return bias if layer.shard is not ShardBy.INPUTS or shard.rank == 0 else None
 
 

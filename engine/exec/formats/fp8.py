@@ -88,5 +88,5 @@ def load_fp8(layer: Linear, part: Part, shard: Shard, source: TensorSource, bloc
     if not settings_of(layer)["blocked"]:
         rows = layer.share(part, shard)[0]
         return Fp8Weights(codes, take_output_scales(source, scales.name, part.outputs, rows), None, bias)
-    stored = source.take(scales.name, scales.shape, as_stored=True).float()[scales.where]
+    stored = scales.take(source, as_stored=True).float()
     return Fp8Weights(codes, checked_scales(source, scales.name, stored), BLOCK, bias)

@@ -17,10 +17,15 @@ WHOLE = Shard()
 class TensorSource(Protocol):
     """Tensors by name: a checkpoint, or what stands in for one."""
 
-    def take(self, name: str, shape: tuple[int, ...], *, as_stored: bool = False) -> Tensor:
+    def take(
+        self, name: str, shape: tuple[int, ...], *, as_stored: bool = False, where: tuple[slice, ...] = ()
+    ) -> Tensor:
         """The tensor, in the dtype and on the device that the source was opened for; each may be taken once.
 
-        Args: as_stored: in the checkpoint's own dtype, which may be one of integers: quantized weights and their scales.
+        Args:
+            shape: of the whole tensor.
+            as_stored: in the checkpoint's own dtype, which may be one of integers: quantized weights and their scales.
+            where: this part of it only, in memory of its own; what lies beside it need not be read. Steps are 1.
         Raises: ConfigError naming file and tensor when it is missing or has another shape; without `as_stored` also when
             it holds no floating-point numbers.
         """
@@ -62,11 +67,15 @@ class TensorPart:
     shape: tuple[int, ...]
     where: tuple[slice, ...]
 
+    def take(self, source: TensorSource, *, as_stored: bool = False) -> Tensor:
+        """The rank's part. Raises: what the source raises."""
+        return source.take(self.name, self.shape, as_stored=as_stored, where=self.where)
 
-def share_of(tensor: Tensor, *where: slice) -> Tensor:
-    """A rank's share of a tensor, in memory of its own, so that the others' can be freed."""
-    share = tensor[where]
-    return share if share.numel() == tensor.numel() else share.clone()
+
+def cut_out(tensor: Tensor, where: tuple[slice, ...]) -> Tensor:
+    """A part of a tensor, in memory of its own, so that the rest can be freed; where it is all of it, the tensor."""
+    part = tensor[where]
+    return part if part.numel() == tensor.numel() else part.clone()
 
 
 class LinearWeights(Protocol):

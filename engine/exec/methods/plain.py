@@ -10,7 +10,7 @@ from torch.nn.functional import linear
 
 from diptych.common.kv_format import Shard
 from diptych.engine.exec.layers.linear import PLAIN, Linear, Part, ShardBy
-from diptych.engine.exec.methods.base import StepRows, TensorPart, TensorSource, share_of
+from diptych.engine.exec.methods.base import StepRows, TensorPart, TensorSource
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +47,7 @@ class PlainMethod:
         weights: list[Tensor] = []
         biases: list[Tensor] = []
         for part in self.create(layer, shard):
-            (weights if len(part.shape) == 2 else biases).append(
-                share_of(source.take(part.name, part.shape), *part.where)
-            )
+            (weights if len(part.shape) == 2 else biases).append(part.take(source))
         has_bias = biases and (layer.shard is not ShardBy.INPUTS or shard.rank == 0)
         weight = weights[0] if len(weights) == 1 else torch.cat(weights)
         return PlainWeights(weight, torch.cat(biases) if has_bias else None)

@@ -23,7 +23,7 @@ from diptych.engine.exec.layers.linear import Linear, Part, ShardBy
 from diptych.engine.exec.layers.mlp import Mlp
 from diptych.engine.exec.layers.norm import Norm
 from diptych.engine.exec.layers.rope import Rope
-from diptych.engine.exec.methods.base import PLAIN_ROWS, WHOLE
+from diptych.engine.exec.methods.base import PLAIN_ROWS, WHOLE, cut_out
 from diptych.engine.exec.methods.plain import PlainMethod
 from diptych.engine.exec.models import parts
 from diptych.engine.exec.models.registry import ARCHITECTURES, describe
@@ -280,8 +280,9 @@ class Tensors:
     def __init__(self):
         self.made = {}
 
-    def take(self, name, shape, *, as_stored=False):
-        return self.made.setdefault(name, torch.randn(shape, generator=torch.Generator().manual_seed(len(name))))
+    def take(self, name, shape, *, as_stored=False, where=()):
+        made = self.made.setdefault(name, torch.randn(shape, generator=torch.Generator().manual_seed(len(name))))
+        return cut_out(made, where)
 
 
 @pytest.mark.parametrize("rule", list(ShardBy))

@@ -221,3 +221,38 @@ def test_18_a_file_that_is_cut_off_while_it_is_loaded_is_named(tmp_path):
             file.truncate(1 << 20)
         with pytest.raises(ConfigError, match="tensor one cannot be read: the file ends at byte 1048576"):
             source.take("one", (1 << 19,))
+
+
+@pytest.mark.parametrize("threads", [0, 2])
+def test_a_part_of_a_tensor_is_read_alone(tmp_path, monkeypatch, threads):
+    """As whole tensors, of every dtype, by rows and by columns: of rows that are read by their place only those bytes."""
+    monkeypatch.setattr(checkpoint, "_LEAST_READ_BYTES", 16)
+    kinds = (torch.float32, torch.bfloat16, torch.int8, torch.int32, torch.float8_e4m3fn)
+    stored = {str(kind): (torch.randn(12, 6) * 9).to(kind) for kind in kinds}
+    save_file(stored, tmp_path / "model.safetensors")
+    sizes, read = [], FileReader.read
+
+    def noted(reader, path, offset, out):
+        sizes.append(out.nbytes)
+        read(reader, path, offset, out)
+
+    monkeypatch.setattr(FileReader, "read", noted)
+    cuts = [(slice(4, 8),), (slice(0, 12), slice(3, 6)), (slice(6, 9), slice(0, 2)), (slice(None), slice(0, 6)), ()]
+    for where in cuts:
+        with Checkpoint(tmp_path, dtype=torch.float32, device=torch.device("cpu"), threads=threads) as source:
+            for name, tensor in stored.items():
+                part = source.take(name, (12, 6), as_stored=True, where=where)
+                assert torch.equal(part.view(torch.uint8), tensor[where].contiguous().view(torch.uint8))
+                assert part.untyped_storage().nbytes() == part.nbytes, "of its own"
+            source.finish()
+    assert len(sizes) == (3 * len(kinds) if threads else 0)
+    assert min(sizes, default=24) == 24, "four rows of six bytes"
+
+
+def test_a_part_of_a_tensor_of_another_shape_is_refused(tmp_path):
+    save_file({"a": torch.zeros(12, 6)}, tmp_path / "model.safetensors")
+    with (
+        Checkpoint(tmp_path, dtype=torch.float32, device=torch.device("cpu")) as source,
+        pytest.raises(ConfigError, match=r"tensor a has shape \(12, 6\), where config.json asks for \(12, 8\)"),
+    ):
+        source.take("a", (12, 8), where=(slice(0, 6),))

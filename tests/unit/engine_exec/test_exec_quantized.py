@@ -19,7 +19,7 @@ from diptych.common.kv_format import Shard
 from diptych.engine.exec.checkpoint import Checkpoint
 from diptych.engine.exec.formats.registry import quantization_of
 from diptych.engine.exec.layers.linear import PLAIN, Linear, Part, ShardBy
-from diptych.engine.exec.methods.base import PLAIN_ROWS, WHOLE
+from diptych.engine.exec.methods.base import PLAIN_ROWS, WHOLE, cut_out
 from diptych.engine.exec.methods.gguf_blocks import decoded
 from diptych.engine.exec.methods.gguf_kinds import KINDS
 from diptych.engine.exec.methods.quantized import Fp8Weights, GgufWeights, Int4Weights, Int8Weights, packed, unpacked
@@ -544,10 +544,10 @@ class Stored:
             tensors, _ = quantize(torch.randn(part.outputs, layer.inputs))
             self.tensors |= {f"{part.name}.{end}": tensor for end, tensor in tensors.items()}
 
-    def take(self, name, shape, *, as_stored=False):
+    def take(self, name, shape, *, as_stored=False, where=()):
         tensor = self.tensors[name]
         assert tuple(tensor.shape) == shape
-        return tensor if as_stored else tensor.float()
+        return cut_out(tensor if as_stored else tensor.float(), where)
 
     def shape(self, name):
         return tuple(self.tensors[name].shape) if name in self.tensors else None
