@@ -372,7 +372,7 @@ def warmed_up_on(loop: asyncio.AbstractEventLoop) -> OnGrammars:
 def _load_text(
     config: WorkerConfig, folder: Path, on_grammars: OnGrammars = lambda _: None
 ) -> tuple[DetokenizerFactory, GrammarCompiler | None]:
-    tokenizer = ModelTokenizer(folder)
+    tokenizer = ModelTokenizer(folder, chat=False)
 
     def factory(sampling: SamplingParams, prompt: Sequence[int]) -> RequestDetokenizer:
         return RequestDetokenizer(tokenizer, sampling.stop, prompt=prompt)

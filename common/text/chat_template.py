@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
-from pathlib import Path
 from typing import Any
 
 import jinja2
@@ -20,12 +19,11 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from diptych.common.errors import ConfigError, InvalidRequestError
-from diptych.common.model_files import TOOL_TEMPLATE_FILE
+from diptych.common.text.valid_text import check_text
 
 MAX_RENDERED_CHARS = 8 * 1024 * 1024
 ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function"})
 _RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
-_TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
 class _GenerationTag(Extension):
@@ -158,14 +156,6 @@ def _with_wrapped_arguments(messages: Sequence[Mapping[str, Any]]) -> list[dict[
     return out if found else None
 
 
-def check_text(text: str, param: str) -> bytes:
-    """The text as UTF-8. Raises: InvalidRequestError for a lone surrogate, which UTF-8 cannot express."""
-    try:
-        return text.encode()
-    except UnicodeEncodeError:
-        raise InvalidRequestError(f"{param} holds a lone surrogate: not valid Unicode text", param=param) from None
-
-
 def _check_message(message: Mapping[str, Any], param: str) -> dict[str, Any]:
     if not isinstance(message, Mapping):
         raise InvalidRequestError(f"{param} must be an object", param=param)
@@ -190,40 +180,3 @@ def _part_text(part: Any, param: str) -> str:
     text: str = part["text"]
     check_text(text, f"{param}.text")
     return text
-
-
-def load_chat_template(path: Path, tokenizer_config: Mapping[str, Any]) -> str | None:
-    """Template text of the model folder `path`: chat_template.jinja, else tokenizer_config.json; None: it has none."""
-    file = path / "chat_template.jinja"
-    if file.is_file():
-        return file.read_text(encoding="utf-8")
-    source = tokenizer_config.get("chat_template")
-    if isinstance(source, list):  # several named templates; "default" is the one without tools
-        source = next((entry.get("template") for entry in source if entry.get("name") == "default"), None)
-    if source is not None and not isinstance(source, str):
-        raise ConfigError("chat_template", type(source).__name__, "must be text")
-    return source
-
-
-def load_tool_template(path: Path, tokenizer_config: Mapping[str, Any]) -> str | None:
-    """The separate template that some models have for tools; None: the model has one template."""
-    file = path / TOOL_TEMPLATE_FILE
-    if file.is_file():
-        return file.read_text(encoding="utf-8")
-    named = tokenizer_config.get("chat_template")
-    if not isinstance(named, list) or (path / "chat_template.jinja").is_file():
-        return None
-    source = next((entry.get("template") for entry in named if entry.get("name") == "tool_use"), None)
-    return source if isinstance(source, str) else None
-
-
-def special_token_variables(tokenizer_config: Mapping[str, Any]) -> dict[str, str]:
-    """Template variables such as bos_token and eos_token; tokens that are not set are left out."""
-    found = {}
-    for name in _TOKEN_NAMES:
-        value = tokenizer_config.get(name)
-        if isinstance(value, Mapping):
-            value = value.get("content")
-        if isinstance(value, str):
-            found[name] = value
-    return found

@@ -13,18 +13,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tokenizers import Tokenizer
 
 from diptych.common.errors import ConfigError, InvalidRequestError, PromptTooLongError
-from diptych.common.text.chat_template import (
-    ChatTemplate,
-    check_text,
-    load_chat_template,
-    load_tool_template,
-    special_token_variables,
-)
+from diptych.common.text.template_source import load_chat_template, load_tool_template, special_token_variables
+from diptych.common.text.valid_text import check_text
+
+if TYPE_CHECKING:
+    from diptych.common.text.chat_template import ChatTemplate
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 """The library's thread pool is for batches. Requests encode one text each, and a pool does not survive a fork."""
@@ -65,10 +63,11 @@ class ModelTokenizer:
     Args:
         path: folder with tokenizer.json and config.json.
         now: wall clock for templates that print the date.
+        chat: with the chat templates. Processes that need none, as workers, start without what compiles them.
     Raises: ConfigError when a file is missing or invalid.
     """
 
-    def __init__(self, path: Path | str, *, now: Callable[[], datetime] = datetime.now) -> None:
+    def __init__(self, path: Path | str, *, now: Callable[[], datetime] = datetime.now, chat: bool = True) -> None:
         path = Path(path)
         config = _read_json(path / "config.json")
         tokenizer_config = _read_json(path / "tokenizer_config.json", optional=True)
@@ -91,8 +90,16 @@ class ModelTokenizer:
         )
         """Ids that end a generation, ascending; empty: the model names none."""
 
-        source = load_chat_template(path, tokenizer_config)
+        self._template: ChatTemplate | None = None
+        self._tool_template: ChatTemplate | None = None
+        if chat:
+            self._load_templates(path, tokenizer_config, now)
+
+    def _load_templates(self, path: Path, tokenizer_config: Mapping[str, Any], now: Callable[[], datetime]) -> None:
+        from diptych.common.text.chat_template import ChatTemplate  # jinja2
+
         variables = special_token_variables(tokenizer_config)
+        source = load_chat_template(path, tokenizer_config)
         self._template = None if source is None else ChatTemplate(source, variables, now=now)
         source = load_tool_template(path, tokenizer_config)
         self._tool_template = None if source is None else ChatTemplate(source, variables, now=now)

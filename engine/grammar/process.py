@@ -42,7 +42,7 @@ def main(backend: str, model: str, memory_bytes: int, most_s: int, imports: str 
     out = os.fdopen(os.dup(1), "wb")
     quiet = os.open(os.devnull, os.O_WRONLY)
     os.dup2(quiet, 1)  # libraries print; ours is the only word on stdout
-    compilers = Compilers(backend, vocabulary_of(ModelTokenizer(model)))
+    compilers = Compilers(backend, vocabulary_of(ModelTokenizer(model, chat=False)))
     compilers.warm_up()
     os.dup2(quiet, 2)  # and they print pieces of the grammar, which may be private
     limit = _address_space() + memory_bytes

@@ -84,10 +84,12 @@ def test_generation_defaults(make_model: MakeModel, byte_level_model: Path) -> N
         generation_defaults(make_model(generation={"temperature": "hot"}))
 
 
-def test_neither_torch_nor_transformers_is_imported() -> None:
+def test_neither_torch_nor_transformers_nor_what_compiles_templates_is_imported(byte_level_model: Path) -> None:
+    """A worker and its grammar process have a tokenizer, and no chats."""
     code = (
-        "import sys, diptych.common.text.tokenizer, diptych.common.text.detokenizer, diptych.common.text.revision;"
-        "sys.exit(bool({'torch', 'transformers', 'numpy'} & sys.modules.keys()))"
+        "import sys, diptych.common.text.tokenizer as module, diptych.common.text.detokenizer, diptych.common.text.revision;"
+        f"module.ModelTokenizer({str(byte_level_model)!r}, chat=False);"
+        "sys.exit(' '.join({'torch', 'transformers', 'numpy', 'jinja2'} & sys.modules.keys()) or 0)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
 
