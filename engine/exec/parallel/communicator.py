@@ -6,6 +6,8 @@ raises RunnerLost, and this rank can compute nothing any more.
 
 from __future__ import annotations
 
+import re
+import socket
 from collections import deque
 from collections.abc import Callable
 from datetime import timedelta
@@ -24,6 +26,8 @@ from diptych.engine.runner import RunnerLost
 
 _T = TypeVar("_T")
 _dist: Any = torch.distributed  # which does not say that it exports its stores
+_SOURCE = re.compile(r"^\[[^]]*\] ")
+"""A place in gloo's own sources, which its messages begin with."""
 _MOST_SENDS = 8
 """Sends on their way; the next one waits for the oldest."""
 
@@ -81,7 +85,8 @@ class HostCommunicator:
 
     Args:
         rendezvous: where the ranks find each other: "file:///folder/file" in a folder that only this user can read, whose ranks
-            then talk over the loopback interface; or "tcp://host:port", where rank 0 listens.
+            then talk over the loopback interface; or "tcp://host:port", where rank 0 listens, on this
+            address only. Nobody proves who he is there: the network is a private one.
         deadline_s: of each operation, and of the wait for the other ranks here.
         host: this machine's own address, for "tcp://"; empty: the one that its name has.
     Raises: ConfigError for a rendezvous of another form; RunnerLost when the other ranks do not come.
@@ -109,7 +114,7 @@ class HostCommunicator:
         try:
             return step()
         except RuntimeError as error:
-            reason = str(error).partition("\n")[0]
+            reason = _SOURCE.sub("", str(error).partition("\n")[0]).partition(". ")[0]
             raise RunnerLost(f"rank {self.place.rank} waited for its peers in vain: {reason}") from None
         finally:
             self.on_progress()
@@ -176,11 +181,23 @@ def _meet(rendezvous: str, place: RankPlace, deadline: timedelta, host: str) -> 
         known = False
     if not known or where.hostname is None or where.port is None:
         raise ConfigError("rendezvous", rendezvous, "must be file:///absolute/path or tcp://host:port")
-    store = _dist.TCPStore(where.hostname, where.port, place.num_ranks, place.rank == 0, timeout=deadline)
+    listening = _listen(rendezvous, where.hostname, where.port) if place.rank == 0 else None
+    store = _dist.TCPStore(
+        where.hostname, where.port, place.num_ranks, place.rank == 0, timeout=deadline, master_listen_fd=listening
+    )
     device = (
         _dist.ProcessGroupGloo.create_device(hostname=host) if host else _dist.ProcessGroupGloo.create_default_device()
     )
     return store, device
+
+
+def _listen(rendezvous: str, host: str, port: int) -> int:
+    """The descriptor of a socket on this address; torch itself would listen on every interface. Raises: ConfigError."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family).detach()
+    except OSError as error:
+        raise ConfigError("rendezvous", rendezvous, f"cannot listen there: {error.strerror or error}") from None
 
 
 class ReducedLinear:

@@ -122,7 +122,7 @@ def test_columns_of_a_rank_that_has_closed(meet):
     first, second = meet(2, 1, lambda communicator: communicator)
     second.close()
     second.close()
-    with pytest.raises(RunnerLost):
+    with pytest.raises(RunnerLost, match="in vain: Connection closed by peer|in vain: .*[Rr]eset"):
         first.gather_columns(torch.ones(1, 2))
 
 
@@ -134,6 +134,14 @@ def test_ranks_that_do_not_come(tmp_path):
         where = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
         with pytest.raises(RunnerLost):
             HostCommunicator(RankPlace(1, 2), rendezvous=where, deadline_s=SHORT_S)
+
+
+def test_an_address_that_is_taken_or_not_of_this_machine_is_refused_by_name():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        for host, reason in (("127.0.0.1", "in use"), ("192.0.2.1", "assign")):
+            where = f"tcp://{host}:{taken.getsockname()[1]}"
+            with pytest.raises(ConfigError, match=f"rendezvous='{where}': cannot listen there: .*{reason}"):
+                HostCommunicator(RankPlace(0, 2), rendezvous=where, deadline_s=SHORT_S)
 
 
 @pytest.mark.parametrize("wrong", ["", "file://relative", "tcp://host", "tcp://host:x", "redis://h:1", "/folder/file"])
@@ -151,6 +159,8 @@ def test_over_tcp_ranks_meet_at_an_address(tmp_path):
 
     def one(place):
         communicator = make(place)
+        with pytest.raises(ConnectionRefusedError):  # the store listens on no other address of this machine
+            socket.create_connection(("127.0.0.2", port), GENEROUS_S)
         total = communicator.all_reduce(addends(place.rank))
         communicator.close()
         return total

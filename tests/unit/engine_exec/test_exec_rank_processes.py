@@ -66,7 +66,7 @@ def executor_over(folder, meeting, tensor_parallel, pipeline, **settings):
 
 def check(folder, meeting, degrees, requests, **settings):
     """Cold, warm, in chunks; and in a tight pool, where sequences are swapped out and computed again."""
-    local = {"num_blocks": 200, "block_size": BLOCK, "backend": "torch", "num_threads": 1}
+    local = {"num_blocks": 200, "block_size": BLOCK, "backend": "torch", "num_threads": 1, **settings}
     expected = outputs(engine_of(LocalExecutor(TorchModelRunner.load(folder, **local))), requests)
     executor = executor_over(folder, meeting, *degrees, num_blocks=100, num_host_blocks=6, **settings)
     try:
@@ -90,6 +90,9 @@ def test_ranks_in_processes_give_the_ids_of_one(tmp_path, model_dir_of, degrees)
 
 
 @pytest.mark.slow
-def test_smollm2_on_three_ranks(tmp_path, real_model_dir):
+@pytest.mark.usefixtures("compiler")
+@pytest.mark.parametrize("backend", ["torch", "native"])
+def test_smollm2_on_three_ranks(tmp_path, real_model_dir, backend):
     """9 heads, 3 KV heads."""
-    check(real_model_dir, tmp_path / "meeting", (3, 1), requests_of(49152, 3, 17, 40, 25, 30, 22, 28))
+    requests = requests_of(49152, 3, 17, 40, 25, 30, 22, 28)
+    check(real_model_dir, tmp_path / "meeting", (3, 1), requests, backend=backend)
