@@ -212,18 +212,19 @@ class TorchModelRunner:
         self._provenance: Provenance | None = None
         self.on_launched: Callable[[], None] = lambda: None
         names = plan.names
-        self._runs_ahead = like.device.type == "cuda" and names == (TRITON,)
+        fused = names == (TRITON,) and plan.place.pipeline == 1
+        self._runs_ahead = like.device.type == "cuda" and fused
         self._reports_layers = TRITON not in names
         self.on_layers: Callable[[int], None] = lambda num_layers: None
         self._fused: CudaBackend | None = None
-        if names == (TRITON,):
+        if fused:
             self._fused = _fused_backend(
                 weights, self.pool, max_model_len, graph_sizes, chunk_graphs, plan.embedding_owner.batch_invariant
             )
         else:
             self._decoder = Decoder(model, self.pool, max_model_len=max_model_len)
         self._stage: Stage | None = None
-        if weights.communicator is not None:
+        if weights.communicator is not None and not fused:
             self._stage = Stage(self._decoder, weights, self._groups)
 
     @classmethod

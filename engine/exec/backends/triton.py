@@ -5,6 +5,7 @@ from __future__ import annotations
 from diptych.common.kv_format import QUANTIZED_KV, KvFormat
 from diptych.engine.exec.backends.base import DENSE, AnyBlock, field_refusal, kv_refusal, method_refusal
 from diptych.engine.exec.cuda.adapted import AdaptedLinear
+from diptych.engine.exec.cuda.parted import SummedLinear
 from diptych.engine.exec.cuda.quantized import keep_quantized
 from diptych.engine.exec.cuda.runtime import CudaRuntime
 from diptych.engine.exec.kv_pool import KvPool
@@ -68,11 +69,11 @@ class TritonBackend:
 
     def place_refusal(self, place: RankPlace) -> str | None:
         """See Backend.place_refusal."""
-        return None if place.num_ranks == 1 else "it computes whole models only"
+        return None
 
     def keep_reduced(self, linear: LoadedLinear, communicator: Communicator) -> LoadedLinear:
         """See Backend.keep_reduced."""
-        raise TypeError("parts of a model were refused")
+        return SummedLinear(linear, communicator)
 
     def runtime(self, weights: ModelWeights, pool: KvPool, max_model_len: int) -> CudaRuntime:
         """See Backend.runtime. Kernel by kernel, for steps that another back end shares; alone: engine.exec.cuda.backend."""

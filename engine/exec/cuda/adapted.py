@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from diptych.engine.exec.cuda.parted import own_part
 from diptych.engine.exec.cuda.quantized import QuantizedLinear
 from diptych.engine.exec.lora import LoraSlots
 from diptych.engine.exec.methods.base import LoadedLinear, StepRows
@@ -55,6 +56,7 @@ class AdaptedLinear:
 
 def wanted_by(layer: LoadedLinear, rows: StepRows) -> str | None:
     """The kind of quantized rows that a layer reads; None: plain ones. Adapters read plain ones."""
+    layer = own_part(layer)
     if isinstance(layer, AdaptedLinear):
         if rows.adapters is not None:
             return None

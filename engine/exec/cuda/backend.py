@@ -15,6 +15,7 @@ from diptych.engine.exec.cuda.batch import CudaBatch
 from diptych.engine.exec.cuda.block_tables import NUM_ROWS
 from diptych.engine.exec.cuda.blocks import BlockMover
 from diptych.engine.exec.cuda.chunk_graphs import CHUNK_GRAPHS, ChunkGraphs, Shape
+from diptych.engine.exec.cuda.communicator import CudaCommunicator
 from diptych.engine.exec.cuda.draw import DeviceDraw, DeviceStep, is_plain, is_single
 from diptych.engine.exec.cuda.graphs import GRAPH_SIZES, DecodeGraphs
 from diptych.engine.exec.cuda.runtime import CudaRuntime
@@ -48,7 +49,10 @@ class CudaBackend:
         device = weights.embedding.device
         self._invariant = batch_invariant
         self._pool, self._runtime = pool, CudaRuntime(weights, pool, max_model_len, batch_invariant=batch_invariant)
-        self._upload, self._draw = self._runtime.upload, DeviceDraw(device, NUM_ROWS)
+        communicator = weights.communicator
+        self._check = communicator.check if isinstance(communicator, CudaCommunicator) else _nothing
+        """Raises RunnerLost; once the host has waited for a step."""
+        self._upload, self._draw = self._runtime.upload, DeviceDraw(device, NUM_ROWS, self._check)
         self._movers = [BlockMover(group.bytes) for group in pool.groups]
         for group, mover in zip(pool.groups, self._movers, strict=True):
             group.mover = mover
@@ -209,11 +213,13 @@ class CudaBackend:
         eos_token_ids: Sequence[int],
         result: StepResult,
     ) -> None:
-        """Fill `result`, as draw_step does; single draws with one sync."""
+        """Fill `result`, as draw_step does; single draws with one sync. Raises: RunnerLost."""
         if self._invariant:
             self._draw_apart(seqs, sampled, prompt_rows, logits, eos_token_ids, result)
+            self._check()
         elif prompt_rows or not sampled or not all(is_single(seqs[i]) for i in sampled):
             draw_step(seqs, sampled, prompt_rows, logits, eos_token_ids, result)
+            self._check()
         else:
             self._draw.draw(seqs, sampled, logits, eos_token_ids).fill(result)
 
@@ -240,3 +246,6 @@ class CudaBackend:
             self._draw.draw(seqs, singles, some, eos_token_ids).fill(result)
         for i in set(rows_of) - set(singles):
             draw_step(seqs, [i] * len(rows_of[i]), [], logits[rows_of[i]], eos_token_ids, result)
+
+
+def _nothing() -> None: ...

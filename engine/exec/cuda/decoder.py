@@ -12,6 +12,8 @@ from diptych.common.errors import InternalError
 from diptych.engine.exec.backends.base import Hooks, Segment
 from diptych.engine.exec.cuda.adapted import ROWS_OF_LORA_LAUNCHES, AdaptedLinear, wanted_by
 from diptych.engine.exec.cuda.batch import StepTensors
+from diptych.engine.exec.cuda.communicator import CudaCommunicator
+from diptych.engine.exec.cuda.parted import own_part
 from diptych.engine.exec.cuda.quantized import ROWS_OF_LAUNCHES, QuantizedLinear, Rows
 from diptych.engine.exec.ends import cap, embed
 from diptych.engine.exec.kv_pool import KvPool
@@ -80,6 +82,10 @@ class CudaDecoder:
         self._turns = [(cos[:, 0].contiguous(), sin[:, 0].contiguous()) for cos, sin in turns]
         total = len(attentions)
         self._whole = Segment(0, total, True, True, total)
+        communicator = weights.communicator
+        parted = communicator is not None and communicator.place.tensor_parallel > 1
+        self._communicator = communicator if parted else None
+        """To the ranks that have other parts of the same layers; None: there are none."""
 
     def forward(
         self,
@@ -108,7 +114,7 @@ class CudaDecoder:
             return self._head(self._final(residual), rows.only(step.sample_rows)) if segment.head else residual
         first = weights.blocks[segment.first]
         normed = _norm(residual, first.attention_norm, wanted=wanted_by(first.qkv, rows))
-        last = description.num_layers - 1
+        last = segment.last - 1 if segment.has_last_layer else None
         for index in range(segment.first, segment.last):
             layer, block = weights.blocks[index], description.blocks[index]
             if hooks.should_abort is not None and hooks.should_abort():
@@ -122,21 +128,41 @@ class CudaDecoder:
                 attended, residual = (t.index_select(0, step.sample_rows) for t in (attended, residual))
                 rows = rows.only(step.sample_rows)
             out = self._linear("o", layer.o, attended, rows)
-            normed = _added(out, layer.attention_output_norm, layer.mlp_norm, residual, wanted_by(layer.gate_up, rows))
+            normed = self._added(
+                out, layer.attention_output_norm, layer.mlp_norm, residual, wanted_by(layer.gate_up, rows)
+            )
             out = self._linear("down", layer.down, self._gate_up(block, layer, normed, rows), rows)
             if index + 1 < segment.last:
                 following = weights.blocks[index + 1]
                 after, wanted = following.attention_norm, wanted_by(following.qkv, rows)
             else:  # who comes after the segment norms for itself
                 after, wanted = weights.norm, wanted_by(weights.lm_head, rows)
-            normed = _added(out, layer.mlp_output_norm, after, residual, wanted)
+            normed = self._added(out, layer.mlp_output_norm, after, residual, wanted)
         return self._head(normed, rows) if segment.head else residual
 
     def _final(self, residual: Tensor) -> Rows:
         return _norm(residual, self._weights.norm, wanted=wanted_by(self._weights.lm_head, PLAIN_ROWS))
 
     def _head(self, x: Rows, rows: StepRows) -> Tensor:
-        return cap(self._linear("lm_head", self._weights.lm_head, x, rows), self._description.head.softcap)
+        logits = self._linear("lm_head", self._weights.lm_head, x, rows)
+        if self._communicator is not None:
+            logits = self._communicator.gather_columns(logits)
+        return cap(logits, self._description.head.softcap)
+
+    def _added(
+        self, out: Tensor, output_norm: RmsNorm | None, after: RmsNorm, residual: Tensor, wanted: str | None
+    ) -> Rows:
+        """residual += output_norm(out), with what the other ranks have of `out`. Returns: after(residual), in the same kernel, as
+        the layer that reads it wants it."""
+        if self._communicator is not None:
+            if output_norm is None and isinstance(self._communicator, CudaCommunicator):
+                normed = self._communicator.all_reduce_norm(out, after, residual, wanted)
+                if normed is not None:
+                    return normed
+            out = self._communicator.all_reduce(_whole_sum(out, residual.dtype))
+        if output_norm is not None:
+            out = rms_norm(out, output_norm.weight, output_norm.eps, offset=output_norm.offset)
+        return _norm(out, after, residual, wanted=wanted)
 
     def _project(self, index: int, layer: BlockWeights, block: DecoderBlock, x: Rows, step: StepTensors) -> Tensor:
         """Stores K and V. Returns: the queries, rotated."""
@@ -159,8 +185,9 @@ class CudaDecoder:
         )
 
     def _linear(self, name: str, layer: LoadedLinear, x: Rows, rows: StepRows) -> Tensor:
-        """Returns: [rows, columns]; of qkv, o and down maybe [splits, rows, columns], see small_matmul and
+        """Returns: this rank's part: [rows, columns]; of qkv, o and down maybe [splits, rows, columns], see small_matmul and
         invariant_matmul."""
+        layer = own_part(layer)
         if not isinstance(layer, AdaptedLinear):
             return self._without_adapters(name, layer, x, rows)
         if rows.adapters is None:
@@ -232,9 +259,10 @@ class CudaDecoder:
             ("qkv", layer.qkv), ("o", layer.o), ("gate_up", layer.gate_up), ("down", layer.down),
             ("lm_head", self._weights.lm_head),
         ):  # fmt: skip
-            linear = loaded.base if isinstance(loaded, AdaptedLinear) else loaded
-            if isinstance(loaded, AdaptedLinear):
-                self._compile_adapted(name, block, loaded)
+            own = own_part(loaded)
+            linear = own.base if isinstance(own, AdaptedLinear) else own
+            if isinstance(own, AdaptedLinear):
+                self._compile_adapted(name, block, own)
             if isinstance(linear, QuantizedLinear):
                 for rows in ROWS_OF_LAUNCHES:
                     x = torch.zeros((rows, linear.inputs), dtype=like.dtype, device=like.device)
@@ -369,8 +397,11 @@ def _norm(x: Tensor, norm: RmsNorm, residual: Tensor | None = None, *, wanted: s
     return rms_norm(x, norm.weight, norm.eps, residual, offset=norm.offset)
 
 
-def _added(out: Tensor, output_norm: RmsNorm | None, after: RmsNorm, residual: Tensor, wanted: str | None) -> Rows:
-    """residual += output_norm(out). Returns: after(residual), in the same kernel, as the layer that reads it wants it."""
-    if output_norm is not None:
-        out = rms_norm(out, output_norm.weight, output_norm.eps, offset=output_norm.offset)
-    return _norm(out, after, residual, wanted=wanted)
+def _whole_sum(out: Tensor, dtype: torch.dtype) -> Tensor:
+    """As the readers of several sums add them up. out: [rows, size], or [splits, rows, size] fp32."""
+    if out.dim() == 2:
+        return out
+    total = out[0]
+    for part in out[1:]:
+        total = total + part
+    return total.to(dtype)

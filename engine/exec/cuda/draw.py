@@ -11,7 +11,7 @@ itself is on the device already.
 # mypy: disable-error-code="no-untyped-call"
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -74,8 +74,11 @@ def is_plain(seq: ScheduledSeq) -> bool:
 class Drawn:
     """Ids on their way to the host."""
 
-    def __init__(self, here: Tensor, sampled: Sequence[int], num_seqs: int, *, on_device: bool) -> None:
-        """here: [len(sampled)] int32 in host memory, valid once what is on the stream by now has ended."""
+    def __init__(
+        self, here: Tensor, sampled: Sequence[int], num_seqs: int, *, on_device: bool, check: Callable[[], None]
+    ) -> None:
+        """here: [len(sampled)] int32 in host memory, valid once what is on the stream by now has ended. check: see DeviceDraw."""
+        self._check = check
         self._here, self._sampled, self._num_seqs = here, sampled, num_seqs
         self.refusals: dict[int, str] = {}
         """Row -> why it has no token, should it have none."""
@@ -89,9 +92,10 @@ class Drawn:
         return self._copied is None or bool(self._copied.query())
 
     def fill(self, result: StepResult) -> None:
-        """Wait for them."""
+        """Wait for them. Raises: what `check` raises."""
         if self._copied is not None:
             self._copied.synchronize()
+        self._check()
         for row, (token, i) in enumerate(zip(self._here.tolist(), self._sampled, strict=True)):
             if token == BAD:
                 result.bad_rows[i] = BAD_ROW
@@ -116,9 +120,11 @@ class DeviceDraw:
 
     Args:
         max_rows: of one step.
+        check: called when the host has waited for draws, before anyone sees them; raises when they mean nothing.
     """
 
-    def __init__(self, device: torch.device, max_rows: int) -> None:
+    def __init__(self, device: torch.device, max_rows: int, check: Callable[[], None] = lambda: None) -> None:
+        self._check = check
         self._on_device = device.type == "cuda"
         self._uploads = [[Upload(device) for _ in range(4)] for _ in range(_TURNS)]
         self._here = [torch.zeros(max_rows, dtype=torch.int32, pin_memory=self._on_device) for _ in range(_TURNS)]
@@ -167,7 +173,7 @@ class DeviceDraw:
         if wanted:
             tops = [some[row].top_logprobs or 0 for row in wanted]
             logprobs = [sampled[row] for row in wanted], LogprobsOut(asked, wanted, tops, logits, drawn)
-        out = Drawn(here, list(sampled), len(seqs), on_device=self._on_device)
+        out = Drawn(here, list(sampled), len(seqs), on_device=self._on_device, check=self._check)
         out.logprobs = logprobs
         out.refusals = {row: constraint.trouble or EMPTY_CHOICE for row, constraint in constraints.items()}
         return out

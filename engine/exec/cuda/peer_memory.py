@@ -40,7 +40,7 @@ class PeerMemory:
         return bytes(handle)
 
     def open(self, handle: bytes) -> int:
-        """Map what another process allocated. Returns: its address here. Raises: ConfigError: the GPUs do not reach each other."""
+        """Map what another process allocated. Returns: its address here. Raises: ConfigError: this GPU does not reach it."""
         found = ctypes.c_uint64()
         self._call("cuIpcOpenMemHandle_v2", ctypes.byref(found), _Handle.from_buffer_copy(handle), _LAZY_PEER_ACCESS)
         self._mapped.append(found.value)

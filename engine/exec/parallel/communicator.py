@@ -97,10 +97,11 @@ class HostCommunicator:
         self.on_progress: Callable[[], None] = lambda: None
         self._deadline = timedelta(seconds=deadline_s)
         self._sends: deque[tuple[Any, Tensor]] = deque()
-        store, device = self._guarded(lambda: _meet(rendezvous, place, self._deadline, host))
-        self._world = self._group(store, "world", place.rank, place.num_ranks, device)
+        self.store, device = self._guarded(lambda: _meet(rendezvous, place, self._deadline, host))
+        """Where the ranks met, for groups of other kinds."""
+        self._world = self._group(self.store, "world", place.rank, place.num_ranks, device)
         shard = place.shard
-        self._peers = self._group(store, f"stage{place.stage}", shard.rank, shard.degree, device)
+        self._peers = self._group(self.store, f"stage{place.stage}", shard.rank, shard.degree, device)
 
     def _group(self, store: Any, name: str, rank: int, size: int, device: Any) -> Any:
         options = _dist.ProcessGroupGloo._Options()

@@ -95,10 +95,14 @@ def connect(
     """To the other ranks, over what fits the device; None: there are none. Raises: ConfigError; RunnerLost."""
     if place.num_ranks == 1:
         return None
-    if device != "cpu":
-        raise ConfigError("device", device, f"{place.num_ranks} ranks compute on CPUs only")
-    communicator = HostCommunicator(place, rendezvous=rendezvous, deadline_s=deadline_s, host=host)
+    communicator: Communicator = HostCommunicator(place, rendezvous=rendezvous, deadline_s=deadline_s, host=host)
     communicator.on_progress = progress
+    if device == "cuda":
+        # Here and not above: nothing on the CPU's path imports Triton.
+        from diptych.engine.exec.cuda.communicator import CudaCommunicator
+
+        communicator = CudaCommunicator(communicator, deadline_s=deadline_s)
+        communicator.on_progress = progress
     return communicator
 
 

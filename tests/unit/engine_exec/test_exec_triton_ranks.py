@@ -1,0 +1,60 @@
+"""A model on several ranks of the Triton back end gives the tokens that it gives on one. Kernels are interpreted, and ranks are
+threads; what the GPUs do between them has tests of its own, see tests/kernels/test_triton_all_reduce.py."""
+
+from __future__ import annotations
+
+import random
+import threading
+
+import pytest
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+from triton import knobs
+
+from diptych_tests.rank_threads import ThreadedRanks
+
+# The interpreter of Triton 3.6 takes loop bounds out of one-element arrays.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Conversion of an array with ndim:DeprecationWarning"),
+    pytest.mark.skipif(not knobs.runtime.interpret, reason="set TRITON_INTERPRET=1"),
+]
+SHAPE = {
+    "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 96,
+    "num_hidden_layers": 2,
+}  # fmt: skip
+
+
+@pytest.fixture
+def one_kernel_at_a_time(monkeypatch):
+    """The interpreter keeps its place in one object for all threads."""
+    from triton.runtime.interpreter import GridExecutor
+
+    lock, call = threading.Lock(), GridExecutor.__call__
+
+    def locked(self, *args, **kwargs):
+        with lock:
+            return call(self, *args, **kwargs)
+
+    monkeypatch.setattr(GridExecutor, "__call__", locked)
+
+
+@pytest.mark.parametrize(("architecture", "degrees", "settings"), [
+    ("LlamaForCausalLM", (2, 1), {}),
+    ("LlamaForCausalLM", (1, 2), {}),
+    ("Qwen2ForCausalLM", (2, 1), {"batch_invariant": True}),
+], ids=["tensor", "pipeline", "batch-invariant"])  # fmt: skip
+def test_ranks_give_the_tokens_of_one(
+    one_kernel_at_a_time, model_dir_of, driver_of, architecture, degrees, settings
+):
+    folder = model_dir_of(architecture, **SHAPE)
+    rng = random.Random(4)
+    prompts = [[rng.randrange(320) for _ in range(length)] for length in (1, 9)]
+    common = {"num_blocks": 32, "block_size": 8, "backend": "triton", "num_threads": 1, **settings}
+    expected = driver_of(folder, **common).generate(prompts, 4, chunk=7)
+    ranks = ThreadedRanks(folder, *degrees, **common)
+    try:
+        assert all(runner.backend == "triton" for runner in ranks.runners)
+        assert driver_of(folder, runner=ranks).generate(prompts, 4, chunk=7) == expected
+    finally:
+        ranks.close()
