@@ -122,6 +122,7 @@ def _received(at, mask, addresses, limit_ptr, failed_ptr, epoch, room, SENDER: t
         left -= 1
     if late > 0:
         tl.store(failed_ptr, 1)
+        tl.store(limit_ptr, 0)  # nobody waits again
     return words
 
 

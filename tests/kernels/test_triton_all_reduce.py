@@ -126,6 +126,7 @@ def test_a_peer_that_sends_nothing_ends_the_wait():
     ranks.inboxes[0].limit.fill_(3)
     one_shot_all_reduce(torch.ones(1, 8), ranks.inboxes[0])
     assert int(ranks.inboxes[0].failed) == 1
+    assert int(ranks.inboxes[0].limit) == 0, "launches behind this one wait as long again"
 
 
 def test_what_does_not_fit_is_refused():

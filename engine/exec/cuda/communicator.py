@@ -43,6 +43,11 @@ _READ_S = 5e-7
 _MOST_READS = 2**31 - 1
 
 
+def reads_of(deadline_s: float) -> int:
+    """See Inboxes.limit."""
+    return min(_MOST_READS, int(deadline_s / _READ_S))
+
+
 class CudaCommunicator:
     """Implements Communicator on this thread's GPU.
 
@@ -56,6 +61,7 @@ class CudaCommunicator:
         self.place, self._host = host.place, host
         self.on_progress: Callable[[], None] = lambda: None
         self._device = torch.device("cuda", torch.cuda.current_device())
+        torch.cuda.synchronize(self._device)  # its context is this thread's from here on
         self._failed = torch.zeros(1, dtype=torch.int32, pin_memory=True)
         self._failed_here = self._failed.numpy()
         shard = self.place.shard
@@ -99,7 +105,7 @@ class CudaCommunicator:
                 tuple(addresses),
                 ROOM,
                 torch.zeros(PROGRAMS, dtype=torch.int32, device=self._device),
-                torch.full((1,), min(_MOST_READS, int(deadline_s / _READ_S)), dtype=torch.int32, device=self._device),
+                torch.full((1,), reads_of(deadline_s), dtype=torch.int32, device=self._device),
                 self._failed,
             )
             return memory, None
