@@ -60,13 +60,14 @@ class Inboxes:
     limit: Tensor
     failed: Tensor
 
+    def most(self, x: Tensor) -> int:
+        """Elements like those of x that can be sent at once; 0: such elements cannot be sent."""
+        return {2: 2 * self.room, 4: self.room}.get(x.element_size(), 0)
+
     def holds(self, x: Tensor, columns: int | None = None) -> bool:
-        """Whether x can be sent at once. Args: columns: of a row; None: they do not matter."""
-        if x.element_size() == 4:
-            return x.numel() <= self.room
-        return x.element_size() == 2 and (x.numel() if columns is None else columns) % 2 == 0 and (
-            x.numel() // 2 <= self.room
-        )  # fmt: skip
+        """Whether x can be sent at once. Args: columns: of a row that begins with a word of its own; None: none does."""
+        odd = (x.numel() if columns is None else columns) % 2
+        return x.numel() <= self.most(x) and not (odd and x.element_size() == 2)
 
 
 @triton.jit

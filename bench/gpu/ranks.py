@@ -183,7 +183,7 @@ def generate(
             rows = runner.execute(seqs).token_ids
         else:
             step = runner.launch(seqs, range(len(seqs)) if flying else ())
-            rows = flying.result().token_ids if flying else ()
+            rows = flying.result().token_ids if flying else []
             step.draw()
             flying = step
         for tokens, row in zip(out, rows, strict=False):
@@ -319,7 +319,7 @@ def steps(communicator: CudaCommunicator, layers: int, latencies: Rows, parts: S
 def fastest_us(latencies: Rows, rows: int) -> float:
     """Of an all-reduce alone, of the least message of at least so many rows."""
     row = next(row for row in latencies if row["rows"] >= rows)
-    return min(row[name] for name in ("one_shot_us", "nccl_us") if name in row)
+    return float(min(row[name] for name in ("one_shot_us", "nccl_us") if name in row))
 
 
 def lost(communicator: CudaCommunicator) -> dict[str, Any]:
@@ -413,7 +413,7 @@ def main() -> None:
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--devices", nargs="+", type=int, default=[0, 1], help="the GPU of each rank")
     parser.add_argument("--layers", type=int, default=80, help="of the 70B model")
-    parser.add_argument("--one-shot-kib", type=int, default=1024, help="larger messages are NCCL's")
+    parser.add_argument("--one-shot-kib", type=int, default=4096, help="larger messages are NCCL's")
     parser.add_argument("--deadline-s", type=float, default=420.0, help="of the ranks")
     parser.add_argument("--rank", type=int, default=-1, help=argparse.SUPPRESS)
     parser.add_argument("--rendezvous", default="", help=argparse.SUPPRESS)

@@ -36,7 +36,7 @@ from diptych.kernels.triton_quantize import QuantizedRows
 
 ROOM = 1 << 20
 """Words that a rank may send at once: 4 MiB of elements."""
-ONE_SHOT_BYTES = 1 << 20
+ONE_SHOT_BYTES = 4 << 20
 """Messages of more bytes are NCCL's: see docs/measurements/gpu-ranks.md."""
 _READ_S = 5e-7
 """One look for words that have not come yet."""
@@ -128,9 +128,10 @@ class CudaCommunicator:
         return bool(self._host.agree_min(int(len(set(cards)) == len(cards))))
 
     def _group(self, name: str, rank: int, size: int, deadline_s: float) -> Any:
-        options = dist.ProcessGroupNCCL.Options()
+        made: Any = dist  # parts of it are not typed
+        options = made.ProcessGroupNCCL.Options()
         options._timeout = timedelta(seconds=deadline_s)
-        group = dist.ProcessGroupNCCL(dist.PrefixStore(name, self._host.store), rank, size, options)
+        group = made.ProcessGroupNCCL(made.PrefixStore(name, self._host.store), rank, size, options)
         with self._guarded():  # connects
             group.allreduce([torch.zeros(1, device=self._device)]).wait()
             torch.cuda.synchronize(self._device)
@@ -156,7 +157,7 @@ class CudaCommunicator:
         inboxes = self._inboxes
         if inboxes is None or not x.is_contiguous() or not inboxes.holds(x, columns):
             return False
-        return self._peers is None or x.numel() * x.element_size() <= self.one_shot_bytes
+        return self._peers is None or x.nbytes <= self.one_shot_bytes
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """See Communicator."""
@@ -177,7 +178,7 @@ class CudaCommunicator:
         assert self._inboxes is not None
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
         flat, into = x.reshape(-1), out.view(-1)
-        step = ROOM * (4 // x.element_size())
+        step = self._inboxes.most(x)
         for first in range(0, flat.shape[0], step):
             into[first : first + step] = one_shot_all_reduce(flat[first : first + step].contiguous(), self._inboxes)
         return out
@@ -224,10 +225,10 @@ class CudaCommunicator:
     def _gathered_in_pieces(self, x: Tensor) -> Tensor:
         assert self._inboxes is not None
         rows, n = x.shape
-        even = n % 2 == 0 or x.element_size() == 4
+        even = self._inboxes.holds(x[:0], n)
         if not even:
             x = torch.nn.functional.pad(x, (0, 1))
-        step = max(1, ROOM * (4 // x.element_size()) // x.shape[1])
+        step = max(1, self._inboxes.most(x) // x.shape[1])
         out = torch.cat([gather_columns(x[i : i + step], self._inboxes) for i in range(0, rows, step)])
         return out if even else out.view(rows, self._degree, n + 1)[:, :, :n].reshape(rows, -1)
 
