@@ -95,15 +95,16 @@ def connect(
     """To the other ranks, over what fits the device; None: there are none. Raises: ConfigError; RunnerLost."""
     if place.num_ranks == 1:
         return None
-    communicator: Communicator = HostCommunicator(place, rendezvous=rendezvous, deadline_s=deadline_s, host=host)
-    communicator.on_progress = progress
-    if device == "cuda":
-        # Here and not above: nothing on the CPU's path imports Triton.
-        from diptych.engine.exec.cuda.communicator import CudaCommunicator
+    host_ranks = HostCommunicator(place, rendezvous=rendezvous, deadline_s=deadline_s, host=host)
+    host_ranks.on_progress = progress
+    if device != "cuda":
+        return host_ranks
+    # Here and not above: nothing on the CPU's path imports Triton.
+    from diptych.engine.exec.cuda.communicator import CudaCommunicator
 
-        communicator = CudaCommunicator(communicator, deadline_s=deadline_s)
-        communicator.on_progress = progress
-    return communicator
+    gpu_ranks = CudaCommunicator(host_ranks, deadline_s=deadline_s)
+    gpu_ranks.on_progress = progress
+    return gpu_ranks
 
 
 def _check_index(index: int) -> None:
