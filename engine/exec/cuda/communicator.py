@@ -11,6 +11,7 @@ Both can be captured in graphs, and neither syncs. The host's group (gloo) carri
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -54,11 +55,15 @@ class CudaCommunicator:
     Args:
         host: of the same ranks.
         deadline_s: of each wait for another rank.
+        one_host: all ranks are on this one: they can map each other's memory, and NCCL meets on the loopback interface.
     Raises: ConfigError where GPUs neither reach each other's memory nor have NCCL; RunnerLost.
     """
 
-    def __init__(self, host: HostCommunicator, *, deadline_s: float) -> None:
+    def __init__(self, host: HostCommunicator, *, deadline_s: float, one_host: bool) -> None:
         self.place, self._host = host.place, host
+        self._one_host = one_host
+        if one_host:
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
         self.on_progress: Callable[[], None] = lambda: None
         self._device = torch.device("cuda", torch.cuda.current_device())
         torch.cuda.synchronize(self._device)  # its context is this thread's from here on
@@ -85,6 +90,8 @@ class CudaCommunicator:
         trouble: ConfigError | None = None
         memory: PeerMemory | None = None
         handle = bytes(64)
+        if not self._one_host:
+            return None, ConfigError("device", "cuda", "ranks on several hosts need NCCL, and a GPU each")
         try:
             memory = PeerMemory(2 * self._degree * ROOM * WORD_BYTES)
             handle = memory.handle()

@@ -102,7 +102,7 @@ def connect(
     # Here and not above: nothing on the CPU's path imports Triton.
     from diptych.engine.exec.cuda.communicator import CudaCommunicator
 
-    gpu_ranks = CudaCommunicator(host_ranks, deadline_s=deadline_s)
+    gpu_ranks = CudaCommunicator(host_ranks, deadline_s=deadline_s, one_host=rendezvous.startswith("file:"))
     gpu_ranks.on_progress = progress
     return gpu_ranks
 
