@@ -36,7 +36,9 @@ BENCHMARKS: dict[str, Benchmark] = {
     "kernels": Benchmark("kernels.kernels", "each Triton kernel beside its floor", "bench-gpu"),
     "matmul": Benchmark("kernels.matmul", "matrix products beside cuBLAS"),
     "gpu-step": Benchmark("gpu.step", "whole steps of an 8B model on one GPU", "bench-gpu"),
-    "gpu-ranks": Benchmark("gpu.ranks", "tensor parallelism over two GPUs: all-reduces, identity, steps of a 70B model"),
+    "gpu-ranks": Benchmark(
+        "gpu.ranks", "tensor parallelism over two GPUs: all-reduces, identity, steps of a 70B model"
+    ),
     "gpu-quantized": Benchmark("gpu.quantized", "whole steps with quantized weights, beside bf16"),
     "gpu-lora": Benchmark("gpu.lora", "whole steps with eight adapters, beside steps without"),
     "gpu-step-parts": Benchmark("gpu.step_parts", "what the parts of a step take"),

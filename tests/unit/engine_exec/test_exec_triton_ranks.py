@@ -44,9 +44,7 @@ def one_kernel_at_a_time(monkeypatch):
     ("LlamaForCausalLM", (1, 2), {}),
     ("Qwen2ForCausalLM", (2, 1), {"batch_invariant": True}),
 ], ids=["tensor", "pipeline", "batch-invariant"])  # fmt: skip
-def test_ranks_give_the_tokens_of_one(
-    one_kernel_at_a_time, model_dir_of, driver_of, architecture, degrees, settings
-):
+def test_ranks_give_the_tokens_of_one(one_kernel_at_a_time, model_dir_of, driver_of, architecture, degrees, settings):
     folder = model_dir_of(architecture, **SHAPE)
     rng = random.Random(4)
     prompts = [[rng.randrange(64) for _ in range(length)] for length in (1, 9)]
