@@ -33,6 +33,7 @@ from torch import Tensor
 
 from diptych.bench.gpu.step import GREEDY, LLAMA_8B, Rows, graph_seconds
 from diptych.bench.kernels.timing import graph_time_s, machine, matmul_peak, read_bandwidth
+from diptych.common import child
 from diptych.common.sampling import SamplingParams
 from diptych.engine.exec.backends.registry import plan_for
 from diptych.engine.exec.cuda.communicator import CudaCommunicator, reads_of
@@ -387,12 +388,11 @@ def run_all(parts: Sequence[str], args: argparse.Namespace, deadline_s: float) -
             "--devices", *map(str, args.devices),
         ]  # fmt: skip
         ranks = [
-            subprocess.Popen([*command, "--rank", str(rank)], stdout=subprocess.PIPE, text=True)
-            for rank in range(len(args.devices))
+            child.start([*command, "--rank", str(rank)], stdout=subprocess.PIPE) for rank in range(len(args.devices))
         ]
         try:
             out, _ = ranks[0].communicate(timeout=deadline_s)
-            for line in out.splitlines():
+            for line in out.decode().splitlines():
                 word, _, rest = line.partition(" ")
                 if word == "RESULT":
                     name, value = json.loads(rest)
