@@ -39,6 +39,7 @@ from diptych.engine.exec.backends.registry import plan_for
 from diptych.engine.exec.cuda.communicator import CudaCommunicator, reads_of
 from diptych.engine.exec.kv_pool import kv_format_of
 from diptych.engine.exec.loading import load_weights
+from diptych.engine.exec.methods.base import cut_out
 from diptych.engine.exec.model_runner import TorchModelRunner
 from diptych.engine.exec.models.description import ModelDescription
 from diptych.engine.exec.models.registry import describe
@@ -71,12 +72,14 @@ class RandomTensors:
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
 
-    def take(self, name: str, shape: tuple[int, ...], *, as_stored: bool = False) -> Tensor:
+    def take(
+        self, name: str, shape: tuple[int, ...], *, as_stored: bool = False, where: tuple[slice, ...] = ()
+    ) -> Tensor:
         if len(shape) == 1:
-            return torch.ones(shape, device="cuda", dtype=self._dtype)
+            return cut_out(torch.ones(shape, device="cuda", dtype=self._dtype), where)
         numbers = torch.Generator("cuda").manual_seed(sum(name.encode()) * 7919 + len(name))
         x = torch.empty(shape, device="cuda", dtype=self._dtype).normal_(generator=numbers)
-        return x.mul_(1.0 if "embed" in name else shape[1] ** -0.5)
+        return cut_out(x.mul_(1.0 if "embed" in name else shape[1] ** -0.5), where)
 
     def shape(self, name: str) -> tuple[int, ...] | None:
         return None
