@@ -69,10 +69,12 @@ def _router(config: RouterConfig) -> int:
 
 
 def _worker(config: WorkerConfig) -> int:
+    from diptych.common.collector import hold_collector
     from diptych.worker.config import lora_folders
     from diptych.worker.device_start import begin_device
 
     lora_folders(config.lora_dir)  # before the imports
+    hold_collector()
     begin_device(config.device, config.devices, config.degrees)
     from diptych.cli.worker_roles import run_worker  # takes seconds
 
@@ -84,6 +86,7 @@ def _serve(config: ServeConfig) -> int:
     from diptych.cli.progress import progress_on
     from diptych.cli.up.cluster_plan import own_name
     from diptych.cli.up.processes import require_free_port
+    from diptych.common.collector import hold_collector
     from diptych.worker.config import lora_folders
     from diptych.worker.device_start import begin_device
 
@@ -92,6 +95,7 @@ def _serve(config: ServeConfig) -> int:
     lora_folders(config.lora_dir)
     with progress_on() as progress:
         folder = resolve_model(config.model or DEFAULT_ALIASES[0], progress)
+    hold_collector()
     begin_device(config.device, config.devices, config.degrees)
     from diptych.cli.serve.command import run_serve  # takes seconds
 

@@ -106,6 +106,7 @@ async def serve(config: WorkerConfig, make_services: MakeServices) -> int:
         # The loading thread cannot be stopped and needs no cleanup.
         _exit(_exit_code(signals))
     model = loading.result()
+    set_collector()  # the store may be awaited for hours from here on
     if config.fault_step_gates:
         hold_steps(
             model.executor or cast(ModelRunner, model.runner),

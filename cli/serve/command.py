@@ -53,6 +53,7 @@ async def _serve(config: ServeConfig, model: Path, name: str, secret: Path) -> i
         asyncio.get_running_loop().add_signal_handler(number, on_signal, number)
     router_config, worker_config = config.parts(model=str(model), name=name, secret_file=str(secret))
     loaded = await asyncio.to_thread(load_model, worker_config, warmed_up_on(asyncio.get_running_loop()))
+    set_collector()
     store = MemoryStore(MonotonicClock())
     runtime = WorkerRuntime(worker_config, loaded, make_transfer=make_transfer, make_services=services_of, store=store)
 
