@@ -8,14 +8,35 @@ from pathlib import Path
 from diptych.common.errors import ConfigError
 from diptych.common.kv_format import SAME_DTYPE
 from diptych.common.kv_groups import PoolDemand
+from diptych.common.kv_parts import split
 from diptych.common.model_files import read_json_object
 from diptych.engine.capacity import CacheOf, cache_of, capacity_line, held_lines, kibibytes
 from diptych.engine.sched.lifecycle.swap_cost import Rates, break_even_copy_bytes_per_s, break_even_tokens
 from diptych.worker.defaults import CPU
+from diptych.worker.degrees import Degrees, check_degrees
 
 _GIB = 1 << 30
 _MIB = 1 << 20
 _SERVED_DTYPE = CPU["dtype"]
+
+
+def ranks_report(cache: CacheOf, degrees: Degrees, *, memory_gib: float = 0.0) -> list[str]:
+    """What each rank holds. Args: memory_gib: of each rank. Raises: ConfigError when KV cannot be divided in this way."""
+    parts = split(cache.kv, tensor_parallel=degrees.tensor_parallel, pipeline=degrees.pipeline)
+    sizes = [part.bytes_per_token for part in parts]
+    whole = cache.bytes_per_token
+    lines = [
+        f"{degrees.num_ranks} ranks ({degrees}): {kibibytes(max(sizes))} per token of each, {whole / max(sizes):.3g}x less"
+    ]
+    if sum(sizes) > whole:
+        lines.append(f"(KV heads are replicated: {kibibytes(sum(sizes))} per token of all ranks together)")
+    if memory_gib:
+        demand = PoolDemand(CPU["max_num_seqs"], CPU["max_num_batched_tokens"])
+        blocks = min(demand.most_blocks(part, int(memory_gib * _GIB)) for part in parts)
+        lines.append(
+            f"{memory_gib:g} GiB of each rank hold: {capacity_line(cache.kv, demand.group_blocks(cache.kv, blocks))}"
+        )
+    return lines
 
 
 def capacity_report(cache: CacheOf, *, block_size: int, memory_gib: float = 0.0) -> list[str]:
@@ -76,6 +97,8 @@ def run_capacity(
     memory_gib: float = 0.0,
     prefill_rate: float = 0.0,
     copy_rate: float = 0.0,
+    tensor_parallel: int = 1,
+    pipeline: int = 1,
 ) -> int:
     """Print the report.
 
@@ -83,6 +106,7 @@ def run_capacity(
         model: a config.json, a folder, or a value that `diptych model` accepts.
         dtype: of the computation; empty: the config's, and the report says where `diptych up` would use another.
         kv_cache_dtype: of the cache: `dtype`, or a quantized one.
+        tensor_parallel, pipeline: of a worker with several ranks, whose sizes are reported, too.
     Raises: ConfigError.
     """
     path = Path(model)
@@ -101,6 +125,10 @@ def run_capacity(
             0,
             f"in the config's {cache.dtype}; `diptych up` serves {_SERVED_DTYPE} on a CPU unless --dtype says otherwise",
         )
+    check_degrees(tensor_parallel, pipeline)
+    degrees = Degrees(tensor_parallel, pipeline)
+    if degrees.num_ranks > 1:
+        lines += ranks_report(cache, degrees, memory_gib=memory_gib)
     if prefill_rate or copy_rate:
         lines += break_even_report(cache, prefill_tokens_per_s=prefill_rate, copy_gib_per_s=copy_rate)
     print("\n".join(lines))

@@ -287,6 +287,10 @@ def _register_small(app: typer.Typer) -> None:
         memory_gib: Annotated[float, typer.Option(help="Show how many tokens fit into this much memory.")] = 0.0,
         prefill_rate: Annotated[float, typer.Option(help="Tokens/s; with --copy-rate: show when swapping pays.")] = 0.0,
         copy_rate: Annotated[float, typer.Option(help="GiB/s between the cache and the host tier.")] = 0.0,
+        tensor_parallel_size: Annotated[
+            int, typer.Option(help="Ranks that divide the heads: show what each holds.")
+        ] = 1,
+        pipeline_parallel_size: Annotated[int, typer.Option(help="Stages that divide the layers, likewise.")] = 1,
     ) -> None:
         """Show the size of a token's KV cache. Of any Hugging Face config."""
         from diptych.cli.capacity import run_capacity
@@ -302,6 +306,8 @@ def _register_small(app: typer.Typer) -> None:
                 memory_gib=memory_gib,
                 prefill_rate=prefill_rate,
                 copy_rate=copy_rate,
+                tensor_parallel=tensor_parallel_size,
+                pipeline=pipeline_parallel_size,
             )
         )
 

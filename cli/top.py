@@ -61,6 +61,12 @@ def _gpu(worker: dict[str, Any], prefix: str = "") -> str:
     return f"{prefix}{100 * gpu['busy']:.0f}%{''.join(f'!{reason}' for reason in gpu['throttled'])}" if gpu else ""
 
 
+def _ranks(worker: dict[str, Any]) -> str:
+    """As "2" or "2x2", stages second; empty: one rank."""
+    degree, stages = worker.get("tensor_parallel", 1), worker.get("pipeline", 1)
+    return f"{degree}x{stages}" if stages > 1 else str(degree) if degree > 1 else ""
+
+
 def models_of(status: dict[str, Any]) -> list[tuple[str, list[dict[str, Any]]]]:
     """(model, its workers) of every model that the router serves."""
     every = [status, *status.get("more_models", [])]
@@ -124,7 +130,18 @@ def view(status: dict[str, Any], width: int, url: str = "") -> Any:
 _GAP = 2
 """Characters between two columns."""
 _LEFT = ("model", "worker", "role", "state", "index")
-_LEFT_OUT_FIRST = ("index", "prefill tok/s", "step", "prompt tokens", "waiting", "role", "GPU", "KV", "running")
+_LEFT_OUT_FIRST = (
+    "index",
+    "prefill tok/s",
+    "step",
+    "prompt tokens",
+    "waiting",
+    "role",
+    "ranks",
+    "GPU",
+    "KV",
+    "running",
+)
 """Where a terminal is too narrow for all columns: names and states are never cut."""
 
 
@@ -146,13 +163,14 @@ def _workers(models: list[tuple[str, list[dict[str, Any]]]], width: int) -> Any:
             "prefill tok/s": f"{w['prefill_tokens_per_s']:.0f}",
             "step": seconds(w["decode_step_s"] or None),
             "GPU": _gpu(w),
+            "ranks": _ranks(w),
             "index": w["index_mode"],
         }
         for model, found in models
         for w in found
     ]
     useless = {"model"} if len(models) == 1 else set()
-    useless |= set() if any(row["GPU"] for row in rows) else {"GPU"}
+    useless |= {name for name in ("GPU", "ranks") if not any(row[name] for row in rows)}
     names = [name for name in (rows[0] if rows else ("worker",)) if name not in useless]
 
     def wants(name: str) -> int:

@@ -85,7 +85,7 @@ class LoadedModel:
         config: the settings with the device's defaults filled in; None: of a CPU.
         kernels: the back ends: native, torch or triton, with their blocks where there are several.
         refused: which faster back end refuses which blocks, and why; empty: none.
-        gpu_uuid: of the GPU that computes; empty: a CPU does, or several ranks.
+        gpu_uuid: of the GPU that computes, the first rank's where there are several, which work in step; empty: a CPU does.
         rank_gpus: UUID of each rank's GPU, where there are several ranks on GPUs.
         rank_link: the worst connection between two of these GPUs, in words; empty: unknown, or there are no two.
     """
@@ -288,7 +288,7 @@ def _load(
         config=config,
         kernels=able.kernels,
         refused=able.refused,
-        gpu_uuid="" if gpus else device.uuid,
+        gpu_uuid=gpus[0].uuid if gpus else device.uuid,
         rank_gpus=tuple(gpu.uuid for gpu in gpus),
         rank_link=_link_of(gpus),
     )
@@ -355,6 +355,7 @@ def _start_ranks(
                 sampler=degrees.sampler,
                 deadline_s=_CALL_S,
                 start_deadline_s=_START_S,
+                silence_s=config.rank_silence_s,
             )
         except ExecutorLost as error:
             raise InternalError(f"the ranks did not start: {error}") from None

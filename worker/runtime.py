@@ -179,7 +179,13 @@ class WorkerRuntime:
             enable_prefix_caching=config.enable_prefix_caching,
         )
         compat = model.compat
-        self.metrics.describe_model(method=compat.method, dtype=compat.compute_dtype, kernels=compat.backend)
+        self.metrics.describe_model(
+            method=compat.method,
+            dtype=compat.compute_dtype,
+            kernels=compat.backend,
+            tensor_parallel=config.tensor_parallel_size,
+            pipeline=config.pipeline_parallel_size,
+        )
         self.metrics.block_bytes, self.metrics.block_size = model.compat.kv.block_bytes, config.block_size
         self.library: AdapterLibrary | None = None
         """None: this worker serves no adapters."""
@@ -263,8 +269,7 @@ class WorkerRuntime:
             self._factories = self._make_services(self)
             self._role = Role(self.config.role, self._factories)
             await self._listen()
-            if self.model.executor is None:
-                self.model.runner.expect_compiled()
+            self.model.runner.expect_compiled()
         except BaseException:
             await self._close_metrics()
             if self._transfer is not None:
@@ -377,7 +382,14 @@ class WorkerRuntime:
             transport_bytes_per_s=self.transfer.bytes_per_s,
             link_bytes_per_s=self.role.link_rates(),
             metrics_address=host_port(host, self.metrics_port) if self.metrics_port else "",
-            settings=settings_of(self.config, self.model.kernels, self.model.refused, self.model.compat.method),
+            settings=settings_of(
+                self.config,
+                self.model.kernels,
+                self.model.refused,
+                self.model.compat.method,
+                rank_link=self.model.rank_link,
+                rank_gpus=self.model.rank_gpus,
+            ),
             uptime_s=self.clock.now() - self._began,
             preemption=wire.preemption_to_proto(self.preemption_rates(), self.tiers()),
             gpu=gpu_to_proto(self.gpu.numbers()) if self.gpu is not None else None,
@@ -431,6 +443,8 @@ class WorkerRuntime:
             request_fields=wire.REQUEST_FIELDS,
             max_loras=self._lora_sizes[0],
             max_lora_rank=self._lora_sizes[1],
+            tensor_parallel=self.config.tensor_parallel_size,
+            pipeline=self.config.pipeline_parallel_size,
             num_blocks=self.model.runner.capabilities.num_blocks,
             block_size=self.config.block_size,
             max_model_len=self.model.runner.capabilities.max_model_len,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 from diptych.common.compiled import NativeError, find_compiler
 from diptych.engine.messages import EngineStats
@@ -25,6 +26,7 @@ SETTINGS = (
         "max_step_time_s",
     ),
     *("mixed_step_time_s", "max_mixed_prefill_tokens", "num_host_blocks", "disk_kv_dir", "kv_store", "preemption_mode"),
+    *("tensor_parallel_size", "pipeline_parallel_size"),
     *("transport", "slab_bytes", "num_slabs", "enable_prefix_caching"),
     *("enable_lora", "max_loras", "max_lora_rank", "max_cpu_loras"),
 )
@@ -42,18 +44,27 @@ def engine_numbers(stats: EngineStats) -> dict[str, float]:
     return numbers | adapters | {f"{tier}_usage": usage for tier, usage in stats.tier_usage}
 
 
-def settings_of(config: WorkerConfig, kernels: str = "", refused: str = "", method: str = "") -> dict[str, str]:
+def settings_of(
+    config: WorkerConfig,
+    kernels: str = "",
+    refused: str = "",
+    method: str = "",
+    rank_link: str = "",
+    rank_gpus: Sequence[str] = (),
+) -> dict[str, str]:
     """Settings by name.
 
     Args:
         kernels, refused: see LoadedModel. The available C compiler is listed beside them, or "".
         method: of the weights, see Compat.
+        rank_link, rank_gpus: see LoadedModel; the number of different GPUs is listed.
     """
     try:
         compiler = find_compiler()
     except NativeError:
         compiler = ""
     chosen = {"kernels": kernels, "kernels_refused": refused, "compiler": compiler, "method": method}
+    chosen |= {"rank_link": rank_link, "rank_gpus": str(len(set(rank_gpus)))}
     return {name: str(getattr(config, name)) for name in SETTINGS} | chosen
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from diptych.cli.doctor import adapters as doctor_adapters
 from diptych.cli.doctor import gpus as doctor_gpus
 from diptych.cli.doctor import hosts as doctor_hosts
+from diptych.cli.doctor import ranks as doctor_ranks
 from diptych.cli.doctor import serving as doctor_serving
 from diptych.cli.doctor.facts import Facts
 from diptych.cli.doctor.verdict import Level, Verdict, info
@@ -32,6 +33,7 @@ CHECKS: tuple[Callable[[Facts], Iterator[Verdict]], ...] = (
     doctor_adapters.adapters,
     doctor_hosts.transport,
     doctor_gpus.gpus,
+    doctor_ranks.ranks,
     doctor_hosts.kernels,
     doctor_hosts.cores,
     doctor_hosts.limits,

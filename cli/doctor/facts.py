@@ -94,6 +94,10 @@ class Worker:
             return default
 
     @property
+    def num_ranks(self) -> int:
+        return self.setting("tensor_parallel_size", 1) * self.setting("pipeline_parallel_size", 1)
+
+    @property
     def on_gpu(self) -> bool:
         return self.settings.get("device", "cpu").startswith("cuda")
 

@@ -93,6 +93,8 @@ def _nvlink(worker: Worker, now: Gpu, before: Gpu, facts: Facts) -> Iterator[Ver
         if peer.gpu is not None and peer.host.hostname == worker.host.hostname
     ]
     moved = worker.rise("kv_bytes_received")
+    if worker.num_ranks > 1 or any(peer.num_ranks > 1 for peer in facts.of("prefill")):
+        return  # their KV goes through host memory
     if worker.role != "decode" or not peers or now.uuid in peers or moved < MIN_KV_BYTES or "tcp" in worker.path:
         return
     if not now.nvlinks:

@@ -108,7 +108,8 @@ def transport(facts: Facts) -> Iterator[Verdict]:
     for worker in facts.answering:
         path, speed = worker.path, f"{amount(worker.bytes_per_s)}B/s"
         slow_path = "tcp" in path
-        if worker.on_gpu and slow_path:
+        through_host = any(one.num_ranks > 1 for one in facts.answering)
+        if worker.on_gpu and slow_path and not through_host:
             missing = "; ".join(worker.host.rdma_missing) or "the transport found no better path"
             yield bad(
                 "transport",
@@ -116,7 +117,7 @@ def transport(facts: Facts) -> Iterator[Verdict]:
                 "install what is missing, or --transport nixl; --require-transport makes a slow path an error at the start",
             )
             continue
-        floor = MIN_GPU_BYTES_PER_S if worker.on_gpu else MIN_LOOPBACK_BYTES_PER_S
+        floor = MIN_GPU_BYTES_PER_S if worker.on_gpu and not through_host else MIN_LOOPBACK_BYTES_PER_S
         if 0 < worker.bytes_per_s < floor:
             yield warn(
                 "transport",
@@ -163,7 +164,7 @@ def _links(facts: Facts) -> Iterator[Verdict]:
 
 def _slow_below(worker: Worker) -> float:
     """Bytes/s of whole reads. A GPU's self-test copies within its own memory, ten times as fast as any link."""
-    return MIN_GPU_BYTES_PER_S if worker.on_gpu else SLOW_LINK * worker.bytes_per_s
+    return MIN_GPU_BYTES_PER_S if worker.on_gpu and worker.num_ranks == 1 else SLOW_LINK * worker.bytes_per_s
 
 
 def clocks(facts: Facts) -> Iterator[Verdict]:
@@ -252,7 +253,7 @@ def kernels(facts: Facts) -> Iterator[Verdict]:
 def cores(facts: Facts) -> Iterator[Verdict]:
     by_host: dict[str, list[int]] = {}
     for worker in facts.answering:
-        by_host.setdefault(worker.host.hostname, []).append(worker.setting("threads", 1))
+        by_host.setdefault(worker.host.hostname, []).append(max(worker.setting("threads", 1), worker.num_ranks))
     for name, threads in by_host.items():
         host = next(worker.host for worker in facts.answering if worker.host.hostname == name)
         on_cpu = any(not worker.on_gpu for worker in facts.answering if worker.host.hostname == name)
@@ -260,7 +261,8 @@ def cores(facts: Facts) -> Iterator[Verdict]:
             yield warn(
                 "cores",
                 f"{name}: {sum(threads)} compute threads of {len(threads)} workers on {host.cpus} cores",
-                "lower --threads, or spread the workers: threads that wait for a core spin and slow the others",
+                "lower --threads or the number of ranks, or spread the workers: threads that wait for a core spin and slow the "
+                "others",
             )
         elif host.load_1m > 1.5 * host.cpus:
             yield warn(

@@ -84,6 +84,8 @@ def decode_record(raw: bytes) -> WorkerRecord:
         ("event_epoch", 0),
         ("max_loras", 0),
         ("max_lora_rank", 0),
+        ("tensor_parallel", 1),
+        ("pipeline", 1),
     ):
         if not least <= getattr(record, name) <= MAX_COUNT:
             raise BadRowError(f"{name}: out of range")

@@ -73,6 +73,10 @@ class WorkerRecord(msgspec.Struct, frozen=True):
     """LoRA adapters whose requests run in one step; 0: it serves none."""
     max_lora_rank: int = 0
     """The largest rank of an adapter that it serves."""
+    tensor_parallel: int = 1
+    """Ranks of each of its pipeline stages."""
+    pipeline: int = 1
+    """Its pipeline stages."""
 
     @property
     def event_sequences(self) -> tuple[int, ...]:

@@ -80,6 +80,8 @@ def _record(member: Member[WorkerLink], loads: Mapping[str, WorkerLoad]) -> dict
         "block_size": record.block_size,
         "kv_bytes_per_token": record.kv_bytes_per_token,
         "max_num_seqs": record.max_num_seqs,
+        "tensor_parallel": record.tensor_parallel,
+        "pipeline": record.pipeline,
         "kv_usage": load.kv_usage,
         "running": load.num_running,
         "waiting": load.num_waiting,

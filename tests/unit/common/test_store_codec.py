@@ -22,6 +22,8 @@ RECORD = worker_record(
     event_epoch=3,
     max_loras=8,
     max_lora_rank=16,
+    tensor_parallel=2,
+    pipeline=3,
     load=WorkerLoad(
         prefill_tokens_per_s=3.5,
         link_bytes_per_s={"p1": 2.0},
@@ -88,6 +90,8 @@ def test_broken_pending_rows_are_refused(fields):
         ({"load": WorkerLoad(gpu=GpuLoad(throttled=("x" * 65,)))}, "load.gpu.throttled"),
         ({"max_loras": -1}, "max_loras"),
         ({"max_lora_rank": 2**60}, "max_lora_rank"),
+        ({"tensor_parallel": 0}, "tensor_parallel"),
+        ({"pipeline": 2**60}, "pipeline"),
         ({"load": WorkerLoad(adapters={"french": 1})}, "load.adapters"),
         ({"load": WorkerLoad(adapters={"0f" * 16: -1})}, "load.adapters"),
         ({"load": WorkerLoad(adapters={f"{i:032x}": 0 for i in range(1025)})}, "load.adapters"),
