@@ -51,6 +51,25 @@ def test_llama_3_70b_takes_320_kib_per_token_in_fp16(tmp_path, capsys):
         assert "16.0 whole contexts" in out
 
 
+def test_23_what_each_rank_holds_is_shown(tmp_path, capsys):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_3_70B))
+    for degrees, expected in (
+        ({"tensor_parallel": 4}, ["4 ranks (tensor parallel 4, pipeline 1): 80 KiB per token of each, 4x less"]),
+        (
+            {"tensor_parallel": 16, "pipeline": 2, "memory_gib": 10.0},
+            [
+                "32 ranks (tensor parallel 16, pipeline 2): 20 KiB per token of each, 16x less",
+                "(KV heads are replicated: 640 KiB per token of all ranks together)",
+                "10 GiB of each rank hold: KV: 32,768 blocks x 16 tokens = 524,288 tokens, 320 KiB per token",
+            ],
+        ),
+    ):
+        assert run_capacity(str(tmp_path), dtype="float16", **degrees) == 0
+        assert capsys.readouterr().out.splitlines()[-len(expected) :] == expected
+    with pytest.raises(ConfigError, match="pipeline_parallel_size=0"):
+        run_capacity(str(tmp_path), pipeline=0)
+
+
 def test_a_quantized_cache_is_counted_with_its_scales(tmp_path, capsys):
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_3_70B))
     assert run_capacity(str(tmp_path), kv_cache_dtype="int8", memory_gib=40.0) == 0

@@ -18,6 +18,7 @@ from diptych.common.block_identity import IdentityHeader, identity_facts
 from diptych.common.store.interface import StoreError
 from diptych.common.store.worker_record import WorkerRecord
 from diptych.router.cluster.compatibility import RouterCheck
+from diptych.worker.visible_gpus import OTHER_NODE
 
 SETTINGS = {
     "device": "cpu",
@@ -108,6 +109,7 @@ def test_an_incompatible_pair_is_one_verdict_though_the_router_names_it_among_it
 
 
 GPU = {**SETTINGS, "device": "cuda:0"}
+RANKS = {**GPU, "tensor_parallel_size": "2", "rank_gpus": "2", "rank_link": "NVLink"}
 RDMA = replace(HOST, rdma_devices=("mlx5_0",))
 ONE_PROCESS = {
     **STATUS,
@@ -184,6 +186,15 @@ HOST_TIER = {**SETTINGS, "num_host_blocks": "100", "preemption_mode": "auto"}
         ("rdma", Level.INFO, "no RDMA device on these hosts", facts(replace(PREFILL, host=replace(HOST, rdma_missing=("kernel module ib_uverbs is not loaded",))))),
         ("rdma", Level.OK, "faster than TCP", facts(replace(PREFILL, path="nixl:rc", host=RDMA), replace(DECODE, path="nixl:rc", host=RDMA))),
         ("preemptions", Level.WARN, "0 preemptions during the sample, 9 since", facts(decode=replace(DECODE, before=dict(DECODE.before) | {"preemptions_total": 9.0}, after=dict(DECODE.after) | {"preemptions_total": 9.0}))),
+        ("ranks", Level.OK, "d0: 2 ranks (tensor parallel 2, pipeline 1) on CPU cores", facts(decode=replace(DECODE, settings={**SETTINGS, "tensor_parallel_size": "2"}))),
+        ("ranks", Level.OK, "NVLink between their GPUs", facts(decode=replace(DECODE, settings=RANKS))),
+        ("ranks", Level.OK, "PCIe between their GPUs", facts(decode=replace(DECODE, settings={**RANKS, "tensor_parallel_size": "1", "pipeline_parallel_size": "2", "rank_link": "PCIe"}))),
+        ("ranks", Level.INFO, "NVML does not say", facts(decode=replace(DECODE, settings={**RANKS, "rank_link": ""}))),
+        ("ranks", Level.WARN, "what they exchange in every layer goes over PCIe", facts(decode=replace(DECODE, settings={**RANKS, "rank_link": "PCIe"}))),
+        ("ranks", Level.WARN, "in every layer crosses NUMA nodes", facts(decode=replace(DECODE, settings={**RANKS, "rank_link": OTHER_NODE}))),
+        ("ranks", Level.WARN, "on 1 GPUs: ranks that share one", facts(decode=replace(DECODE, settings={**RANKS, "rank_gpus": "1"}))),
+        ("cores", Level.WARN, "9 compute threads", facts(decode=replace(DECODE, settings={**SETTINGS, "tensor_parallel_size": "4", "pipeline_parallel_size": "2"}))),
+        ("transport", Level.OK, "d0: ucx:tcp at 2.0 GB/s", facts(decode=replace(DECODE, settings=RANKS))),
         ("swap", Level.INFO, "not measured yet", facts(decode=replace(DECODE, settings=HOST_TIER))),
         ("tokenizer", Level.OK, "p95 1 ms", facts()),
         ("balance", Level.WARN, "both pools", facts(moved(PREFILL, computed_tokens_total=590.0), moved(DECODE, steps=95.0))),
@@ -216,7 +227,7 @@ CAN_BE = {
         "cluster": (OK, BAD, UNKNOWN), "time": (OK, INFO, WARN, BAD), "balance": (OK, INFO, WARN), "batch": (OK, INFO, WARN),
         "preemptions": (OK, WARN, BAD), "swap": (OK, INFO, WARN), "kv": (OK, WARN, BAD), "cache": (OK, WARN),
         "tokenizer": (OK, WARN), "adapters": (OK, WARN, BAD), "fallbacks": (OK, WARN, BAD), "errors": (INFO, WARN), "transport": (OK, WARN, BAD),
-        "rdma": (OK, INFO, WARN), "link": (OK, INFO, WARN), "kernels": (OK, WARN), "cores": (OK, WARN), "limits": (OK, WARN, BAD), "clock": (OK, WARN, BAD),
+        "rdma": (OK, INFO, WARN), "link": (OK, INFO, WARN), "ranks": (OK, INFO, WARN), "kernels": (OK, WARN), "cores": (OK, WARN), "limits": (OK, WARN, BAD), "clock": (OK, WARN, BAD),
     }.items()
     for level in levels
 }  # fmt: skip
@@ -224,7 +235,7 @@ CAN_BE = {
 
 def test_every_check_can_find_something() -> None:
     """No branch is dead: the table above has every pair of check and level in the code."""
-    assert len({check.__name__ for check in CHECKS}) == len(CHECKS) == 17
+    assert len({check.__name__ for check in CHECKS}) == len(CHECKS) == 18
     table = next(mark for mark in test_each_fault_is_named.pytestmark if mark.name == "parametrize").args[1]
     asked = {(row[0], row[1]) for row in table} | {(v.check, v.level) for v in examine(facts())}
     assert asked >= CAN_BE, CAN_BE - asked

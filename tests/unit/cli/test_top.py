@@ -52,6 +52,18 @@ def test_the_terminal_view_names_workers_and_reasons() -> None:
         assert words in out.getvalue()
 
 
+def test_23_ranks_are_a_column_where_a_worker_has_several() -> None:
+    many = [{**WORKER, "tensor_parallel": 2, "pipeline": 3}, {**WORKER, "id": "prefill-0", "tensor_parallel": 4}]
+    shown = []
+    for workers in (many, [WORKER]):
+        out = io.StringIO()
+        Console(file=out, width=160).print(view({**STATUS, "cluster": {"workers": workers}}, 160))
+        shown.append(out.getvalue())
+    assert "ranks" in shown[0]
+    assert [row.split()[-2] for row in shown[0].splitlines() if "EXACT" in row] == ["2x3", "4"]
+    assert "ranks" not in shown[1]
+
+
 def test_every_model_is_shown() -> None:
     both = {**STATUS, "more_models": [{"model": "other", "cluster": {"workers": [{**WORKER, "id": "decode-9"}]}}]}
     assert "decode-9=3r/1w/25%kv" in line_of(both, "12:00:00")

@@ -151,5 +151,16 @@ def test_the_caches_constants_are_labels() -> None:
 
 def test_the_method_of_the_weights_is_a_label() -> None:
     metrics = WorkerMetrics("decode", stats=EngineStats, clock=FakeClock())
-    metrics.describe_model(method="int4", dtype="float32", kernels="native")
-    assert value(metrics, "model_config_info", method="int4", dtype="float32", kernels="native") == 1
+    metrics.describe_model(method="int4", dtype="float32", kernels="native", tensor_parallel=2, pipeline=1)
+    assert (
+        value(
+            metrics,
+            "model_config_info",
+            method="int4",
+            dtype="float32",
+            kernels="native",
+            tensor_parallel="2",
+            pipeline="1",
+        )
+        == 1
+    )

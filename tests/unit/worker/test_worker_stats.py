@@ -22,7 +22,7 @@ def test_engine_numbers_leave_out_what_is_unknown() -> None:
 
 def test_settings_are_those_named_and_hold_no_secret() -> None:
     reported = settings_of(WorkerConfig(model="m", redis_url="redis://u:pw@h/0", secret_file="/s", max_num_seqs=9))
-    assert set(reported) == {*SETTINGS, "kernels", "kernels_refused", "compiler", "method"}
+    assert set(reported) == {*SETTINGS, "kernels", "kernels_refused", "compiler", "method", "rank_link", "rank_gpus"}
     assert reported["max_num_seqs"] == "9"
     assert "pw" not in str(reported)
 
