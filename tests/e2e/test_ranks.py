@@ -1,0 +1,118 @@
+"""`diptych up` and `diptych serve` with workers of several ranks answer over HTTP as one process does that computes alone."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from diptych.common.request import Prompt
+from diptych.common.sampling import SamplingParams
+from diptych.engine.messages import EngineRequest
+from diptych_tests.lora import adapter_engine
+from diptych_tests.quantized import write_llama
+
+pytestmark = pytest.mark.multiproc
+VOCAB, NEW = 320, 20
+PROMPTS = [[(7 * i + 31 * n) % VOCAB for i in range(length)] for n, length in enumerate((90, 150, 77))]
+FLAGS = ("--num-blocks", "96", "--max-model-len", "512")
+PATIENT = ("--startup-timeout-s", "1800", "--local-prefill-max-tokens", "0")
+ANSWER_S = 600.0
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random model of four layers, four heads and two KV heads."""
+    folder = write_llama(tmp_path_factory.mktemp("ranks") / "tiny", layers=4, vocab=VOCAB)
+    tokenizer = Tokenizer(
+        models.WordLevel({f"w{i}": i for i in range(VOCAB - 1)} | {"[UNK]": VOCAB - 1}, unk_token="[UNK]")
+    )
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def alone(model: Path) -> list[list[int]]:
+    """The ids of one process, with plain torch."""
+    engine, _ = adapter_engine(model, "torch")
+    sampling = SamplingParams(max_tokens=NEW, temperature=0.0, ignore_eos=True)
+    results = engine.generate([EngineRequest(f"r{n}", Prompt(tuple(p)), sampling) for n, p in enumerate(PROMPTS)])
+    return [result.token_ids for result in results]
+
+
+async def ask(url: str, **fields: Any) -> list[list[int]]:
+    """All prompts at once; the answers' ids."""
+    body = {"temperature": 0, "ignore_eos": True, "return_token_ids": True, "max_tokens": NEW, **fields}
+
+    async def one(client: httpx.AsyncClient, prompt: list[int]) -> list[int]:
+        answer = await client.post("/v1/completions", json={**body, "prompt": prompt})
+        assert answer.status_code == 200, answer.text
+        ids: list[int] = answer.json()["choices"][0]["token_ids"]
+        return ids
+
+    async with httpx.AsyncClient(base_url=url, timeout=ANSWER_S) as client:
+        return await asyncio.gather(*(one(client, prompt) for prompt in PROMPTS))
+
+
+def degrees(prefill: tuple[int, int], decode: tuple[int, int]) -> tuple[str, ...]:
+    """Flags of `up`. Each is (tensor parallel, pipeline)."""
+    roles = {"prefill": prefill, "decode": decode}
+    names = ("tensor-parallel-size", "pipeline-parallel-size")
+    return tuple(f"--{role}-{name}={n}" for role, pair in roles.items() for name, n in zip(names, pair, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode"),
+    [
+        ((2, 1), (1, 1)),
+        *(
+            pytest.param(prefill, decode, marks=pytest.mark.slow)
+            for prefill, decode in (
+                ((1, 1), (2, 1)),
+                ((2, 1), (2, 1)),
+                ((4, 1), (2, 1)),
+                ((2, 1), (4, 1)),
+                ((1, 2), (1, 1)),
+                ((2, 2), (2, 1)),
+                ((2, 1), (2, 2)),
+            )
+        ),
+    ],
+    ids=lambda pair: "x".join(map(str, pair)),
+)
+async def test_23_a_cluster_of_ranks_answers_as_one_process(
+    cluster_module: Any,
+    tmp_path: Path,
+    model: Path,
+    alone: list[list[int]],
+    prefill: tuple[int, int],
+    decode: tuple[int, int],
+) -> None:
+    flags = ("--model", str(model), *FLAGS, *PATIENT, *degrees(prefill, decode))
+    with cluster_module.running_cluster(tmp_path, *flags) as cluster:
+        before = cluster.audit("decode-0", full=False).kv_bytes_received
+        assert await ask(cluster.http_url) == alone
+        assert await ask(cluster.http_url) == alone, "from the caches of both pools"
+        cluster.wait_idle()
+        assert cluster.audit("decode-0", full=False).kv_bytes_received > before
+        assert cluster.audit("prefill-0").violations == cluster.audit("decode-0").violations == []
+        async with httpx.AsyncClient(timeout=ANSWER_S) as client:
+            workers = (await client.get(f"{cluster.http_url}/status.json")).json()["cluster"]["workers"]
+        assert {w["role"]: (w["tensor_parallel"], w["pipeline"]) for w in workers} == {
+            "prefill": prefill, "decode": decode,
+        }  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", ["--tensor-parallel-size=4", "--tensor-parallel-size=2 --pipeline-parallel-size=2"])
+async def test_23_one_server_of_ranks_answers_as_one_process(
+    cluster_module: Any, tmp_path: Path, model: Path, alone: list[list[int]], flags: str
+) -> None:
+    with cluster_module.running_serve(tmp_path, "--model", str(model), *FLAGS, *flags.split()) as serving:
+        assert await ask(serving.http_url) == alone
+        assert await ask(serving.http_url) == alone
