@@ -62,11 +62,18 @@ async def _serve(config: ServeConfig, model: Path, name: str, secret: Path) -> i
         scheme = "http" if config.tls_cert is None else "https"
         print(f"serving {name} on {scheme}://{addresses.http}/v1 and gRPC {addresses.grpc}", flush=True)
 
+    async def stop_with_the_worker() -> None:
+        await runtime.ended.wait()
+        log.error("the worker ended: the server stops")
+        stop.set()
+
+    watching = asyncio.create_task(stop_with_the_worker(), name="watch-the-worker")
     try:
         await runtime.start()
         if not stop.is_set():
             await router.serve(router_config, stop, hurry, on_started=announce, store=store)
     finally:
+        watching.cancel()
         await runtime.close()
     log.info("stopped")
     return 128 + received[0] if received else 1

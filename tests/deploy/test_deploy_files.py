@@ -399,3 +399,16 @@ def test_the_gpu_profile_is_a_whole_cluster_and_rdma_adds_to_it() -> None:
     more = yaml.safe_load((ROOT / "deploy" / "compose.rdma.yaml").read_text())["services"]
     assert set(more) == set(GPU_WORKERS)
     assert all("/dev/infiniband:/dev/infiniband" in service["devices"] for service in more.values())
+
+
+def test_23_the_gpu_profile_may_have_a_worker_of_ranks(parsed: Parsed) -> None:
+    more = yaml.safe_load((ROOT / "deploy" / "compose.ranks.yaml").read_text())["services"]
+    assert set(more) == set(GPU_WORKERS)
+    degrees = {}
+    for name, service in more.items():
+        environment = {**GPU_WORKERS[name]["environment"], **service["environment"]}
+        given = {key: default(value) for key, value in environment.items() if value and key != "DIPTYCH_CONFIG"}
+        config = parsed([default(word) for word in GPU_WORKERS[name]["command"]], given)
+        assert config.transport == "ucx", "the same one, through host memory"
+        degrees[config.role] = config.tensor_parallel_size
+    assert degrees == {"prefill": 1, "decode": 2}

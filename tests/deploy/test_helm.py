@@ -253,6 +253,26 @@ def test_gpus_rdma_and_models() -> None:
     assert objects["PodMonitor", ""]["spec"]["podMetricsEndpoints"][1]["port"] == "metrics"
 
 
+def test_23_a_worker_of_ranks_gets_its_degrees_and_a_gpu_for_each_rank(parsed: Parsed) -> None:
+    values = (
+        "decode.gpus=4",
+        "decode.tensorParallel=2",
+        "decode.pipelineParallel=2",
+        "decode.extraArgs={--device,cuda,--transport,ucx}",
+    )
+    objects = render(*OPEN, *values)
+    decode = container(objects, "decode")
+    config = parsed(
+        [a.replace("$(POD_NAME)", "d-1").replace("$(POD_IP)", "10.0.0.7") for a in decode["args"]], variables(decode)
+    )
+    assert (config.tensor_parallel_size, config.pipeline_parallel_size, config.kv_device) == (2, 2, "cpu")
+    assert decode["resources"]["limits"]["nvidia.com/gpu"] == 4
+    assert not [a for a in container(objects, "prefill")["args"] if "parallel" in a]
+    done = helm("template", "one", str(CHART), "--set", ",".join([*OPEN, "prefill.gpus=2", "prefill.tensorParallel=4"]))
+    assert done.returncode != 0
+    assert "prefill: tensorParallel times pipelineParallel is 4, and gpus 2" in done.stderr
+
+
 def test_a_misspelt_value_is_refused() -> None:
     """`prefil.replicas=3` was taken without a word, and the pool kept its default size."""
     for wrong in ("prefil.replicas=3", "prefill.replica=3", "metrics.podMonitor.enable=true", "worker.port=1"):

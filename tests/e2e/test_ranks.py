@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
@@ -106,6 +107,23 @@ async def test_23_a_cluster_of_ranks_answers_as_one_process(
         assert {w["role"]: (w["tensor_parallel"], w["pipeline"]) for w in workers} == {
             "prefill": prefill, "decode": decode,
         }  # fmt: skip
+
+
+def ranks_of(pid: int) -> list[psutil.Process]:
+    """The processes of the ranks below this one."""
+    below = psutil.Process(pid).children(recursive=True)
+    return [process for process in below if "diptych.engine.rank_process" in process.cmdline()]
+
+
+@pytest.mark.slow
+def test_23_a_server_ends_with_any_of_its_ranks(cluster_module: Any, tmp_path: Path, model: Path) -> None:
+    flags = ("--model", str(model), *FLAGS, "--tensor-parallel-size=2")
+    with cluster_module.running_serve(tmp_path, *flags) as serving:
+        ranks = ranks_of(serving.process.pid)
+        assert len(ranks) == 2
+        ranks[1].kill()
+        assert serving.process.wait(ANSWER_S) == 1, serving.log()
+        assert not any(rank.is_running() for rank in ranks)
 
 
 @pytest.mark.slow
