@@ -87,10 +87,11 @@ async def _serve_and_exit(config: WorkerConfig, make_services: MakeServices) -> 
     code = await serve(config, make_services)
     await asyncio.to_thread(tracing.close)
     # Everything is closed; an orderly teardown of the libraries would take seconds.
-    _exit(code)
+    exit_at_once(code)
 
 
-def _exit(code: int) -> NoReturn:
+def exit_at_once(code: int) -> NoReturn:
+    """Without an orderly teardown."""
     logging.shutdown()
     sys.stdout.flush()
     os._exit(code)
@@ -104,7 +105,7 @@ async def serve(config: WorkerConfig, make_services: MakeServices) -> int:
     await _first(loading, signals.once.wait())
     if not loading.done():
         # The loading thread cannot be stopped and needs no cleanup.
-        _exit(_exit_code(signals))
+        exit_at_once(_exit_code(signals))
     model = loading.result()
     set_collector()  # the store may be awaited for hours from here on
     if config.fault_step_gates:
@@ -119,7 +120,7 @@ async def serve(config: WorkerConfig, make_services: MakeServices) -> int:
     await _first(starting, signals.once.wait())
     if not starting.done():
         # The worker is not registered yet, so there is nothing to drain; it may be waiting for an unavailable store.
-        _exit(_exit_code(signals))
+        exit_at_once(_exit_code(signals))
     starting.result()
     set_collector()
     log.info("ready", address=runtime.address, transport=runtime.transfer.path, incarnation=runtime.incarnation)

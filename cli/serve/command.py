@@ -6,6 +6,7 @@ load model -> worker (decode, computes prompts itself) -> store in memory <- rou
 from __future__ import annotations
 
 import asyncio
+import shutil
 import signal
 import sys
 from pathlib import Path
@@ -24,7 +25,7 @@ from diptych.common.store.memory import MemoryStore
 from diptych.router import server as router
 from diptych.router.server import RouterAddresses
 from diptych.worker.model import load_model, warmed_up_on
-from diptych.worker.process import make_transfer, switch_interval_s
+from diptych.worker.process import exit_at_once, make_transfer, switch_interval_s
 from diptych.worker.runtime import WorkerRuntime
 
 log = structlog.get_logger(__name__)
@@ -52,7 +53,17 @@ async def _serve(config: ServeConfig, model: Path, name: str, secret: Path) -> i
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, on_signal, number)
     router_config, worker_config = config.parts(model=str(model), name=name, secret_file=str(secret))
-    loaded = await asyncio.to_thread(load_model, worker_config, warmed_up_on(asyncio.get_running_loop()))
+    loading = asyncio.create_task(
+        asyncio.to_thread(load_model, worker_config, warmed_up_on(asyncio.get_running_loop()))
+    )
+    stopping = asyncio.create_task(stop.wait())
+    await asyncio.wait((loading, stopping), return_when=asyncio.FIRST_COMPLETED)
+    stopping.cancel()
+    if not loading.done():
+        # The loading thread cannot be stopped, and an orderly end would wait for it.
+        shutil.rmtree(secret.parent, ignore_errors=True)
+        exit_at_once(128 + received[0])
+    loaded = loading.result()
     set_collector()
     store = MemoryStore(MonotonicClock())
     runtime = WorkerRuntime(worker_config, loaded, make_transfer=make_transfer, make_services=services_of, store=store)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -116,11 +117,19 @@ def ranks_of(pid: int) -> list[psutil.Process]:
 
 
 @pytest.mark.slow
-def test_23_a_server_ends_with_any_of_its_ranks(cluster_module: Any, tmp_path: Path, model: Path) -> None:
+def test_23_a_server_ends_with_any_of_its_ranks(
+    cluster_module: Any, tmp_path: Path, model: Path, alone: list[list[int]]
+) -> None:
     flags = ("--model", str(model), *FLAGS, "--tensor-parallel-size=2")
     with cluster_module.running_serve(tmp_path, *flags) as serving:
         ranks = ranks_of(serving.process.pid)
         assert len(ranks) == 2
+        hosts = [one.laddr.ip for rank in ranks for one in rank.net_connections("inet") if one.status == "LISTEN"]
+        assert set(hosts) == {"127.0.0.1"}, "only this machine reaches the ranks"
+        for rank in ranks:  # as a terminal's Ctrl-C, and a service manager, do to every process
+            rank.send_signal(signal.SIGINT)
+            rank.send_signal(signal.SIGTERM)
+        assert asyncio.run(ask(serving.http_url)) == alone
         ranks[1].kill()
         assert serving.process.wait(ANSWER_S) == 1, serving.log()
         assert not any(rank.is_running() for rank in ranks)

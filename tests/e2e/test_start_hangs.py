@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,6 +15,8 @@ from pathlib import Path
 
 import psutil
 import pytest
+
+from diptych.cli.up.processes import free_port
 
 pytestmark = pytest.mark.multiproc
 DEADLINE_S = 300.0
@@ -178,3 +181,22 @@ def test_2_8_a_detached_start_that_hangs_is_ended(cluster_module, model: Path, g
         os.kill(below_it, signal.SIGSTOP)
         front.send_signal(signal.SIGINT)
         front.wait(timeout=DEADLINE_S)
+
+
+def test_23_a_server_that_still_loads_its_model_ends_at_once(cluster_module, model, tmp_path):
+    """It waited for the end of the load; here that never comes."""
+    (model / "model.safetensors").unlink()
+    os.mkfifo(model / "model.safetensors")
+    temporary, log = tmp_path / "temporary", tmp_path / "serve.log"
+    temporary.mkdir()
+    ports = ("--http-port", str(free_port("127.0.0.1")), "--grpc-port", str(free_port("127.0.0.1")))
+    env = cluster_module.environment(tmp_path / "run") | {"TMPDIR": str(temporary)}
+    command = [sys.executable, "-P", "-m", "diptych.cli", "serve", "--model", str(model), *ports]
+    with log.open("wb") as output, subprocess.Popen(command, env=env, stdout=output, stderr=output) as process:
+        try:
+            wait_until(lambda: process.poll() is not None or "loading the model" in log.read_text(), "it loads")
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(DEADLINE_S) == 143, log.read_text()
+        finally:
+            process.kill()
+    assert not list(temporary.glob("diptych-serve-*"))

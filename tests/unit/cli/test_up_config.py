@@ -15,6 +15,7 @@ from diptych.cli.up.startup_message import startup_message
 from diptych.cli.up.supervisor import exit_reason, restart_delay_s
 from diptych.common.errors import ConfigError
 from diptych.worker.config import WorkerConfig
+from diptych.worker.degrees import Degrees
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -66,6 +67,35 @@ def test_5_8_what_the_workers_would_refuse_of_the_model_is_refused_before_they_s
     assert "max_model_len=513: must be at most the model's 512" in reported(max_model_len=513)
     with pytest.raises(ConfigError, match="max_model_len"):
         WorkerConfig(max_model_len=1)
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"tensor_parallel_size": 3}, "tensor_parallel_size=3: num_attention_heads=4 cannot be divided by it"),
+        ({"decode_tensor_parallel_size": 8}, "decode_tensor_parallel_size=8: num_attention_heads=4"),
+        ({"prefill_pipeline_parallel_size": 3}, "prefill_pipeline_parallel_size=3: the model has 2 layers only"),
+    ],
+)
+def test_23_ranks_that_cannot_divide_the_model_are_refused_before_anything_starts(
+    tmp_path: Path, values: dict[str, Any], words: str
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    with pytest.raises(ConfigError) as caught:
+        check_model(UpConfig(**values), tmp_path)
+    assert words in str(caught.value)
+
+
+def test_23_each_pool_has_degrees_of_its_own_or_those_of_all() -> None:
+    config = UpConfig(tensor_parallel_size=2, decode_tensor_parallel_size=1, prefill_pipeline_parallel_size=3)
+    assert [config.degrees(role) for role in ("prefill", "decode")] == [Degrees(2, 3), Degrees(1, 1)]
+    assert config.num_ranks == 7
+    assert threads_for(config, 16) == 2
+    assert threads_for(config, 16, num_ranks=6) == 12
+    with pytest.raises(ConfigError, match="decode_pipeline_parallel_size=65"):
+        UpConfig(decode_pipeline_parallel_size=65)
+    with pytest.raises(ConfigError, match="transport='ipc': KV of several ranks goes through host memory"):
+        UpConfig(device="cuda", transport="ipc", prefill_tensor_parallel_size=2)
 
 
 @pytest.mark.parametrize(("terminal", "words"), [(True, "Ctrl-C or `make down` stops"), (False, "`make down` stops")])
