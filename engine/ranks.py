@@ -175,7 +175,7 @@ class RanksExecutor:
                 self._tell(Kind.BOARD, 0, {rank.number: about}, self._board.area)
             answers = self._call(Kind.READY, b"", deadline_s=start_deadline_s)
             self._parts = [_capabilities(answer) for answer in answers]
-            self.capabilities = _together(self._parts, self._parts[sampler])
+            self.capabilities = _together(self._parts, sampler)
         except BaseException:
             self.close()
             raise
@@ -576,19 +576,23 @@ def _capabilities(answer: bytes) -> RunnerCapabilities:
     return RunnerCapabilities(**{**declared, **tuples})
 
 
-def _together(parts: Sequence[RunnerCapabilities], sampler: RunnerCapabilities) -> RunnerCapabilities:
-    """Raises: ConfigError for ranks whose blocks differ in number or size, or whose slots for adapters differ."""
+def _together(parts: Sequence[RunnerCapabilities], sampler: int) -> RunnerCapabilities:
+    """
+    Args: sampler: the first rank of the last stage; so many ranks as there are from it on are in each stage.
+    Raises: ConfigError for ranks whose blocks differ in number or size, or whose slots for adapters differ.
+    """
     for name in ("num_blocks", "block_size", "num_host_blocks", "max_loras", "max_lora_rank"):
         values = [asdict(part)[name] for part in parts]
         if any(value != values[0] for value in values):
             raise ConfigError(name, values, "must be the same on every rank")
     return replace(
-        sampler,
+        parts[sampler],
+        num_layers=sum(part.num_layers for part in parts[:: len(parts) - sampler]),
         kv_bytes_per_token=sum(part.kv_bytes_per_token for part in parts),
         rank_sizes=tuple((part.num_layers, part.kv_bytes_per_token) for part in parts) if len(parts) > 1 else (),
         max_model_len=min(part.max_model_len for part in parts),
         runs_ahead=all(part.runs_ahead for part in parts),
         reports_layers=all(part.reports_layers for part in parts),
         verifies_drafts=all(part.verifies_drafts for part in parts),
-        grammars=sampler.grammars,
+        grammars=parts[sampler].grammars,
     )

@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -57,8 +58,11 @@ async def computes(cluster: Any, victim: str, running: asyncio.Task[Any]) -> Non
     await waiting.until(lambda: running.done() or cluster.stats(victim)["num_running"], f"{victim} computes")
 
 
-async def has_ended(processes: list[ProcessIdentity]) -> None:
+async def has_ended(processes: list[ProcessIdentity]) -> float:
+    """Seconds until then."""
+    began = time.monotonic()
     await waiting.until(lambda: not any(one.alive() for one in processes), "a worker and its ranks have ended")
+    return time.monotonic() - began
 
 
 async def is_back(cluster: Any, child: ChildState) -> None:
@@ -86,8 +90,9 @@ async def test_streams_go_on_when_a_worker_loses_a_rank(cluster_module: Any, tmp
                 assert len(ranks) == 2
                 processes = [ProcessIdentity.of(one) for one in (child.pid, *(rank.pid for rank in ranks))]
                 ranks[number // len(KINDS) % 2].send_signal(signum)
-                assert await running == want, f"{victim} {signum.name}"
-                await has_ended(processes)
+                found, gone_s = await asyncio.gather(running, has_ended(processes))
+                print(f"{number} {victim} {signum.name}: its processes were gone after {gone_s:.1f} s")
+                assert found == want, f"{victim} {signum.name}"
                 await is_back(cluster, child)
                 cluster.wait_idle_of(victim)
             assert await answers("afterwards") == want

@@ -36,7 +36,7 @@ class LayerGroups:
             return
         chunk_s = out.num_prefill_tokens / prefill_tokens_per_s if prefill_tokens_per_s else 0.0
         for request in out.requests[out.num_decode :]:
-            packed_until = packing.packed_until(request)
+            packed_until = packing.least_packed(request)
             if not _ends_here(request, packed_until):
                 continue
             size_bytes = (request.kv_target - packed_until) * kv_bytes_per_token

@@ -5,8 +5,8 @@ of a slab that was packed for a peer gives that peer its quota back. A decode wo
 holds at most its quota, and the ranges of other peers are sent. The slab that came back last is packed first: it is
 still in a CPU cache.
 
-The last range of a prompt may be sent in groups of layers (`layer_job`) while the step that computes it runs. What is
-left of its layers is packed after the step.
+The last range of a prompt may be sent in groups of layers (`layer_job`) while the step that computes it runs, also by each of
+several ranks that have all layers. What is left of its layers is packed after the step.
 
 Of several ranks each has ranges of its own, too; of those that the peer does not ask for nothing is packed.
 
@@ -43,11 +43,11 @@ class PackJob:
 
 @dataclass(slots=True)
 class _Progress:
-    """By group: tokens before `until` are packed, or need not be. Of those from there to the end, the first `layers`
-    layers are; of one group only."""
+    """By group, or by rank: tokens before `until` are packed, or need not be. Of those from there to the end, the first
+    `layers` layers are."""
 
     until: list[int]
-    layers: int = 0
+    layers: list[int]
 
 
 class Packing:
@@ -75,7 +75,6 @@ class Packing:
             # Below, `group` is the number of a rank then: its KV is sent like that of another full group.
             self._group_bytes = tuple(token_bytes for _, token_bytes in rank_sizes)
         self._block_size = block_size
-        self._token_bytes = kv_bytes_per_token
         self._num_layers = num_layers
         self._quota = quota_per_peer
         self._grants: list[SlabGrant] = []
@@ -117,7 +116,12 @@ class Packing:
     @property
     def sends_layers(self) -> bool:
         """Ranges of some layers can be made (`layer_job`)."""
-        return self._kv is None and not self._rank_sizes
+        return self._kv is None and all(num_layers == self._num_layers for num_layers, _ in self._rank_sizes)
+
+    def least_packed(self, request: Request) -> int:
+        """Tokens before this are packed in every group, or need not be."""
+        progress = self._progress.get(request.attempt)
+        return min(self._start(request) if progress is None else progress.until)
 
     def packed_until(self, request: Request, group: int = 0) -> int:
         """Tokens of the group before this are packed, were with decode from the start, or are not sent."""
@@ -126,10 +130,7 @@ class Packing:
 
     def is_packed(self, request: Request) -> bool:
         """Nothing is left to pack."""
-        if not request.want_kv:
-            return True
-        progress = self._progress.get(request.attempt)
-        return min(self._start(request) if progress is None else progress.until) >= request.kv_target
+        return not request.want_kv or self.least_packed(request) >= request.kv_target
 
     def next_job(self) -> PackJob | None:
         """The oldest request with a computed range and a peer below its quota; None: nothing can be packed now."""
@@ -148,13 +149,13 @@ class Packing:
         if not self._grants:
             return None
         for request in requests:
-            if self._packed_layers(request):
-                if request.num_computed >= request.kv_target and self._may_hold_more(request):
-                    return self._layers(request, self._num_layers, self._grants.pop())
-                continue
             if not self._may_hold_more(request):
                 continue
             for group in self._in_turn(request):
+                if self._packed_layers(request, group):
+                    if request.num_computed >= request.kv_target:
+                        return self._layers(request, self._layers_of(group), self._grants.pop(), group)
+                    continue
                 token_bytes = self._group_bytes[group]
                 start, end = self.packed_until(request, group), self._packable_end(request, group)
                 if end <= start:
@@ -179,11 +180,15 @@ class Packing:
     def layer_job(self, request: Request, num_computed: int) -> PackJob | None:
         """The step that runs computes the last tokens of `request` and is done with `num_computed` layers: those that
         are not packed yet. None: there are none, no slab is free for them, or they do not fit."""
-        if num_computed <= self._packed_layers(request) or not self._grants or not self._may_hold_more(request):
+        if not self._grants or not self._may_hold_more(request):
             return None
-        if self._layers_that_fit(request, self._grants[-1]) < 1:
-            return None
-        return self._layers(request, num_computed, self._grants.pop())
+        for group in self._in_turn(request):
+            wanted = self.packed_until(request, group) < request.kv_target
+            if wanted and num_computed > self._packed_layers(request, group):
+                if self._layers_that_fit(request, self._grants[-1], group) < 1:
+                    return None
+                return self._layers(request, num_computed, self._grants.pop(), group)
+        return None
 
     def packed(self, job: PackJob, checksum: int) -> RangePacked:
         """The slab is full: it counts against the peer until it is granted again. Returns: the event that announces
@@ -194,17 +199,20 @@ class Packing:
         group = job.part if self._rank_sizes else job.group
         size_bytes = job.num_tokens * self._group_bytes[group]
         first_layer = num_layers = 0
-        progress = self._progress.setdefault(request.attempt, _Progress(self._start(request)))
-        progress.layers = 0
+        every = self._layers_of(group)
+        progress = self._progress.get(request.attempt)
+        if progress is None:
+            progress = self._progress[request.attempt] = _Progress(self._start(request), [0] * len(self._group_bytes))
+        progress.layers[group] = 0
         if self._kv is not None:
             num_layers = self._kv.groups[job.group].num_layers
         if self._rank_sizes:
-            num_layers = self._rank_sizes[job.part][0]
+            num_layers = every
         if job.layers is not None:
             first_layer, num_layers = job.layers.start, len(job.layers)
-            size_bytes = size_bytes * num_layers // self._num_layers
-        if job.layers is not None and job.layers.stop < self._num_layers:
-            progress.until[0], progress.layers = job.first_token, job.layers.stop
+            size_bytes = size_bytes * num_layers // every
+        if job.layers is not None and job.layers.stop < every:
+            progress.until[group], progress.layers[group] = job.first_token, job.layers.stop
         else:
             progress.until[group] = job.first_token + job.num_tokens
         return RangePacked(
@@ -229,20 +237,25 @@ class Packing:
     def _may_hold_more(self, request: Request) -> bool:
         return self._per_peer.get(request.peer, 0) < self._quota
 
-    def _packed_layers(self, request: Request) -> int:
+    def _packed_layers(self, request: Request, group: int) -> int:
         progress = self._progress.get(request.attempt)
-        return 0 if progress is None else progress.layers
+        return 0 if progress is None else progress.layers[group]
 
-    def _layers_that_fit(self, request: Request, grant: SlabGrant) -> int:
-        count = request.kv_target - self.packed_until(request)
-        return len(grant.payload) * self._num_layers // (count * self._token_bytes)
+    def _layers_of(self, group: int) -> int:
+        """Of a rank, or of a group where ranges of some layers can be made."""
+        return self._rank_sizes[group][0] if self._rank_sizes else self._num_layers
 
-    def _layers(self, request: Request, until: int, grant: SlabGrant) -> PackJob:
+    def _layers_that_fit(self, request: Request, grant: SlabGrant, group: int) -> int:
+        count = request.kv_target - self.packed_until(request, group)
+        return len(grant.payload) * self._layers_of(group) // (count * self._group_bytes[group])
+
+    def _layers(self, request: Request, until: int, grant: SlabGrant, group: int) -> PackJob:
         """All tokens that are left, of the layers from the first that is not packed to `until`, or as many as fit."""
-        start, first = self.packed_until(request), self._packed_layers(request)
+        start, first = self.packed_until(request, group), self._packed_layers(request, group)
         count = request.kv_target - start
-        layers = range(first, min(until, first + max(1, self._layers_that_fit(request, grant))))
-        return PackJob(request, grant, self._blocks(request, start, count), start, count, layers)
+        layers = range(first, min(until, first + max(1, self._layers_that_fit(request, grant, group))))
+        part = group if self._rank_sizes else 0
+        return PackJob(request, grant, self._blocks(request, start, count), start, count, layers, part=part)
 
     def _blocks(self, request: Request, start: int, count: int, group: int = 0) -> list[int]:
         size, first = self._block_size, request.seq.first_blocks[group]

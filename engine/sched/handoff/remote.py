@@ -35,7 +35,7 @@ class _Arriving:
 
     Args:
         covered: (group, index) of the blocks whose KV is there.
-        layers_in: of blocks that come layer by layer, a bit for each layer of the group that is there.
+        layers_in: by rank, of blocks that come layer by layer, a bit for each layer of the group that is there.
         parts_in: of blocks that come rank by rank, a bit for each rank whose layers are all there.
         copies: what still writes into its blocks.
         complete: everything up to kv_target is there.
@@ -43,7 +43,7 @@ class _Arriving:
 
     request: Request
     covered: set[tuple[int, int]] = field(default_factory=set)
-    layers_in: dict[tuple[int, int], int] = field(default_factory=dict)
+    layers_in: dict[tuple[int, int, int], int] = field(default_factory=dict)
     parts_in: dict[tuple[int, int], int] = field(default_factory=dict)
     copies: list[CopyHandle] = field(default_factory=list)
     complete: bool = False
@@ -128,8 +128,6 @@ class RemoteRequests:
         request.converted = request.converted or command.converted
         some = num_layers < all_layers
         layers = range(command.first_layer, command.first_layer + num_layers) if some else None
-        if some and self._limits.num_parts > 1:
-            return None
         self._kv.bind(request)
         first_block = first // size
         blocks = request.tables[command.group][first_block - begin : -(-end // size) - begin]
@@ -149,21 +147,20 @@ class RemoteRequests:
     def unpacked(self, job: UnpackJob) -> None:
         """Every byte of the range is there, and was verified."""
         arriving = self._arriving[job.request.attempt]
-        blocks = [(job.group, index) for index in range(job.first_block, job.first_block + len(job.block_ids))]
-        num_parts = self._limits.num_parts
-        if num_parts > 1:  # a range has all layers of its rank
-            for block in blocks:
-                arriving.parts_in[block] = arriving.parts_in.get(block, 0) | 1 << job.part
-            arriving.covered.update(block for block in blocks if arriving.parts_in[block] == (1 << num_parts) - 1)
-            return
-        if job.layers is None:
-            arriving.covered.update(blocks)
-            return
-        these = (1 << job.layers.stop) - (1 << job.layers.start)
-        every = (1 << self._limits.group_sizes(job.group)[0]) - 1
-        for block in blocks:
-            arriving.layers_in[block] = arriving.layers_in.get(block, 0) | these
-            if arriving.layers_in[block] == every:
+        every = (1 << self._limits.group_sizes(job.group, job.part)[0]) - 1
+        these = every if job.layers is None else (1 << job.layers.stop) - (1 << job.layers.start)
+        all_parts = (1 << self._limits.num_parts) - 1
+        for index in range(job.first_block, job.first_block + len(job.block_ids)):
+            block = job.group, index
+            if these != every:
+                layers = arriving.layers_in.get((job.part, *block), 0) | these
+                arriving.layers_in[job.part, *block] = layers
+                if layers != every:
+                    continue
+            parts = arriving.parts_in.get(block, 0) | 1 << job.part
+            if all_parts > 1:
+                arriving.parts_in[block] = parts
+            if parts == all_parts:
                 arriving.covered.add(block)
 
     def missing(self, request: Request) -> str:

@@ -31,7 +31,7 @@ def ranks() -> Iterator[Callable[..., LoadedModel]]:
         kv = full_format(4, 2 // pipeline, 4, block_size=16, dtype="int8")
         fields = {**POOL, "num_layers": 4 // pipeline}
         spec = RankSpec("diptych.engine.fake_runner:FakeRunner", fields)
-        executor = RanksExecutor([spec, spec], sampler=1, deadline_s=GENEROUS_S)
+        executor = RanksExecutor([spec, spec], sampler=pipeline - 1, deadline_s=GENEROUS_S)
         executors.append(executor)
         parts = split(kv, tensor_parallel=2 // pipeline, pipeline=pipeline)
         assert tuple((part.num_layers, part.bytes_per_token) for part in parts) == executor.capabilities.rank_sizes
@@ -61,9 +61,17 @@ async def alone(pd: ModuleType, ranks: Callable[..., LoadedModel], pipeline: int
 
 @pytest.mark.parametrize("pipeline", [1, 2], ids=["halves of the heads", "halves of the layers"])
 async def test_17_a_equal_ranks_exchange_each_ranks_kv(
-    pd: ModuleType, ranks: Callable[..., LoadedModel], pipeline: int
+    pd: ModuleType, ranks: Callable[..., LoadedModel], pipeline: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     want = await alone(pd, ranks, pipeline)
+    sent: list[tuple[int, int, int]] = []
+    publish = PrefillSession._publish
+
+    def noted(self: PrefillSession, packed: Any) -> None:
+        sent.append((packed.part, packed.first_layer, packed.num_layers))
+        publish(self, packed)
+
+    monkeypatch.setattr(PrefillSession, "_publish", noted)
     model = lambda: ranks(pipeline=pipeline)  # noqa: E731
     async with (
         pd.cluster(decode=model, prefill=model) as cluster,
@@ -76,6 +84,8 @@ async def test_17_a_equal_ranks_exchange_each_ranks_kv(
             assert answer.explanation.kv_bytes == len(prompt) * cluster.decode.compat.kv.bytes_per_token
             assert answer.explanation.kv_ranges >= 2
         await cluster.nothing_left()
+    assert {part for part, _, _ in sent} == {0, 1}
+    assert pipeline == 1 or {(first, number) for _, first, number in sent} == {(0, 2)}, "whole ranges of each stage"
 
 
 async def test_17_a_kv_that_one_rank_does_not_send_is_never_decoded_on(

@@ -13,7 +13,7 @@ from diptych.common.kv_parts import degrees
 from diptych.prefill.sessions import PrefillSession
 from diptych.rpc.v1 import router_pb2, types_pb2
 from diptych.worker import wire
-from diptych_tests.fake_ranks import sharded_model
+from diptych_tests.fake_ranks import LAYERS, sharded_model
 
 FAIL = router_pb2.FAILURE_POLICY_FAIL
 PROMPT = [(7 * i + 3) % 1000 for i in range(90)]
@@ -44,7 +44,7 @@ async def hand_offs(pd: ModuleType, decode: tuple[int, int], sizes: tuple[int, i
     blocks of both."""
     want = await alone(pd, **kind)
     models = (sharded_model(*side, block_size=sizes[0], **kind) for side in SIDES)
-    settings: dict[str, Any] = {"allow_kv_conversion": sizes[0] != sizes[1], "slab_bytes": 8192}
+    settings: dict[str, Any] = {"allow_kv_conversion": sizes[0] != sizes[1], "slab_bytes": 8192, "num_slabs": 32}
     for number, side in enumerate(SIDES):
         async with (
             pd.cluster(
@@ -65,6 +65,32 @@ async def hand_offs(pd: ModuleType, decode: tuple[int, int], sizes: tuple[int, i
                 regrouped = [f"KV of prefill-0 ({theirs}) was put together for the ranks here ({mine})"]
                 assert [note for note in why.notes if "put together" in note] == (regrouped if side != decode else [])
             await cluster.nothing_left()
+
+
+@pytest.mark.parametrize(("decode", "some"), [((2, 1), True), ((2, 2), False)], ids=str)
+async def test_each_ranks_last_range_is_sent_in_groups_of_layers_to_equal_ranks(
+    pd: ModuleType, monkeypatch: pytest.MonkeyPatch, decode: tuple[int, int], some: bool
+) -> None:
+    """While they are computed. With pipeline stages a layer's number is another one on each rank: their ranges are whole."""
+    sent: list[tuple[int, int, int]] = []
+    publish = PrefillSession._publish
+
+    def noted(self: PrefillSession, packed: Any) -> None:
+        sent.append((packed.part, packed.first_layer, packed.num_layers))
+        publish(self, packed)
+
+    monkeypatch.setattr(PrefillSession, "_publish", noted)
+    [want, _] = await alone(pd)
+    model = lambda: sharded_model(*decode)  # noqa: E731
+    async with (
+        pd.cluster(prefill=model, decode=model, prefill_config={"num_slabs": 32}) as cluster,
+        pd.FakeRouter(cluster.decode.address) as router,
+    ):
+        answer = await router.run(cluster.submit_message(attempt="a", prompt=PROMPT, policy=FAIL))
+        assert answer.token_ids == want
+        await cluster.nothing_left()
+    layers = LAYERS // decode[1]
+    assert {part for part, _, number in sent if number < layers} == ({0, 1} if some else set())
 
 
 @pytest.mark.parametrize("decode", SIDES, ids=str)

@@ -79,7 +79,7 @@ class FakeRanks(FakeRunner):
             super().capabilities,
             kv=None if several else self._whole,
             rank_sizes=tuple((part.num_layers, part.bytes_per_token) for part in self._parts) if several else (),
-            reports_layers=not several,
+            reports_layers=all(part.num_layers == LAYERS for part in self._parts),
             grammars=not several,
         )
 
@@ -191,6 +191,8 @@ class _Executor:
         return getattr(self._runner, name)
 
     def on_launched(self, callback: Callable[[], None]) -> None: ...
+
+    def on_lost(self, callback: Callable[[str], None]) -> None: ...
 
     def execute(
         self,
