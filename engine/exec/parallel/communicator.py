@@ -6,6 +6,7 @@ raises RunnerLost, and this rank can compute nothing any more.
 
 from __future__ import annotations
 
+import logging
 import re
 import socket
 from collections import deque
@@ -21,9 +22,11 @@ from torch import Tensor
 
 from diptych.common.errors import ConfigError
 from diptych.engine.exec.methods.base import LoadedLinear, StepRows
+from diptych.engine.exec.parallel.inboxes import SLOT_BYTES, Inboxes, can_share
 from diptych.engine.exec.parallel.place import RankPlace
 from diptych.engine.runner import RunnerLost
 
+_log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 _dist: Any = torch.distributed  # which does not say that it exports its stores
 _SOURCE = re.compile(r"^\[[^]]*\] ")
@@ -78,7 +81,8 @@ def add_in_order(parts: list[Tensor]) -> Tensor:
 
 
 class HostCommunicator:
-    """Implements Communicator over gloo: between processes of one host, or of several.
+    """Implements Communicator over gloo: between processes of one host, or of several. On one host rows of up to SLOT_BYTES go
+    through memory that the ranks of a stage share (parallel.inboxes).
 
     Every rank gathers the addends of all others and adds them up itself: the order of the sum is that of the ranks, and with
     two ranks no other way moves fewer bytes.
@@ -102,6 +106,23 @@ class HostCommunicator:
         self._world = self._group(self.store, "world", place.rank, place.num_ranks, device)
         shard = place.shard
         self._peers = self._group(self.store, f"stage{place.stage}", shard.rank, shard.degree, device)
+        self._inboxes: Inboxes | None = None
+        if rendezvous.startswith("file:") and shard.degree > 1 and can_share():
+            self._inboxes = self._share()
+
+    def _share(self) -> Inboxes | None:
+        """Memory for the ranks of this stage; None where one of them cannot map it."""
+        shard, name, found = self.place.shard, f"inboxes{self.place.stage}", None
+        self.store.set_timeout(self._deadline)
+        try:
+            where = "" if shard.rank == 0 else self._guarded(lambda: self.store.get(name)).decode()
+            found = Inboxes(shard.rank, shard.degree, where=where, deadline_s=self._deadline.total_seconds())
+        except OSError as error:
+            _log.warning("ranks exchange rows over sockets, which takes longer: %s", error)
+        if shard.rank == 0:
+            self.store.set(name, "" if found is None else found.address)
+        agreed = self._by_gloo(torch.tensor([[found is not None]]))
+        return found if all(bool(one) for one in agreed) else None
 
     def _group(self, store: Any, name: str, rank: int, size: int, device: Any) -> Any:
         options = _dist.ProcessGroupGloo._Options()
@@ -130,7 +151,15 @@ class HostCommunicator:
 
     def _gathered(self, x: Tensor) -> list[Tensor]:
         """In host memory."""
-        own = x.cpu().contiguous()
+        own, inboxes = x.cpu().contiguous(), self._inboxes
+        if inboxes is None or own.nbytes > SLOT_BYTES:
+            return self._by_gloo(own)
+        out = torch.empty((self.place.tensor_parallel, *own.shape), dtype=own.dtype)
+        into = out.view(len(out), -1).view(torch.uint8)
+        self._guarded(lambda: inboxes.exchange(_bytes(own), into))
+        return list(out.unbind())
+
+    def _by_gloo(self, own: Tensor) -> list[Tensor]:
         out = torch.empty((self.place.tensor_parallel, *own.shape), dtype=own.dtype)
         parts = list(out.unbind())
         self._guarded(lambda: self._peers.allgather([[_bytes(part) for part in parts]], [_bytes(own)]).wait())
@@ -160,6 +189,8 @@ class HostCommunicator:
 
     def close(self) -> None:
         """See Communicator."""
+        if self._inboxes is not None:
+            self._inboxes.close()
         self._sends.clear()
         self._world = self._peers = None
 
