@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support"))
+from diptych.common.kv_format import Shard
 from diptych.engine.exec.lora import LoraSizes, LoraSlots
 from diptych.engine.exec.methods.base import StepRows
 from diptych.engine.exec.methods.plain import PlainWeights
@@ -95,6 +96,11 @@ def decoder(path: Path) -> None:
         for one in beside:
             layers.run((one, len(one.x) - 1)) if len(one.x) > 1 else None
         layers.run(*((one, 1) for one in beside))
+    for features in (native_layers.GEMMA2, (native_layers.LLAMA,)):
+        rank = native_layers.Layers(library, features, several).rank(Shard(), lambda x: x)
+        sequence = rank.sequence(38)
+        for count in (1, 37):
+            rank.run((sequence, count), threads=2)
 
 
 def kv_move(path: Path) -> None:
