@@ -5,8 +5,9 @@ admission and the tenants' turns are the router's code.
 
 A worker computes prompts at a fixed rate, in steps and in the engine's order (common/equal_shares.py); a decode worker
 only its local ones, and its step grows with its sequences. Where its pool is bounded, a request waits there for blocks before
-its prompt is computed anywhere. Both keep a prefix cache with the engine's order of evictions and claims
-(engine.sched.cache.retention), and publish its events; leases are read every `lease_s`.
+its prompt is computed anywhere. Of a request with an adapter both load it if they lack it, and give it a slot by the engine's
+policy (simulated_adapters.py); the router's turns for adapters are left out. Both keep a prefix cache with the engine's order
+of evictions and claims (engine.sched.cache.retention), and publish its events; leases are read every `lease_s`.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from itertools import islice
 
 import msgspec
 
+from diptych.bench.router.simulated_adapters import WorkerAdapters
 from diptych.bench.router.trace import BLOCK_SIZE, HEADER, TraceRequest
 from diptych.common.equal_shares import EqualShares
 from diptych.common.request import CacheClaim, Prompt
@@ -74,6 +76,10 @@ class SimConfig:
     admission: str = "on"
     max_ttft_s: float = 0.0
     claim_share: float = EngineConfig(num_blocks=1).claim_share
+    max_loras: int = 0
+    """Slots for adapters of each worker; 0: none takes adapters."""
+    max_lora_rank: int = 64
+    max_cpu_loras: int = 64
 
 
 @dataclass(slots=True)
@@ -130,6 +136,7 @@ class _Worker:
     used: int = 0
     blocked: deque[_Job] = field(default_factory=deque)
     claims: Claims[bytes] = field(init=False)
+    adapters: WorkerAdapters | None = None
 
     def __post_init__(self) -> None:
         self.claims = Claims(int(self.claim_share * self.capacity), self._moved)
@@ -223,6 +230,9 @@ class Simulation:
             name: _Worker(name, "prefill" if name[0] == "p" else "decode", config.cache_blocks, config.claim_share)
             for name in names
         }
+        for worker in self._workers.values() if config.max_loras else ():
+            after = lambda seconds, action: self._at(self.now + seconds, action)  # noqa: E731
+            worker.adapters = WorkerAdapters(config.max_loras, config.max_cpu_loras, after)
         for i, blocks in enumerate(config.decode_blocks):
             self._workers[f"d{i}"].pool = blocks
         for name in names:
@@ -265,6 +275,8 @@ class Simulation:
             max_model_len=131_072,
             max_num_seqs=256,
             event_epoch=0,
+            max_loras=config.max_loras,
+            max_lora_rank=config.max_lora_rank if config.max_loras else 0,
         )
 
     def _read_leases(self) -> None:
@@ -285,6 +297,7 @@ class Simulation:
                 link_bytes_per_s=dict.fromkeys(self._workers, config.link_bytes_per_s)
                 if worker.role == "decode"
                 else {},
+                adapters=worker.adapters.counts() if worker.adapters is not None else {},
             )
             record = msgspec.structs.replace(self._bases[name], load=load)
             sides[worker.role].append(Candidate(record, self.now, HEADER))
@@ -397,6 +410,7 @@ class Simulation:
             colocated_margin=COLOCATED_MARGIN,
             affinity=name.to_bytes(8, "little"),
             tenant=request.tenant,
+            adapter=request.adapter,
         )
         placement = self._placer.place(wish, prompt, self.now)
         assert isinstance(placement, Placement)
@@ -417,6 +431,7 @@ class Simulation:
                 uncached,
                 request.tenant,
                 request.num_tokens - chosen.decode.hit_tokens,
+                "" if request.adapter is None else request.adapter.adapter_id,
             ),
         )
         decode = self._workers[chosen.decode.worker_id]
@@ -429,12 +444,42 @@ class Simulation:
         while decode.blocked and decode.used + decode.blocked[0].blocks <= decode.pool:
             job = decode.blocked.popleft()
             decode.used += job.blocks
-            chosen, snapshot = job.placement.chosen, job.placement.snapshot
-            worker = self._workers[(chosen.prefill or chosen.decode).worker_id]
+            self._with_adapter(decode, job, lambda job=job: self._compute(job))  # type: ignore[misc]
+
+    @staticmethod
+    def _with_adapter(worker: _Worker, job: _Job, then: Callable[[], None]) -> None:
+        """Once the worker has its adapter in a slot; at once without one."""
+        need = job.request.adapter
+        if need is None:
+            then()
+        else:
+            assert worker.adapters is not None
+            worker.adapters.enter(job.attempt, need, then)
+
+    def _compute(self, job: _Job) -> None:
+        chosen, snapshot = job.placement.chosen, job.placement.snapshot
+        worker = self._workers[(chosen.prefill or chosen.decode).worker_id]
+
+        def begin() -> None:
             if chosen.pull is None:
                 self._queue(worker, job)
             else:
                 self._pull(worker, self._workers[snapshot.record(chosen.pull.holder).worker_id], job, chosen.pull)
+
+        if chosen.prefill is None:
+            begin()  # decode, which has the adapter
+        else:
+            self._with_adapter(worker, job, begin)
+
+    @staticmethod
+    def _leave_adapter(worker: _Worker, job: _Job) -> None:
+        if worker.adapters is not None:
+            worker.adapters.leave(job.attempt)
+
+    @property
+    def adapters(self) -> list[WorkerAdapters]:
+        """Of each worker, if they take any."""
+        return [worker.adapters for worker in self._workers.values() if worker.adapters is not None]
 
     def _pull(self, worker: _Worker, holder: _Worker, job: _Job, pull: PlannedPull) -> None:
         """Take what the holder still has, then queue."""
@@ -510,6 +555,8 @@ class Simulation:
         self._publish(worker, job.request.keys, job.request)
         self._first_token(job)
         decode = self._workers[job.placement.decode.worker_id]
+        if decode is not worker:
+            self._leave_adapter(worker, job)
         moved = 0 if decode is worker else self._uncached(decode, job.request) * self._config.kv_bytes_per_token
         self._at(self.now + moved / self._config.link_bytes_per_s, lambda: self._decode(decode, job))
 
@@ -533,6 +580,7 @@ class Simulation:
     def _finished(self, worker: _Worker, job: _Job) -> None:
         worker.running -= 1
         worker.used -= job.blocks
+        self._leave_adapter(worker, job)
         self._admit(worker)
         self._left -= 1
         job.outcome.finished_s = self.now - job.arrived

@@ -6,9 +6,11 @@ import math
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from hashlib import blake2b
 
 from diptych.common.block_identity import BlockHasher, IdentityHeader
 from diptych.common.request import CacheClaim
+from diptych.router.placement.adapters import AdapterNeed
 from diptych.router.placement.block_table import Keys, as_keys
 
 BLOCK_SIZE = 16
@@ -47,6 +49,7 @@ class TraceRequest:
         within_s: its deadline, from its arrival.
         claim: on its KV in the caches; None: none.
         patience_s: a client still waiting in the router after so long leaves.
+        adapter: that answers; None: the base model.
     """
 
     number: int
@@ -61,6 +64,24 @@ class TraceRequest:
     within_s: float = 600.0
     patience_s: float = math.inf
     claim: CacheClaim | None = None
+    adapter: AdapterNeed | None = None
+
+
+def with_adapters(trace: Sequence[TraceRequest], needs: Sequence[AdapterNeed | None]) -> list[TraceRequest]:
+    """Each session asks for one of these, in turn; its blocks are of that adapter alone."""
+    named = []
+    for request in trace:
+        need = needs[request.session % len(needs)]
+        if need is not None:
+            keys = tuple(_of_adapter(key, need) for key in request.keys)
+            later = tuple(_of_adapter(key, need) for key in request.later_keys)
+            request = replace(request, keys=keys, array=as_keys(list(keys)), later_keys=later, adapter=need)
+        named.append(request)
+    return named
+
+
+def _of_adapter(key: bytes, need: AdapterNeed) -> bytes:
+    return blake2b(key + need.adapter_id.encode(), digest_size=len(key)).digest()
 
 
 def make_trace(config: TraceConfig) -> list[TraceRequest]:

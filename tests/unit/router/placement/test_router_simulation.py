@@ -3,11 +3,12 @@ import pytest
 from diptych.bench.router.claims import compare
 from diptych.bench.router.overload import Load, requests
 from diptych.bench.router.quality import COPIES, PULLS, TREE, run, summary
-from diptych.bench.router.simulation import SimConfig
-from diptych.bench.router.trace import BLOCK_SIZE, TraceConfig, make_trace, merged
+from diptych.bench.router.simulation import SimConfig, Simulation
+from diptych.bench.router.trace import BLOCK_SIZE, TraceConfig, make_trace, merged, with_adapters
 from diptych.loadtest.reports.svg import bars
 from diptych.router.placement import cost
-from diptych.router.placement.policies import POLICIES
+from diptych.router.placement.adapters import AdapterNeed
+from diptych.router.placement.policies import POLICIES, policy_by_name
 
 
 @pytest.fixture(scope="module")
@@ -71,6 +72,26 @@ def test_turns_keep_a_tenant_with_ten_times_the_chats_from_the_others():
     }
     assert p50["modest"] < 1.5
     assert p50["modest"] * 5 < p50["greedy"]
+
+
+def test_adapters_stay_with_workers_that_have_them_and_share_their_slots(trace):
+    """Nine adapters on two slots of each worker, beside the base model: by cost there are fewer loads than at random."""
+    needs = [AdapterNeed(f"{i:032x}", 16, 20_000_000) for i in range(9)]
+    named = with_adapters(trace, [None, *needs])
+    assert {request.adapter for request in named} > {None}
+    config = SimConfig(max_loras=2, max_cpu_loras=4)
+    loads = {}
+    for name in ("cost", "random"):
+        simulation = Simulation(config, policy_by_name(name))
+        outcomes = simulation.run(named)
+        assert len(outcomes) == len(named)
+        assert all(outcome.ttft_s > 0 and outcome.finished_s > 0 for outcome in outcomes), "none waits for ever"
+        workers = simulation.adapters
+        assert all(one.most_running <= 2 for one in workers)
+        assert all(not any(one.counts().values()) for one in workers), "nothing is held at the end"
+        assert all(one.installs <= len(named) for one in workers)
+        loads[name] = sum(one.loads for one in workers)
+    assert 0 < loads["cost"] < 0.7 * loads["random"], loads
 
 
 @pytest.mark.parametrize("name", [*POLICIES, TREE, COPIES, PULLS])
