@@ -13,7 +13,7 @@ from diptych.common.errors import ConfigError
 from diptych.common.kv_format import KvFormat, Shard
 from diptych.engine.exec.layers.attention import Attention
 from diptych.engine.exec.layers.block import DecoderBlock
-from diptych.engine.exec.layers.linear import Linear
+from diptych.engine.exec.layers.linear import PLAIN, Linear
 from diptych.engine.exec.models.description import ModelDescription
 
 
@@ -88,6 +88,7 @@ def local_description(description: ModelDescription, place: RankPlace) -> ModelD
     layers = place.layers(description.num_layers)
     if place.tensor_parallel > 1:
         _check_division(description, place.tensor_parallel)
+        _check_scales(description, place.shard)
     local = replace(description, blocks=tuple(_block(description.blocks[layer], place.shard) for layer in layers))
     return replace(local, head=replace(local.head, linear=_linear(local.head.linear, place.shard)))
 
@@ -105,6 +106,18 @@ def _check_division(description: ModelDescription, degree: int) -> None:
         raise refuse("num_key_value_heads", kv_heads, "can neither be divided by it nor replicated evenly")
     if description.vocab_size % degree:
         raise refuse("vocab_size", description.vocab_size)
+
+
+def _check_scales(description: ModelDescription, shard: Shard) -> None:
+    """Raises: ConfigError where a rank's share of a quantized layer would cut a group or a block of its scales."""
+    linears = [linear for block in description.blocks for linear in block.linears if linear.method != PLAIN]
+    linears += [] if description.head.tied or description.head.linear.method == PLAIN else [description.head.linear]
+    if linears:
+        # Here and not above: methods import torch.
+        from diptych.engine.exec.methods.registry import METHODS
+
+        for linear in linears:
+            METHODS[linear.method].create(linear, shard)
 
 
 def _block(block: DecoderBlock, shard: Shard) -> DecoderBlock:

@@ -15,6 +15,7 @@ from diptych.engine.exec.loading import names_elsewhere
 from diptych.engine.exec.models.registry import describe
 from diptych.engine.exec.parallel.micro_batches import cut_step, micro_batches_of
 from diptych.engine.exec.parallel.place import WHOLE_PLACE, RankPlace, local_description
+from diptych_tests.quantized import GPTQ
 from diptych_tests.rank_threads import places
 
 SMOLLM2 = {
@@ -101,6 +102,17 @@ def test_what_cannot_be_divided_is_refused_by_name_with_the_numbers(fields, degr
         local_description(describe({**SMOLLM2, **fields}), RankPlace(0, *degrees))
     assert (error.value.field, error.value.value) == (field, next(degree for degree in degrees if degree != 1))
     assert message in error.value.rule
+
+
+def test_a_quantized_layer_whose_scales_would_be_cut_is_refused_before_weights_are_read():
+    sizes = {**LLAMA, "hidden_size": 512, "intermediate_size": 1024 + 64, "head_dim": 64}
+    model = describe({**sizes, "quantization_config": {**GPTQ, "group_size": 64}})
+    with pytest.raises(
+        ConfigError, match=r"tensor_parallel_size=2: model\.layers\.0\.mlp\.down_proj is cut at multiples of 64"
+    ):
+        local_description(model, RankPlace(1, 2))
+    whole = describe({**sizes, "intermediate_size": 1024, "quantization_config": {**GPTQ, "group_size": 64}})
+    assert local_description(whole, RankPlace(1, 2)).blocks[0].mlp.size == 512
 
 
 def test_a_rank_outside_the_degrees_is_refused():
