@@ -94,9 +94,13 @@ class SeqEncoder:
                     flags |= _GRAMMAR
             ints += (sent.number, flags, 0 if seq.top_logprobs is None else seq.top_logprobs + 1)
             ints += _numbers(seq)
-            _put(ints, seq.token_ids)
-            _put(ints, seq.prompt_targets)
-            _put(ints, seq.first_blocks)
+            for values in (
+                seq.token_ids,
+                seq.prompt_targets,
+                seq.first_blocks,
+            ):  # a call each would cost more than the copy
+                ints.append(len(values))
+                ints += values
             self._put_tables(ints, sent, seq.block_tables)
             if seq.history is not None:
                 _put_history(ints, sent, seq.history)
@@ -183,10 +187,13 @@ class SeqDecoder:
             ) = ints[at : at + len(_NUMBERS)]  # fmt: skip
             at += len(_NUMBERS)
             seq.sample, seq.vouch, seq.top_logprobs = bool(sample), bool(vouch), top - 1 if top else None
-            seq.token_ids, at = _taken(ints, at)
-            seq.prompt_targets, at = _taken(ints, at)
-            first_blocks, at = _taken(ints, at)
-            seq.first_blocks = tuple(first_blocks)
+            end = at + 1 + ints[at]
+            seq.token_ids = ints[at + 1 : end]
+            at = end + 1 + ints[end]
+            seq.prompt_targets = ints[end + 1 : at]
+            end = at + 1 + ints[at]
+            seq.first_blocks = tuple(ints[at + 1 : end])
+            at = end
             at = _take_tables(ints, at, known)
             seq.block_tables = known.tables
             seq.history = seq.grammar = None
