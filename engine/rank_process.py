@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import NoReturn
 
+from diptych.common.collector import hold_collector, set_collector
 from diptych.common.errors import ConfigError
 from diptych.common.observe.logging import setup_logging
 from diptych.common.shared_memory import SharedArea, attached
@@ -256,6 +257,7 @@ def main(factory: str, arguments: str) -> None:
         count_at(board.words, board.place_of(number))
         setup_logging(rank=number)
         module, _, name = factory.partition(":")
+        hold_collector()
         make = getattr(importlib.import_module(module), name)
         try:
             runner = make(**json.loads(arguments))
@@ -264,6 +266,7 @@ def main(factory: str, arguments: str) -> None:
             link.send(Kind.REFUSED, call, json.dumps([error.field, error.value, error.rule], default=str).encode())
             link.receive()  # until the engine has read it, and closes the socket
             return
+        set_collector()
         Rank(runner, link, board, number).serve()
     except (EOFError, BrokenPipeError, ConnectionResetError):
         _end()
