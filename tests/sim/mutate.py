@@ -8,7 +8,7 @@ import sys
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "support")]
 
 import handoff_sim.file_mutations  # noqa: E402, F401
 from handoff_sim.hashes import fix_hashes  # noqa: E402

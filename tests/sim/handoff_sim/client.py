@@ -127,7 +127,8 @@ class Client:
                         Law.ENDS_ONCE, f"{ask.name}: tokens at {event.tokens.offset}, expected {len(ask.token_ids)}"
                     )
                 ask.token_ids.extend(event.tokens.token_ids)
-                right = reference.tokens(ask.family, ask.length, ask.seed, self._world.sizes.windows)
+                sizes = self._world.sizes
+                right = reference.tokens(ask.family, ask.length, ask.seed, sizes.windows, ranks=sizes.ranks is not None)
                 if tuple(ask.token_ids) != right[: len(ask.token_ids)]:
                     self._world.report(Law.VERIFIED, f"{ask.name}: wrong tokens {ask.token_ids}, right are {right}")
             case "end":

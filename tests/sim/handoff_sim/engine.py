@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from random import Random
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from handoff_sim.laws import Law, Report
 from handoff_sim.links import Links, Node
@@ -16,7 +16,9 @@ from handoff_sim.wire import Wires
 
 from diptych.common.block_identity import IdentityHeader
 from diptych.common.compat import Compat, identified
+from diptych.common.kv_format import KvFormat, full_format
 from diptych.common.kv_groups import PoolDemand
+from diptych.common.kv_parts import split
 from diptych.engine.config import EngineConfig
 from diptych.engine.core import EngineCore
 from diptych.engine.executor import LocalExecutor
@@ -34,6 +36,7 @@ from diptych.engine.messages import (
     needs_no_step,
 )
 from diptych.kvtransfer.slabs.layout import layout_hash
+from diptych_tests.fake_ranks import FakeRanks, RanksTogether
 
 if TYPE_CHECKING:
     from handoff_sim.files import Files
@@ -66,6 +69,26 @@ def facts_of(windows: tuple[int, ...]) -> Facts:
     return Facts(identity, compat, layout_hash(compat))
 
 
+Degrees = tuple[int, int]
+"""Tensor parallel and pipeline."""
+RANKS: tuple[Degrees, ...] = ((1, 1), (2, 1), (4, 1), (1, 3), (2, 2))
+WHOLE = full_format(LAYERS, 2, 2, block_size=BLOCK, dtype="float16")
+"""In the schedules with ranks. Of four ranks two hold the same head."""
+
+
+@cache
+def ranks_of(degrees: Degrees) -> tuple[KvFormat, ...]:
+    return split(WHOLE, tensor_parallel=degrees[0], pipeline=degrees[1])
+
+
+@cache
+def facts_of_ranks(degrees: Degrees) -> Facts:
+    parts = ranks_of(degrees)
+    compat = replace(facts_of(()).compat, kv=WHOLE, compute_dtype="float16", kv_parts=parts if len(parts) > 1 else ())
+    identity, compat = identified(compat, bytes(32))
+    return Facts(identity, compat, layout_hash(compat))
+
+
 @dataclass(frozen=True)
 class Sizes:
     num_slabs: int = 3
@@ -86,9 +109,15 @@ class Sizes:
     offers: bool = False
     """Slabs come as they are published to who expects them."""
 
-    @property
-    def facts(self) -> Facts:
-        return facts_of(self.windows)
+    ranks: tuple[Degrees, Degrees] | None = None
+    """Of prefill and of decode; None: one, as without."""
+
+    def degrees(self, decodes: bool) -> Degrees | None:
+        return None if self.ranks is None else self.ranks[decodes]
+
+    def facts(self, decodes: bool = False) -> Facts:
+        degrees = self.degrees(decodes)
+        return facts_of(self.windows) if degrees is None else facts_of_ranks(degrees)
 
 
 class WatchedRunner(FakeRunner):
@@ -125,6 +154,29 @@ def make_runner(num_blocks: int, windows: tuple[int, ...] = (), demand: PoolDema
     )
 
 
+class WatchedRanks(FakeRanks):
+    """As WatchedRunner."""
+
+    on_read: Callable[[str, int, Sequence[int]], None] = staticmethod(lambda what, group, blocks: None)
+
+    def execute(self, seqs: Sequence[ScheduledSeq], should_abort: Callable[[], bool] | None = None) -> StepResult:
+        for seq in seqs:
+            self.on_read(seq.attempt, 0, seq.block_tables[0])
+        return super().execute(seqs, should_abort)
+
+    def pack_part(
+        self, block_ids: Sequence[int], num_tokens: int, out: memoryview, layers: range | None, part: int
+    ) -> int:
+        self.on_read("packing", 0, block_ids if len(block_ids) * BLOCK >= num_tokens else [-1])
+        return super().pack_part(block_ids, num_tokens, out, layers, part)
+
+
+def make_ranks(degrees: Degrees, num_blocks: int) -> WatchedRanks:
+    return WatchedRanks(
+        WHOLE, ranks_of(degrees), num_blocks, vocab_size=VOCAB, max_model_len=MAX_LEN, eos_token_ids=(VOCAB - 1,)
+    )
+
+
 @dataclass
 class Context:
     loop: VirtualLoop
@@ -133,7 +185,7 @@ class Context:
     wires: Wires
     sizes: Sizes
     report: Report
-    check_unpack: Callable[[UnpackRange], None]
+    check_unpack: Callable[[UnpackRange, Degrees | None], None]
     check_packed: Callable[[RangePacked], None]
     files: Files | None = None
     """None: workers have no disks."""
@@ -153,20 +205,28 @@ class CancelledLater:
 class SimEngine:
     """The engine's core, stepped on virtual time; a step takes some."""
 
-    def __init__(self, context: Context, node: Node, on_events: Callable[[list[EngineEvent]], None]) -> None:
+    def __init__(
+        self, context: Context, node: Node, on_events: Callable[[list[EngineEvent]], None], *, decodes: bool
+    ) -> None:
         self._ctx, self._node, self._on_events = context, node, on_events
+        self._degrees = context.sizes.degrees(decodes)
         sizes = context.sizes
         config = EngineConfig(
             num_blocks=sizes.num_blocks, block_size=BLOCK, max_num_seqs=8, max_step_time_s=None, mixed_step_time_s=None,
             max_num_batched_tokens=sizes.chunk, slab_quota_per_peer=sizes.grant_quota,
             num_disk_blocks=context.files.draw_num_blocks() if context.files else 0, check_invariants=True,
         )  # fmt: skip
-        runner = make_runner(sizes.num_blocks, sizes.windows, PoolDemand(config.max_num_seqs, sizes.chunk))
-        runner.on_read = self._check_read
-        kv = runner.kv
+        executor: Any
+        if self._degrees is not None:
+            ranks = make_ranks(self._degrees, sizes.num_blocks)
+            ranks.on_read, executor = self._check_read, RanksTogether(ranks)
+        else:
+            runner = make_runner(sizes.num_blocks, sizes.windows, PoolDemand(config.max_num_seqs, sizes.chunk))
+            runner.on_read, executor = self._check_read, LocalExecutor(runner)
+        kv = sizes.facts(decodes).compat.kv
         piece_bytes = [group.block_bytes(kv.shard) for group in kv.groups]
         self.store = context.files.store_of(node, piece_bytes) if context.files else None
-        self.core = EngineCore(LocalExecutor(runner), config, sizes.facts.identity, context.loop, disk=self.store)
+        self.core = EngineCore(executor, config, sizes.facts().identity, context.loop, disk=self.store)
         self.core.on_packing(self._take_grants, self._deliver_early)
         self.core.on_layer(self._take_pulls)
         if context.files is not None and self.store is not None:
@@ -271,7 +331,7 @@ class SimEngine:
 
     def _handle(self, command: Command) -> None:
         if isinstance(command, UnpackRange):
-            self._ctx.check_unpack(command)
+            self._ctx.check_unpack(command, self._degrees)
         self.core.handle(command)
 
     def _deliver_early(self) -> None:

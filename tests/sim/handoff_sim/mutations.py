@@ -48,6 +48,7 @@ SEEN_BY: dict[str, int] = {
     "a_range_packed_too_late_keeps_its_grant": 94,
     "legs_of_a_silent_decode_worker_go_on": 192,
     "a_slab_is_finished_while_it_is_unpacked": 94,
+    "decode_begins_before_every_rank_is_in": 126,
     "a_hit_ends_where_the_full_group_has_it": 693,
     "a_block_that_has_not_arrived_makes_a_hit": 693,
     "a_pull_counts_blocks_behind_a_gap": 659,
@@ -357,6 +358,17 @@ def decode_begins_before_every_layer_is_in() -> Any:
         return len(tokens) == self.end - self.first
 
     return mock.patch.object(Coverage, "complete", property(complete))
+
+
+# ---- ranks ----
+
+
+@mutation
+def decode_begins_before_every_rank_is_in() -> Any:
+    def complete(self: KvCoverage) -> bool:
+        return all(one.complete for (part, _), one in self._groups.items() if not part)
+
+    return mock.patch.object(KvCoverage, "complete", property(complete))
 
 
 # ---- window groups ----

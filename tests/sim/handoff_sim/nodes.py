@@ -57,7 +57,7 @@ Find = Callable[[str], "WorkerNode | None"]
 class SimTransfer:
     """A TransferCore polled on virtual time that checks every transition of a slab."""
 
-    def __init__(self, context: Context, node: Node) -> None:
+    def __init__(self, context: Context, node: Node, layout: int) -> None:
         self._ctx, self._node = context, node
         self._scheduled = False
         self._tick: Any = None
@@ -70,7 +70,7 @@ class SimTransfer:
                 peer_quota=min(sizes.quota, sizes.num_slabs), quarantine_cap=sizes.cap,
             ),
             worker_id=node.worker_id, incarnation=node.incarnation, quotas=SlabQuotas(sizes.num_slabs, sizes.num_slabs),
-            layout_hash=sizes.facts.layout, num_layers=LAYERS,
+            layout_hash=layout, num_layers=LAYERS,
             bytes_per_s=1e9, loop=context.loop, clock=context.loop.time, wake=self._kick,
         )  # fmt: skip
         self.publisher: Any = self.core._publisher._ledger
@@ -162,12 +162,15 @@ class WorkerNode:
         self.ref = WorkerRef(worker_id, incarnation, address)
         self.calls: dict[SimCall, None] = {}
         self.channels: list[SimChannel] = []
-        self.transfer = SimTransfer(context, self.node)
+        decodes = self.role == worker_pb2.WORKER_ROLE_DECODE
+        facts = context.sizes.facts(decodes)
+        self.compat = facts.compat
+        self.transfer = SimTransfer(context, self.node, facts.layout)
         self.lent: set[int] = set()
         self.mirror = Mirror()
         self.readers: Callable[[], list[WorkerNode]] = list
-        self.engine = SimEngine(context, self.node, lambda events: self.on_events(events))
-        self.limits = Limits(worker_id, incarnation, VOCAB, MAX_LEN, BLOCK)
+        self.engine = SimEngine(context, self.node, lambda events: self.on_events(events), decodes=decodes)
+        self.limits = Limits(worker_id, incarnation, VOCAB, MAX_LEN, BLOCK, len(self.compat.parts))
         self.handoffs = PrefillSessions(
             self.engine,  # type: ignore[arg-type]
             self,
@@ -186,16 +189,14 @@ class WorkerNode:
         async def forget(peer: Any) -> None:
             await self.transfer.core.forget(peer)
 
-        self.peers = PeerDirectory(
-            context.sizes.facts.compat, forget=forget, handshake_timeout_s=0.5, open_channel=open_channel
-        )
+        self.peers = PeerDirectory(self.compat, forget=forget, handshake_timeout_s=0.5, open_channel=open_channel)
         self.desk = SlabUnpacker(self.engine, self.transfer.core)  # type: ignore[arg-type]
         self.transfer.transport.lent = lambda: (
             self.lent | {lent.slab.local_slab for lent, _ in self.desk._open.values() if lent is not None}
         )
         self.reading = ReadContext(
             peers=self.peers, reader=self.transfer.core, unpacker=self.desk, links=LinkRates(),
-            clock=context.loop, kv=context.sizes.facts.compat.kv, reads_in_flight=2,
+            clock=context.loop, kv=self.compat.kv, kv_parts=self.compat.kv_parts, reads_in_flight=2,
             read_base_s=context.sizes.read_base_s, silence_s=context.sizes.silence_s, renew_every_s=context.sizes.lease_s / 4,
         )  # type: ignore[arg-type]  # fmt: skip
         self.pulls = BlockPulls(self.engine, self.reading, lambda: self.ref)  # type: ignore[arg-type]
@@ -242,7 +243,7 @@ class WorkerNode:
     def info(self) -> worker_pb2.GetInfoResponse:
         return worker_pb2.GetInfoResponse(
             worker_id=self.ref.worker_id, incarnation=self.ref.incarnation, role=self.role, pid=1,
-            compat=convert.compat_to_proto(self.context.sizes.facts.compat), services=self.services,
+            compat=convert.compat_to_proto(self.compat), services=self.services,
             kv_address=wire.kv_address_to_proto(self.transfer.core.address),
             request_fields=wire.REQUEST_FIELDS if self.context.sizes.reusable else (),
         )  # fmt: skip

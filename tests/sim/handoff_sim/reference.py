@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 from functools import cache
+from typing import Any
 
-from handoff_sim.engine import BLOCK, MAX_LEN, WINDOWS, facts_of, make_runner
+from handoff_sim.engine import BLOCK, MAX_LEN, WINDOWS, Degrees, facts_of, make_ranks, make_runner, ranks_of
 
 from diptych.common.kv_groups import PoolDemand
 from diptych.common.request import Prompt
@@ -15,6 +16,7 @@ from diptych.engine.executor import LocalExecutor
 from diptych.engine.fake_runner import FakeRunner
 from diptych.engine.messages import EngineRequest, ScheduledSeq
 from diptych.engine.offline import OfflineEngine
+from diptych_tests.fake_ranks import FakeRanks, RanksTogether
 
 MAX_TOKENS = 6
 FAMILIES, SEEDS = range(2), range(3)
@@ -32,11 +34,15 @@ def sampling(seed: int, max_tokens: int) -> SamplingParams:
 
 
 @cache
-def tokens(family: int, length: int, seed: int, windows: tuple[int, ...] = ()) -> tuple[int, ...]:
+def tokens(
+    family: int, length: int, seed: int, windows: tuple[int, ...] = (), *, ranks: bool = False
+) -> tuple[int, ...]:
+    """`ranks`: of the model of schedules with ranks, whose answers do not depend on their number."""
     config = EngineConfig(
         num_blocks=16, block_size=BLOCK, max_num_batched_tokens=64, max_step_time_s=None, mixed_step_time_s=None
     )
-    engine = OfflineEngine(LocalExecutor(make_runner(16, windows)), config, facts_of(windows).identity)
+    one: Any = RanksTogether(make_ranks((1, 1), 16)) if ranks else LocalExecutor(make_runner(16, windows))
+    engine = OfflineEngine(one, config, facts_of(windows).identity)
     request = EngineRequest("reference", Prompt(prompt(family, length)), sampling(seed, MAX_TOKENS))
     return tuple(engine.generate([request])[0].token_ids)
 
@@ -47,6 +53,27 @@ def compute_all() -> None:
     for windows in ((), *WINDOWS):
         for family, length, seed in itertools.product(FAMILIES, LENGTHS, SEEDS):
             tokens(family, length, seed, windows)
+
+
+@cache
+def kv_of_rank(
+    ids: tuple[int, ...], first_token: int, num_tokens: int, layers: range, degrees: Degrees, part: int
+) -> bytes:
+    """As a rank packs it."""
+    runner = _ranks(ids, degrees)
+    size = ranks_of(degrees)[part].only_group.layer_bytes_per_token(ranks_of(degrees)[part].shard)
+    out = bytearray(num_tokens * size * len(layers))
+    blocks = range(first_token // BLOCK, -(-(first_token + num_tokens) // BLOCK))
+    runner.pack_part(list(blocks), num_tokens, memoryview(out), layers, part)
+    return bytes(out)
+
+
+@cache
+def _ranks(ids: tuple[int, ...], degrees: Degrees) -> FakeRanks:
+    runner = make_ranks(degrees, MAX_LEN // BLOCK)
+    table = list(range(MAX_LEN // BLOCK))
+    runner.execute([ScheduledSeq("kv", list(ids), 0, (table,), False, sampling(0, 1), 0, (0,))])
+    return runner
 
 
 @cache

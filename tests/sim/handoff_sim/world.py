@@ -16,7 +16,7 @@ from typing import Any
 import structlog
 from handoff_sim import reference
 from handoff_sim.client import Client
-from handoff_sim.engine import BLOCK, LAYERS, WINDOWS, Context, Sizes
+from handoff_sim.engine import BLOCK, LAYERS, RANKS, WINDOWS, Context, Degrees, Sizes, ranks_of
 from handoff_sim.files import Files, has_files
 from handoff_sim.laws import Law
 from handoff_sim.links import Links
@@ -43,6 +43,17 @@ def _window_groups(seed: int) -> dict[str, Any]:
         return {}
     rng = Random(f"windows {seed}")
     return {"windows": rng.choice(WINDOWS), "reusable": rng.random() < 0.6}
+
+
+def has_ranks(seed: int) -> bool:
+    """The other schedules are what they were without."""
+    return seed % 17 == 7 and not _window_groups(seed) and not has_files(seed)
+
+
+def _ranks(seed: int) -> dict[str, Any]:
+    """Degrees of prefill and of decode, in both directions, some of them equal."""
+    rng = Random(f"ranks {seed}")
+    return {"ranks": (rng.choice(RANKS), rng.choice(RANKS))} if has_ranks(seed) else {}
 
 
 class World:
@@ -82,6 +93,7 @@ class World:
             slab_blocks=2 if self.has_pulls else 0,
             offers=has_offers(seed),
             **windows,
+            **({} if with_files else _ranks(seed)),
         )
         self.client = Client(self)
         self.trouble = Trouble(self)
@@ -127,21 +139,29 @@ class World:
             **({} if files is None else files.counts()),
         }  # fmt: skip
 
-    def check_unpack(self, command: UnpackRange) -> None:
+    def check_unpack(self, command: UnpackRange, degrees: Degrees | None = None) -> None:
+        """`degrees`: of the worker."""
         self.num_pulled += command.attempt.startswith("pull/")
         name = command.attempt.removeprefix("pull/").partition("/")[0].partition("\0")[0]
         ask = next(a for a in self.client.asks if a.name == name)
         ids, windows = reference.prompt(ask.family, ask.length), self.sizes.windows
-        if command.first_token + command.num_tokens > ask.length:
-            ids = (*ids, *reference.tokens(ask.family, ask.length, ask.seed, windows))
+        first, num = command.first_token, command.num_tokens
+        if first + num > ask.length:
+            answer = reference.tokens(ask.family, ask.length, ask.seed, windows, ranks=degrees is not None)
+            ids = (*ids, *answer)
         layers = None  # of a window group ranges have all
-        if not windows:
-            layers = range(command.first_layer, command.first_layer + (command.num_layers or LAYERS))
-        right = reference.kv(ids, command.first_token, command.num_tokens, layers, windows, command.group)
+        if degrees is not None:
+            every = ranks_of(degrees)[command.part].num_layers
+            layers = range(command.first_layer, command.first_layer + (command.num_layers or every))
+            right = reference.kv_of_rank(ids, first, num, layers, degrees, command.part)
+        else:
+            if not windows:
+                layers = range(command.first_layer, command.first_layer + (command.num_layers or LAYERS))
+            right = reference.kv(ids, first, num, layers, windows, command.group)
         if bytes(command.payload) != right:
             self.report(
                 Law.VERIFIED,
-                f"{ask.name}: wrong KV is unpacked at token {command.first_token}, group {command.group}, {layers}",
+                f"{ask.name}: wrong KV is unpacked at token {first}, group {command.group}, rank {command.part}, {layers}",
             )
 
     def _check_packed(self, packed: RangePacked) -> None:
@@ -149,7 +169,7 @@ class World:
         if packed.attempt.startswith("source/"):
             return
         ask = next(a for a in self.client.asks if a.name == packed.attempt.partition("/")[0])
-        window = self.sizes.facts.compat.kv.groups[packed.group].window
+        window = self.sizes.facts().compat.kv.groups[packed.group].window
         seen_by = (ask.length - 1) // BLOCK * BLOCK if self.sizes.reusable else ask.length
         if window and packed.first_token < (seen_by + 1 - window) // BLOCK * BLOCK:
             self.report(

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +18,9 @@ from diptych.engine.fake_runner import FakeRunner
 from diptych.engine.messages import BlockCopy, ScheduledSeq
 from diptych.engine.runner import RunnerCapabilities
 from diptych.kvtransfer.slabs import kv_codes
-from diptych.worker.model import LoadedModel
+
+if TYPE_CHECKING:
+    from diptych.worker.model import LoadedModel
 
 LAYERS = 4
 Bytes = npt.NDArray[np.uint8]
@@ -41,22 +43,28 @@ def sharded_model(
         order="block-major-hnd" if hnd else "block-major", scale_dtype=KV_SCALE_DTYPE if quantized else "",
     )  # fmt: skip
     parts = split(kv, tensor_parallel=tensor_parallel, pipeline=pipeline)
-    runner = FakeRanks(kv, parts, num_host_blocks)
+    from diptych.worker.model import LoadedModel
+
+    runner = FakeRanks(kv, parts, 64, num_host_blocks)
     compat = Compat(
         model="fake", model_revision="model-1", tokenizer_revision="tokenizer-1", kv=kv, compute_dtype="float16",
         attention_version="fake-1", sampler_version="fake-1", backend="fake",
         kv_parts=parts if len(parts) > 1 else (),
     )  # fmt: skip
     identity, compat = identified(replace(compat, **facts), bytes(32))
-    return LoadedModel(runner, compat, identity, None, executor=_Executor(runner))
+    return LoadedModel(runner, compat, identity, None, executor=RanksTogether(runner))
 
 
 class FakeRanks(FakeRunner):
     """KV of a token is [layers, K and V, heads, width] bytes of the whole model."""
 
-    def __init__(self, kv: KvFormat, parts: Sequence[KvFormat], num_host_blocks: int) -> None:
+    def __init__(
+        self, kv: KvFormat, parts: Sequence[KvFormat], num_blocks: int, num_host_blocks: int = 0, **settings: Any
+    ) -> None:
         group = kv.only_group
-        super().__init__(64, group.block_size, num_layers=group.num_layers, num_host_blocks=num_host_blocks)
+        super().__init__(
+            num_blocks, group.block_size, num_layers=group.num_layers, num_host_blocks=num_host_blocks, **settings
+        )
         self._whole, self._parts = kv, parts
         self._width = group.layer_bytes_per_token(kv.shard) // (2 * group.heads)
         self.kv_bytes_per_token = sum(part.bytes_per_token for part in parts)
@@ -180,7 +188,7 @@ class FakeRanks(FakeRunner):
         return digest.intdigest()
 
 
-class _Executor:
+class RanksTogether:
     """See Executor."""
 
     def __init__(self, runner: FakeRanks) -> None:
