@@ -14,6 +14,7 @@ import xxhash
 from diptych.common.compat import Compat, identified
 from diptych.common.kv_format import KV_SCALE_DTYPE, ORDERS, KvFormat, full_format
 from diptych.common.kv_parts import split
+from diptych.engine.executor import LocalExecutor
 from diptych.engine.fake_runner import FakeRunner
 from diptych.engine.messages import BlockCopy, ScheduledSeq
 from diptych.engine.runner import RunnerCapabilities
@@ -188,28 +189,13 @@ class FakeRanks(FakeRunner):
         return digest.intdigest()
 
 
-class RanksTogether:
-    """See Executor."""
+class RanksTogether(LocalExecutor):
+    """All ranks are in this process, and each has its part."""
+
+    runner: FakeRanks
 
     def __init__(self, runner: FakeRanks) -> None:
-        self._runner = runner
-        self.capabilities = runner.capabilities
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._runner, name)
-
-    def on_launched(self, callback: Callable[[], None]) -> None: ...
-
-    def on_lost(self, callback: Callable[[str], None]) -> None: ...
-
-    def execute(
-        self,
-        seqs: Sequence[ScheduledSeq],
-        should_abort: Callable[[], bool],
-        on_layers: Callable[[int], None] | None = None,
-    ) -> Any:
-        self._runner.on_layers = on_layers or (lambda num_layers: None)
-        return self._runner.execute(seqs, should_abort)
+        super().__init__(runner)  # type: ignore[arg-type]
 
     def pack(
         self,
@@ -220,7 +206,7 @@ class RanksTogether:
         group: int = 0,
         part: int = 0,
     ) -> int:
-        return self._runner.pack_part(block_ids, num_tokens, out, layers, part)
+        return self.runner.pack_part(block_ids, num_tokens, out, layers, part)
 
     def unpack(
         self,
@@ -231,6 +217,4 @@ class RanksTogether:
         group: int = 0,
         part: int = 0,
     ) -> None:
-        self._runner.unpack_part(block_ids, num_tokens, src, layers, part)
-
-    def close(self) -> None: ...
+        self.runner.unpack_part(block_ids, num_tokens, src, layers, part)
