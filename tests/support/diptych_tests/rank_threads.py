@@ -157,7 +157,8 @@ class ThreadedRanks:
         )
         self._threads = ThreadPoolExecutor(len(self.places))
 
-    def _on_all(self, work: Callable[[TorchModelRunner], Any]) -> list[Any]:
+    def on_all(self, work: Callable[[TorchModelRunner], Any]) -> list[Any]:
+        """What `work` returns for the runner of each rank. Raises: the first one's error."""
         return [result.result(DEADLINE_S) for result in [self._threads.submit(work, one) for one in self.runners]]
 
     def execute(self, seqs: Any, should_abort: Any = None) -> Any:
@@ -170,11 +171,11 @@ class ThreadedRanks:
             else:
                 runner.execute([replace(seq) for seq in seqs])
 
-        self._on_all(one)
+        self.on_all(one)
         return found[0]
 
     def copy_blocks(self, copies: Any) -> None:
-        self._on_all(lambda runner: runner.copy_blocks(copies))
+        self.on_all(lambda runner: runner.copy_blocks(copies))
 
     def read_adapter(self, folder: Any, facts: Any) -> ThreadedAdapter:
         return ThreadedAdapter([runner.read_adapter(folder, facts) for runner in self.runners])

@@ -21,6 +21,7 @@ from diptych.engine.exec.parallel.rank_runner import make
 from diptych.engine.executor import LocalExecutor
 from diptych.engine.messages import EngineRequest, KeepAdapter
 from diptych.engine.offline import OfflineEngine
+from diptych.engine.runner import StepAborted
 from diptych_tests import quantized
 from diptych_tests.lora import linear_shapes, write_adapter
 from diptych_tests.rank_threads import ThreadedRanks
@@ -289,3 +290,26 @@ def test_a_prompt_goes_through_the_stages_in_pieces(model_dir_of, ranks):
             assert same == ids
             for some, right in zip(numbers, known, strict=True):
                 np.testing.assert_allclose(some, right, atol=2e-4)
+
+
+def test_a_step_is_given_up_at_the_same_layer_on_all_ranks_and_layers_are_told(model_dir_of, driver_of, ranks):
+    folder = model_dir_of("LlamaForCausalLM")
+    both = ranks(folder, 2)
+    driver, [prompt] = driver_of(folder, runner=both), prompts_of(20)
+    expected = driver_of(folder, backend="torch").generate([prompt], 6)
+    table = driver.table(len(prompt))
+
+    def given_up(runner):
+        looks = iter((False, False, True))
+        with pytest.raises(StepAborted):
+            runner.execute([driver.seq(prompt, 0, table)], lambda: next(looks))
+        return next(looks, None)
+
+    assert both.on_all(given_up) == [None, None]
+    told = []
+    for runner in both.runners:
+        assert runner.capabilities.reports_layers
+        runner.on_layers = lambda num_layers, told=told: told.append(num_layers)
+    assert driver.generate([prompt], 6) == expected
+    assert sorted(told) == sorted([1, 2] * 2 * 6)
+    assert not any(runner.capabilities.reports_layers for runner in ranks(folder, 1, 2).runners), "micro-batches"
