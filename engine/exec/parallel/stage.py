@@ -15,6 +15,7 @@ from diptych.engine.exec.parallel.micro_batches import Piece, cut_step, micro_ba
 from diptych.engine.exec.sampling import PromptRows, want_prompt_rows
 from diptych.engine.exec.weights import ModelWeights
 from diptych.engine.messages import ScheduledSeq
+from diptych.engine.runner import RunnerLost
 
 
 @dataclass(slots=True)
@@ -114,9 +115,24 @@ class Stage:
             should_abort: asked between two layers; turns true at the same place on every rank, and with several stages never.
             on_layers: see ModelRunner.on_layers; only called where there is one stage.
         Returns: on the rank that samples what it needs for that; None on others.
-        Raises: StepAborted; InternalError when a sequence breaks a promise; RunnerLost.
+        Raises: StepAborted; InternalError when a sequence breaks a promise; RunnerLost. With several stages only RunnerLost: rows
+            that a stage has sent, and the next one did not receive, would be taken for those of a later step.
         """
-        on_layers = None if self.pipelined else on_layers
+        if not self.pipelined:
+            return self._run(seqs, should_abort, on_layers)
+        try:
+            return self._run(seqs, should_abort, None)
+        except RunnerLost:
+            raise
+        except Exception as error:
+            raise RunnerLost(f"rank {self._place.rank} failed in a step of several stages: {error}") from error
+
+    def _run(
+        self,
+        seqs: Sequence[ScheduledSeq],
+        should_abort: Callable[[], bool] | None,
+        on_layers: Callable[[int], None] | None,
+    ) -> SampledStep | None:
         place, out = self._place, _Outputs()
         rows = [len(seq.token_ids) for seq in seqs]
         whole = [seq.num_drafts > 0 for seq in seqs]

@@ -21,7 +21,7 @@ from diptych.engine.exec.parallel.rank_runner import make
 from diptych.engine.executor import LocalExecutor
 from diptych.engine.messages import EngineRequest, KeepAdapter
 from diptych.engine.offline import OfflineEngine
-from diptych.engine.runner import StepAborted
+from diptych.engine.runner import OutOfDeviceMemory, RunnerLost, StepAborted
 from diptych_tests import quantized
 from diptych_tests.lora import linear_shapes, write_adapter
 from diptych_tests.rank_threads import ThreadedRanks
@@ -313,3 +313,24 @@ def test_a_step_is_given_up_at_the_same_layer_on_all_ranks_and_layers_are_told(m
     assert driver.generate([prompt], 6) == expected
     assert sorted(told) == sorted([1, 2] * 2 * 6)
     assert not any(runner.capabilities.reports_layers for runner in ranks(folder, 1, 2).runners), "micro-batches"
+
+
+@pytest.mark.parametrize("method", ["lay_out", "forward"])
+@pytest.mark.parametrize("degrees", [(1, 2), (1, 4)])
+def test_a_step_that_fails_in_one_stage_loses_its_rank(model_dir_of, driver_of, ranks, monkeypatch, degrees, method):
+    """The stages before it have sent rows of this step, which the next step would take for its own."""
+    stages = ranks(model_dir_of("LlamaForCausalLM", **LLAMA), *degrees)
+    driver, [prompt] = driver_of(None, runner=stages), prompts_of(64)
+    decoder = stages.runners[-1]._stage._decoder
+    real, calls = getattr(decoder, method), []
+
+    def fails_once(*arguments, **named):
+        calls.append(method)
+        if len(calls) == 2:
+            raise OutOfDeviceMemory("made up")
+        return real(*arguments, **named)
+
+    monkeypatch.setattr(decoder, method, fails_once)
+    with pytest.raises(RunnerLost, match="failed in a step of several stages: made up"):
+        stages.execute([driver.seq(prompt, 0, driver.table(len(prompt)))])
+    assert len(calls) == 2, "nothing more of the step is computed"
