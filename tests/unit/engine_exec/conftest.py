@@ -8,6 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -137,6 +138,34 @@ class Driver:
             for out, row in zip(outputs, self.runner.execute(batch).token_ids, strict=True):
                 out.extend(row)
         return outputs
+
+    def in_one_batch(
+        self, prompts, slots, count: int = 6, *, ahead: bool = False
+    ) -> tuple[list[list[int]], np.ndarray]:
+        """All prompts at once, greedy: their chunks in one step, then decodes, the rows of each with its adapter's slot.
+
+        Args: ahead: decodes are launched, and then read.
+        Returns: token ids, and logprobs [prompts, count].
+        """
+        tables = [self.table(len(prompt) + count) for prompt in prompts]
+        outputs, logprobs = [[] for _ in prompts], [[] for _ in prompts]
+        for index in range(count):
+            steps = []
+            for prompt, slot, table, out in zip(prompts, slots, tables, outputs, strict=True):
+                seq = self.seq(out[-1:] or prompt, len(prompt) + index - 1 if out else 0, table, index=index)
+                seq.adapter, seq.top_logprobs = slot, 0
+                steps.append(seq)
+            if ahead and index:
+                flying = self.runner.launch(steps)
+                flying.draw()
+                result = flying.result()
+            else:
+                result = self.runner.execute(steps)
+            for i, row in enumerate(result.token_ids):
+                outputs[i] += row
+                logprobs[i] += [one.logprob for one in result.logprobs[i]]
+        self.free += [block for table in tables for block in table]
+        return outputs, np.array(logprobs)
 
     def generate_with_drafts(self, prompts, truths, *, most: int = 4, sampling=GREEDY) -> tuple[list, list, list[int]]:
         """As `generate`, with guesses in every row: right ones from `truths` (the outputs to come), some of them made

@@ -27,23 +27,6 @@ def kept(driver, folder, slot):
     return adapter
 
 
-def run(driver, prompts, slots, count=6):
-    """All in one batch, greedy: chunks first, then decodes, the rows of each with its slot. Returns: token ids, and logprobs."""
-    tables = [driver.table(len(prompt) + count) for prompt in prompts]
-    outputs, logprobs = [[] for _ in prompts], [[] for _ in prompts]
-    for index in range(count):
-        steps = []
-        for prompt, slot, table, out in zip(prompts, slots, tables, outputs, strict=True):
-            seq = driver.seq(out[-1:] or prompt, len(prompt) + index - 1 if out else 0, table, index=index)
-            seq.adapter, seq.top_logprobs = slot, 0
-            steps.append(seq)
-        result = driver.runner.execute(steps)
-        for i, row in enumerate(result.token_ids):
-            outputs[i] += row
-            logprobs[i] += [one.logprob for one in result.logprobs[i]]
-    return outputs, np.array(logprobs)
-
-
 @pytest.fixture
 def adapters(model_dir_of, tmp_path):
     """A model, and three adapters: of some modules and a low rank; of all, with several ranks and rsLoRA; of one."""
@@ -63,21 +46,21 @@ def adapters(model_dir_of, tmp_path):
 def test_rows_of_one_batch_have_the_results_of_merged_weights(adapters, driver_of, tmp_path, compiler, backend):
     model, folders = adapters
     driver = driver_of(model, backend=backend, max_loras=3, max_lora_rank=8)
-    plain = run(driver_of(model, backend=backend), PROMPTS[:1], [-1])
+    plain = driver_of(model, backend=backend).in_one_batch(PROMPTS[:1], [-1])
     for slot, folder in zip((2, 0, 1), folders, strict=True):
         kept(driver, folder, slot)
-    ids, logprobs = run(driver, PROMPTS, [2, 0, -1, 1])
+    ids, logprobs = driver.in_one_batch(PROMPTS, [2, 0, -1, 1])
     for i, folder in ((0, folders[0]), (1, folders[1]), (3, folders[2])):
         merged = driver_of(merge_adapter(model, folder, tmp_path / f"merged{i}"), backend=backend)
-        expected, known = run(merged, PROMPTS[i : i + 1], [-1])
+        expected, known = merged.in_one_batch(PROMPTS[i : i + 1], [-1])
         assert ids[i] == expected[0]
         np.testing.assert_allclose(logprobs[i], known[0], atol=2e-4)
-    untouched = run(driver_of(model, backend=backend), PROMPTS[2:3], [-1])
+    untouched = driver_of(model, backend=backend).in_one_batch(PROMPTS[2:3], [-1])
     np.testing.assert_allclose(logprobs[2], untouched[1][0], atol=1e-5)
     assert np.abs(logprobs[0] - plain[1][0]).max() > 1e-2, "the adapters change something"
     if backend == "native":
         for i, slot in enumerate([2, 0, -1, 1]):
-            alone, same = run(driver, PROMPTS[i : i + 1], [slot])
+            alone, same = driver.in_one_batch(PROMPTS[i : i + 1], [slot])
             assert alone[0] == ids[i]
             assert np.array_equal(same[0], logprobs[i]), "in any company"
         assert np.array_equal(untouched[1][0], logprobs[2])
@@ -96,11 +79,11 @@ def test_the_compiled_layers_add_adapters_over_other_weights(adapters, driver_of
         driver = driver_of(model, backend=backend, max_loras=2, max_lora_rank=8, **how)
         for slot in (0, 1):
             kept(driver, folders[slot], slot)
-        numbers.append(run(driver, PROMPTS, slots, count=1)[1])
+        numbers.append(driver.in_one_batch(PROMPTS, slots, count=1)[1])
     np.testing.assert_allclose(numbers[1], numbers[0], atol=0.1)
-    ids, logprobs = run(driver, PROMPTS, slots)
+    ids, logprobs = driver.in_one_batch(PROMPTS, slots)
     for i, slot in enumerate(slots):
-        alone, same = run(driver, PROMPTS[i : i + 1], [slot])
+        alone, same = driver.in_one_batch(PROMPTS[i : i + 1], [slot])
         assert alone[0] == ids[i]
         assert np.array_equal(same[0], logprobs[i])
 
@@ -112,7 +95,7 @@ def test_a_slot_holds_nothing_of_its_former_adapter(adapters, driver_of):
     kept(driver, folders[1], 0)
     kept(driver, folders[2], 0)
     kept(fresh, folders[2], 0)
-    assert run(driver, PROMPTS, [0] * 4)[0] == run(fresh, PROMPTS, [0] * 4)[0]
+    assert driver.in_one_batch(PROMPTS, [0] * 4)[0] == fresh.in_one_batch(PROMPTS, [0] * 4)[0]
     for (_, slots), (_, other) in zip(driver.runner._lora._layers, fresh.runner._lora._layers, strict=True):
         assert torch.equal(slots.a, other.a)
         assert torch.equal(slots.b, other.b)

@@ -60,26 +60,7 @@ def with_adapters(driver, folders):
 
 
 def run(driver, slots, count=2, prompts=PROMPTS, *, ahead=False):
-    """All in one batch: their chunks in one step, then decodes. Returns: token ids, and logprobs [prompts, count]."""
-    tables = [driver.table(len(prompt) + count) for prompt in prompts]
-    outputs, logprobs = [[] for _ in prompts], [[] for _ in prompts]
-    for index in range(count):
-        steps = []
-        for prompt, slot, table, out in zip(prompts, slots, tables, outputs, strict=True):
-            seq = driver.seq(out[-1:] or prompt, len(prompt) + index - 1 if out else 0, table, index=index)
-            seq.adapter, seq.top_logprobs = slot, 0
-            steps.append(seq)
-        if ahead and index:
-            flying = driver.runner.launch(steps)
-            flying.draw()
-            result = flying.result()
-        else:
-            result = driver.runner.execute(steps)
-        for i, row in enumerate(result.token_ids):
-            outputs[i] += row
-            logprobs[i] += [one.logprob for one in result.logprobs[i]]
-    driver.free += [block for table in tables for block in table]
-    return outputs, np.array(logprobs)
+    return driver.in_one_batch(prompts, slots, count, ahead=ahead)
 
 
 def same(got, expected, atol=1e-4):

@@ -133,24 +133,6 @@ def test_ranks_with_other_elements_give_the_tokens_of_one(folder_of, native_of, 
     assert ranks_of(folder, 2, **how).generate(PROMPTS, 8) == native_of(folder, **how).generate(PROMPTS, 8)
 
 
-def in_one_batch(driver, prompts, slots, count=6):
-    """Greedy: chunks first, then decodes, the rows of each with its slot. Returns: token ids, and logprobs."""
-    tables = [driver.table(len(prompt) + count) for prompt in prompts]
-    outputs, logprobs = [[] for _ in prompts], [[] for _ in prompts]
-    for index in range(count):
-        steps = []
-        for prompt, slot, table, out in zip(prompts, slots, tables, outputs, strict=True):
-            seq = driver.seq(out[-1:] or prompt, len(prompt) + index - 1 if out else 0, table, index=index)
-            seq.adapter, seq.top_logprobs = slot, 0
-            steps.append(seq)
-        result = driver.runner.execute(steps)
-        for i, row in enumerate(result.token_ids):
-            outputs[i] += row
-            logprobs[i] += [one.logprob for one in result.logprobs[i]]
-    driver.free += [block for table in tables for block in table]
-    return outputs, np.array(logprobs)
-
-
 @pytest.mark.parametrize("degree", [2, 4])
 def test_adapters_on_ranks_give_the_tokens_of_one_in_any_company(folder_of, native_of, ranks_of, tmp_path, degree):
     folder = folder_of("plain")
@@ -161,12 +143,12 @@ def test_adapters_on_ranks_give_the_tokens_of_one_in_any_company(folder_of, nati
     for slot, adapter in enumerate(adapters):
         for runner in (one.runner, *ranks.runner.runners):
             runner.install_adapter(slot, runner.read_adapter(adapter, read_adapter(adapter)))
-    expected, known = in_one_batch(one, PROMPTS, slots)
-    ids, logprobs = in_one_batch(ranks, PROMPTS, slots)
+    expected, known = one.in_one_batch(PROMPTS, slots)
+    ids, logprobs = ranks.in_one_batch(PROMPTS, slots)
     assert ids == expected
     np.testing.assert_allclose(logprobs, known, atol=5e-4)
     for i, slot in enumerate(slots):
-        alone, same = in_one_batch(ranks, PROMPTS[i : i + 1], [slot])
+        alone, same = ranks.in_one_batch(PROMPTS[i : i + 1], [slot])
         assert alone[0] == ids[i]
         assert np.array_equal(same[0], logprobs[i]), "the same bits"
 
