@@ -23,12 +23,16 @@ def split(kv: KvFormat, *, tensor_parallel: int = 1, pipeline: int = 1) -> tuple
     num_layers = kv.num_layers
     if not 1 <= pipeline <= num_layers:
         raise ConfigError("pipeline_parallel_size", pipeline, f"must be between 1 and the {num_layers} layers")
-    cuts = [stage * num_layers // pipeline for stage in range(pipeline + 1)]
     return tuple(
-        _part(kv, range(cuts[stage], cuts[stage + 1]), Shard(rank, tensor_parallel))
+        _part(kv, layers_of_stage(num_layers, stage, pipeline), Shard(rank, tensor_parallel))
         for stage in range(pipeline)
         for rank in range(tensor_parallel)
     )
+
+
+def layers_of_stage(num_layers: int, stage: int, pipeline: int) -> range:
+    """Of one of `pipeline` stages, which have equal numbers of layers, to within one."""
+    return range(stage * num_layers // pipeline, (stage + 1) * num_layers // pipeline)
 
 
 def _part(kv: KvFormat, layers: range, shard: Shard) -> KvFormat:

@@ -4,7 +4,6 @@ computes one at a time; over quantized KV, too. GPU_TESTS_DEVICE=cpu is a rehear
 from __future__ import annotations
 
 import asyncio
-import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,10 +12,8 @@ import pytest
 
 from diptych.bench.gpu.http_client import ask
 from diptych.bench.gpu.random_model import SMALL, TINY, write_model
-from diptych.common.errors import ConfigError
-from diptych.worker.visible_gpus import find_gpus
+from diptych_tests.gpu_cards import DEVICE, needs_gpus
 
-DEVICE = os.environ.get("GPU_TESTS_DEVICE", "cuda")
 SHAPE = replace(SMALL, dtype="bfloat16") if DEVICE == "cuda" else TINY
 TOKENS = 48
 PROMPTS = [
@@ -24,18 +21,7 @@ PROMPTS = [
 ]
 
 
-def num_gpus() -> int:
-    try:
-        return len(find_gpus(os.environ))
-    except ConfigError:
-        return 0
-
-
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.multiproc,
-    pytest.mark.skipif(DEVICE == "cuda" and not num_gpus(), reason="needs a GPU"),
-]
+pytestmark = needs_gpus(1)
 
 
 def fields(i: int) -> dict[str, Any]:

@@ -24,10 +24,9 @@ from diptych.bench.gpu.http_client import Answer, ask
 from diptych.bench.gpu.random_model import SMALL, TINY, write_model
 from diptych.cli.up.processes import ProcessIdentity
 from diptych.client import AsyncClient
-from diptych.common.errors import ConfigError
 from diptych.worker.visible_gpus import find_gpus
+from diptych_tests.gpu_cards import DEVICE, needs_gpus
 
-DEVICE = os.environ.get("GPU_TESTS_DEVICE", "cuda")
 SHAPE = SMALL if DEVICE == "cuda" else TINY
 LENGTHS = (5, 70, 100, 333, 700, 1500)
 TOKENS = 48
@@ -39,18 +38,7 @@ SPARE_BYTES = 256 << 20
 """Of a GPU's memory, that may differ after the same work: kernels that the driver loads when they first run."""
 
 
-def num_gpus() -> int:
-    try:
-        return len(find_gpus(os.environ))
-    except ConfigError:
-        return 0
-
-
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.multiproc,
-    pytest.mark.skipif(DEVICE == "cuda" and num_gpus() < 2, reason="needs two GPUs"),
-]
+pytestmark = needs_gpus(2)
 
 
 def used_memory() -> list[int]:

@@ -6,7 +6,6 @@ A model of random weights in fp32, where the batch does not change the result. G
 from __future__ import annotations
 
 import asyncio
-import os
 import random
 from typing import Any
 
@@ -14,27 +13,14 @@ import pytest
 
 from diptych.bench.gpu.http_client import ask
 from diptych.bench.gpu.random_model import SMALL, TINY, write_model
-from diptych.common.errors import ConfigError
-from diptych.worker.visible_gpus import find_gpus
+from diptych_tests.gpu_cards import DEVICE, needs_gpus
 
-DEVICE = os.environ.get("GPU_TESTS_DEVICE", "cuda")
 SHAPE = SMALL if DEVICE == "cuda" else TINY
 LENGTHS = (5, 70, 333, 1500)
 TOKENS = 32
 
 
-def num_gpus() -> int:
-    try:
-        return len(find_gpus(os.environ))
-    except ConfigError:
-        return 0
-
-
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.multiproc,
-    pytest.mark.skipif(DEVICE == "cuda" and num_gpus() < 2, reason="needs two GPUs"),
-]
+pytestmark = needs_gpus(2)
 
 
 def port_of(url: str) -> int:

@@ -64,7 +64,7 @@ class RankPlace:
         """Of this rank's stage. Args: num_layers: of the model. Raises: ConfigError with fewer layers than stages."""
         if self.pipeline > num_layers:
             raise ConfigError("pipeline_parallel_size", self.pipeline, f"the model has {num_layers} layers only")
-        return range(self.stage * num_layers // self.pipeline, (self.stage + 1) * num_layers // self.pipeline)
+        return kv_parts.layers_of_stage(num_layers, self.stage, self.pipeline)
 
     def part(self, kv: KvFormat) -> KvFormat:
         """Of the model's KV what this rank's pool holds. Raises: ConfigError."""

@@ -9,50 +9,41 @@ from pydantic import BaseModel, ConfigDict
 from diptych.common.store.adapters import AdapterEntry, AdapterVersion
 
 
-class LoadLoraAdapterRequest(BaseModel):
-    """Body of POST /v1/load_lora_adapter; see LoadRequest."""
+class _OfAdapter(BaseModel):
+    """Body of a request about one adapter."""
 
     model_config = ConfigDict(strict=True, extra="ignore")
 
     lora_name: str = ""
+
+
+class LoadLoraAdapterRequest(_OfAdapter):
+    """Body of POST /v1/load_lora_adapter; see LoadRequest."""
+
     lora_path: str = ""
     model: str = ""
     load_inplace: bool = False
     canary_share: float = 0.0
 
 
-class UnloadLoraAdapterRequest(BaseModel):
+class UnloadLoraAdapterRequest(_OfAdapter):
     """Body of POST /v1/unload_lora_adapter."""
 
-    model_config = ConfigDict(strict=True, extra="ignore")
 
-    lora_name: str = ""
-
-
-class CanaryLoraAdapterRequest(BaseModel):
+class CanaryLoraAdapterRequest(_OfAdapter):
     """Body of POST /v1/canary_lora_adapter. version: 0: the present canary."""
 
-    model_config = ConfigDict(strict=True, extra="ignore")
-
-    lora_name: str = ""
     version: int = 0
     canary_share: float = 0.0
 
 
-class PromoteLoraAdapterRequest(BaseModel):
+class PromoteLoraAdapterRequest(_OfAdapter):
     """Body of POST /v1/promote_lora_adapter."""
 
-    model_config = ConfigDict(strict=True, extra="ignore")
 
-    lora_name: str = ""
-
-
-class RollbackLoraAdapterRequest(BaseModel):
+class RollbackLoraAdapterRequest(_OfAdapter):
     """Body of POST /v1/rollback_lora_adapter. version: 0: without the canary, or the one before."""
 
-    model_config = ConfigDict(strict=True, extra="ignore")
-
-    lora_name: str = ""
     version: int = 0
 
 

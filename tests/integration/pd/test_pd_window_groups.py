@@ -14,10 +14,8 @@ import pytest
 
 from diptych.common.errors import TransferError, WorkerLostError
 from diptych.common.kv_groups import PoolDemand, expected_ranges
-from diptych.engine.messages import RangePacked
 from diptych.kvtransfer.slabs.layout import HEADER_BYTES, TRAILER_BYTES
 from diptych.kvtransfer.wrappers import faults
-from diptych.prefill.sessions import PrefillSession
 from diptych.rpc.v1 import router_pb2
 from diptych.worker import wire
 
@@ -112,16 +110,8 @@ async def test_a_group_that_is_never_sent_is_noticed_and_made_good(
     pd: ModuleType, windows: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected, _ = await ranges_of(pd, windows)
-    publish = PrefillSession._publish
     for group in range(len(set(windows))):
-
-        def drop(session: PrefillSession, packed: RangePacked, group: int = group) -> None:
-            if packed.group == group:
-                session._publisher.return_grant(packed.slab)
-            else:
-                publish(session, packed)
-
-        monkeypatch.setattr(PrefillSession, "_publish", drop)
+        pd.withhold(monkeypatch, lambda packed, group=group: packed.group == group)
         for policy in (FAIL, RECOMPUTE):
             async with pair(pd, windows) as (cluster, router):
                 answer = await router.run(cluster.submit_message(attempt="a", prompt=PROMPT, policy=policy))

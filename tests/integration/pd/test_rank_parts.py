@@ -13,7 +13,6 @@ from diptych.common.compat import Compat, identified
 from diptych.common.kv_format import full_format
 from diptych.common.kv_parts import split
 from diptych.engine.ranks import RanksExecutor, RankSpec
-from diptych.prefill.sessions import PrefillSession
 from diptych.worker.model import LoadedModel
 
 pytestmark = pytest.mark.multiproc
@@ -64,14 +63,7 @@ async def test_17_a_equal_ranks_exchange_each_ranks_kv(
     pd: ModuleType, ranks: Callable[..., LoadedModel], pipeline: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     want = await alone(pd, ranks, pipeline)
-    sent: list[tuple[int, int, int]] = []
-    publish = PrefillSession._publish
-
-    def noted(self: PrefillSession, packed: Any) -> None:
-        sent.append((packed.part, packed.first_layer, packed.num_layers))
-        publish(self, packed)
-
-    monkeypatch.setattr(PrefillSession, "_publish", noted)
+    sent = pd.note_published(monkeypatch)
     model = lambda: ranks(pipeline=pipeline)  # noqa: E731
     async with (
         pd.cluster(decode=model, prefill=model) as cluster,
@@ -92,15 +84,7 @@ async def test_17_a_kv_that_one_rank_does_not_send_is_never_decoded_on(
     pd: ModuleType, ranks: Callable[..., LoadedModel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     [want, *_] = await alone(pd, ranks, 1)
-    publish = PrefillSession._publish
-
-    def without_rank_1(self: PrefillSession, packed: Any) -> None:
-        if packed.part == 1:
-            self._publisher.return_grant(packed.slab)
-        else:
-            publish(self, packed)
-
-    monkeypatch.setattr(PrefillSession, "_publish", without_rank_1)
+    pd.withhold(monkeypatch, lambda packed: packed.part == 1)
     async with pd.cluster(decode=ranks, prefill=ranks) as cluster, pd.FakeRouter(cluster.decode.address) as router:
         answer = await router.run(cluster.submit_message(attempt="r", prompt=PROMPTS[0]))
         assert answer.token_ids == want

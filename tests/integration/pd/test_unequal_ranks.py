@@ -10,7 +10,6 @@ import pytest
 
 from diptych.common.errors import IncompatibleWorkersError
 from diptych.common.kv_parts import degrees
-from diptych.prefill.sessions import PrefillSession
 from diptych.rpc.v1 import router_pb2, types_pb2
 from diptych.worker import wire
 from diptych_tests.fake_ranks import LAYERS, sharded_model
@@ -72,14 +71,7 @@ async def test_each_ranks_last_range_is_sent_in_groups_of_layers_to_equal_ranks(
     pd: ModuleType, monkeypatch: pytest.MonkeyPatch, decode: tuple[int, int], some: bool
 ) -> None:
     """While they are computed. With pipeline stages a layer's number is another one on each rank: their ranges are whole."""
-    sent: list[tuple[int, int, int]] = []
-    publish = PrefillSession._publish
-
-    def noted(self: PrefillSession, packed: Any) -> None:
-        sent.append((packed.part, packed.first_layer, packed.num_layers))
-        publish(self, packed)
-
-    monkeypatch.setattr(PrefillSession, "_publish", noted)
+    sent = pd.note_published(monkeypatch)
     [want, _] = await alone(pd)
     model = lambda: sharded_model(*decode)  # noqa: E731
     async with (
@@ -121,15 +113,7 @@ async def test_heads_on_several_ranks_cross_once_and_quantized_heads_keep_their_
 
 async def test_what_a_rank_does_not_send_is_never_decoded_on(pd: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     [want, _] = await alone(pd)
-    publish = PrefillSession._publish
-
-    def without_rank_1(self: PrefillSession, packed: Any) -> None:
-        if packed.part == 1:
-            self._publisher.return_grant(packed.slab)
-        else:
-            publish(self, packed)
-
-    monkeypatch.setattr(PrefillSession, "_publish", without_rank_1)
+    pd.withhold(monkeypatch, lambda packed: packed.part == 1)
     async with (
         pd.cluster(decode=lambda: sharded_model(4), prefill=lambda: sharded_model(2)) as cluster,
         pd.FakeRouter(cluster.decode.address) as router,

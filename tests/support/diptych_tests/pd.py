@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import grpc
+import pytest
 
 from diptych.cli.worker_roles import services_of
 from diptych.common.clock import Clock, MonotonicClock
@@ -18,7 +19,8 @@ from diptych.common.errors import DiptychError
 from diptych.common.sampling import SamplingParams
 from diptych.common.secret import call_key, call_token, load_secret
 from diptych.engine.fake_runner import FakeRunner
-from diptych.engine.messages import ScheduledSeq
+from diptych.engine.messages import RangePacked, ScheduledSeq
+from diptych.prefill.sessions import PrefillSession
 from diptych.rpc.channels import open_channel
 from diptych.rpc.convert import sampling_to_proto
 from diptych.rpc.errors import from_failure
@@ -345,3 +347,30 @@ async def get_info(worker: WorkerRuntime) -> worker_pb2.GetInfoResponse:
 async def start_grpc() -> None:
     """grpc.aio's poller thread belongs to the process, not to the first test that needs it."""
     grpc.aio.init_grpc_aio()
+
+
+_publish = PrefillSession._publish
+
+
+def note_published(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, int]]:
+    """Returns: a list that grows by the part, first layer and number of layers of each range that prefill publishes."""
+    sent: list[tuple[int, int, int]] = []
+
+    def noted(session: PrefillSession, packed: RangePacked) -> None:
+        sent.append((packed.part, packed.first_layer, packed.num_layers))
+        _publish(session, packed)
+
+    monkeypatch.setattr(PrefillSession, "_publish", noted)
+    return sent
+
+
+def withhold(monkeypatch: pytest.MonkeyPatch, which: Callable[[RangePacked], bool]) -> None:
+    """Prefill publishes none of these ranges, but all others; in place of what was withheld before."""
+
+    def without(session: PrefillSession, packed: RangePacked) -> None:
+        if which(packed):
+            session._publisher.return_grant(packed.slab)
+        else:
+            _publish(session, packed)
+
+    monkeypatch.setattr(PrefillSession, "_publish", without)
