@@ -158,7 +158,7 @@ def test_the_method_of_quantized_weights_is_in_handshake_and_identity(
     folder: Path, load: Callable[..., LoadedModel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Drill: it was `plain`, whatever the weights were."""
-    of_a_test = load_script("tests/unit/engine_exec/test_exec_methods.py")
+    of_a_test = load_script("tests/unit/engine_exec/quantized/test_exec_methods.py")
     monkeypatch.setitem(METHODS, "int8-rows", of_a_test.Int8RowsMethod())
     monkeypatch.setitem(FORMATS, "int8-rows", of_a_test.Int8RowsFormat())
     assert load(folder).compat.method == "plain"
