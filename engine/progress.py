@@ -1,7 +1,7 @@
 """Signs of life of a process that computes as one rank of several: a counter that the engine's process reads.
 
 A rank counts between two layers, before and after each exchange with other ranks, and with every frame. An engine that sees no
-rank count for some seconds, though a step runs, gives all ranks up (engine.rank_watch).
+rank count for some seconds, though a step runs, gives all ranks up (engine.ranks.watch).
 """
 
 from __future__ import annotations

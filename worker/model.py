@@ -34,7 +34,7 @@ from diptych.engine.grammar.backends import Loaders
 from diptych.engine.grammar.compiler import ChildProcess, GrammarCompiler, GrammarLimits
 from diptych.engine.grammar.program import AfterText, Program
 from diptych.engine.grammar.vocabulary import vocabulary_of
-from diptych.engine.ranks import RanksExecutor
+from diptych.engine.ranks.executor import RanksExecutor
 from diptych.engine.runner import RunnerCapabilities
 from diptych.engine.sched.requests.output import DetokenizerFactory
 from diptych.kvtransfer.wrappers import ciphers

@@ -1,7 +1,7 @@
 """The ranks of a worker: how many, on which devices, and what their processes are started with.
 
 A worker of one rank computes in its own process. Of more, each is a process that the worker starts and watches
-(engine/ranks.py); the worker's own process then has no GPU, and KV goes through host memory.
+(engine/ranks/executor.py); the worker's own process then has no GPU, and KV goes through host memory.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 from diptych.common import child
 from diptych.common.errors import ConfigError
-from diptych.engine.ranks import RankSpec
+from diptych.engine.ranks.executor import RankSpec
 from diptych.worker.degrees import Degrees, device_numbers
 from diptych.worker.visible_gpus import Gpu
 

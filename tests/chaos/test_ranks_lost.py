@@ -19,7 +19,7 @@ from diptych.common.errors import WorkerLostError
 from diptych.common.kv_format import full_format
 from diptych.common.kv_parts import split
 from diptych.engine.executor import ExecutorLost
-from diptych.engine.ranks import RanksExecutor, RankSpec
+from diptych.engine.ranks.executor import RanksExecutor, RankSpec
 from diptych.worker.model import LoadedModel
 from diptych_tests import pd
 

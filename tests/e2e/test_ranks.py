@@ -113,7 +113,7 @@ async def test_23_a_cluster_of_ranks_answers_as_one_process(
 def ranks_of(pid: int) -> list[psutil.Process]:
     """The processes of the ranks below this one."""
     below = psutil.Process(pid).children(recursive=True)
-    return [process for process in below if "diptych.engine.rank_process" in process.cmdline()]
+    return [process for process in below if "diptych.engine.ranks.process" in process.cmdline()]
 
 
 @pytest.mark.slow

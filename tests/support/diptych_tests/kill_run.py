@@ -654,7 +654,7 @@ def ranks_of(child: ChildState) -> list[psutil.Process]:
     return [
         process
         for process in sorted(psutil.Process(child.pid).children(), key=lambda one: one.create_time())
-        if "diptych.engine.rank_process" in process.cmdline()
+        if "diptych.engine.ranks.process" in process.cmdline()
     ]
 
 

@@ -192,7 +192,7 @@ class ThreadedRanks:
 
 
 class ThreadedAdapter:
-    """Implements LoadedAdapter, as engine.rank_adapters.RankAdapter."""
+    """Implements LoadedAdapter, as engine.ranks.adapters.RankAdapter."""
 
     def __init__(self, of_ranks: list[Any]) -> None:
         self.of_ranks, self.id, self.rank = of_ranks, of_ranks[0].id, of_ranks[0].rank

@@ -9,8 +9,8 @@ import sys
 
 from diptych.common.shared_memory import SharedArea, attached, find
 from diptych.engine import progress
-from diptych.engine.rank_board import AHEAD, Agreement, Board
-from diptych.engine.rank_watch import POLL_S, ProcessState, Watch, read_process
+from diptych.engine.ranks.board import AHEAD, Agreement, Board
+from diptych.engine.ranks.watch import POLL_S, ProcessState, Watch, read_process
 from diptych_tests.waiting import wait_until
 
 IDLE = [ProcessState(), ProcessState()]

@@ -38,7 +38,7 @@ from diptych.engine.messages import (
     TokensOut,
 )
 from diptych.engine.offline import OfflineEngine
-from diptych.engine.ranks import RanksExecutor, RankSpec
+from diptych.engine.ranks.executor import RanksExecutor, RankSpec
 from diptych.engine.runner import StepAborted
 from diptych_tests.waiting import until, wait_until
 

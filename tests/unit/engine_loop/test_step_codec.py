@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from diptych.common.sampling import EarlyStopping, SamplingParams, TokenLogprobs
-from diptych.engine import step_codec
 from diptych.engine.messages import BlockCopy, Candidate, ComputedFrom, CopyKind, ScheduledSeq, StepResult
-from diptych.engine.step_codec import SeqDecoder, SeqEncoder
+from diptych.engine.ranks import step_codec
+from diptych.engine.ranks.step_codec import SeqDecoder, SeqEncoder
 
 SAMPLINGS = [
     SamplingParams(9, seed=2**64 - 1),

@@ -1,8 +1,8 @@
-"""The process of one rank; engine.ranks starts it.
+"""The process of one rank; engine.ranks.executor starts it.
 
-    python -m diptych.engine.rank_process MODULE:CALLABLE ARGUMENTS_AS_JSON
+    python -m diptych.engine.ranks.process MODULE:CALLABLE ARGUMENTS_AS_JSON
 
-Its standard input is the socket to the engine, see engine.rank_frames. It ends when that is closed.
+Its standard input is the socket to the engine, see engine.ranks.frames. It ends when that is closed.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from diptych.common.collector import hold_collector, set_collector
 from diptych.common.errors import ConfigError
 from diptych.common.observe.logging import setup_logging
 from diptych.common.shared_memory import SharedArea, attached
-from diptych.engine import step_codec
 from diptych.engine.messages import ScheduledSeq, StepResult
 from diptych.engine.progress import count_at, progress
-from diptych.engine.rank_adapters import AdaptersOfRank
-from diptych.engine.rank_board import Agreement, Board
-from diptych.engine.rank_frames import DRAW, MAY_GIVE_UP, RANGE, STEP, WITH_LAYERS, WITH_RESULT, Kind, RankEnd
+from diptych.engine.ranks import step_codec
+from diptych.engine.ranks.adapters import AdaptersOfRank
+from diptych.engine.ranks.board import Agreement, Board
+from diptych.engine.ranks.frames import DRAW, MAY_GIVE_UP, RANGE, STEP, WITH_LAYERS, WITH_RESULT, Kind, RankEnd
 from diptych.engine.runner import ModelRunner, OutOfDeviceMemory, RunnerLost, StepAborted, StepInFlight
 
 _log = logging.getLogger(__name__)

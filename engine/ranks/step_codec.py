@@ -6,7 +6,7 @@ Both ends remember the sequences of the last steps. So a step has what is new of
 tables and of its history. `SeqEncoder` and `SeqDecoder` forget in step: every message must get to every decoder, in order.
 
 A sequence's memo stays in its process, and so does its grammar: the sequence comes with the mask of its next token
-(engine.rank_grammars).
+(engine.ranks.grammars).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import numpy as np
 
 from diptych.common.sampling import EarlyStopping, SamplingParams, TokenLogprobs
 from diptych.engine.grammar.program import Mask
-from diptych.engine.rank_grammars import SentMasks, masks_for
+from diptych.engine.ranks.grammars import SentMasks, masks_for
 from diptych.engine.step_messages import (
     BlockCopy,
     Candidate,

@@ -6,7 +6,7 @@
 KV is sharded by rank: a packed range is of one rank, which writes it into shared memory (common.shared_memory): a slab of the
 worker's ring, or a buffer from which it is copied.
 
-A rank that ends, or is stopped, and a step in which no rank goes on, are noticed by a thread that watches (engine.rank_watch).
+A rank that ends, or is stopped, and a step in which no rank goes on, are noticed by a thread that watches (engine.ranks.watch).
 Then all ranks are killed, and every call raises ExecutorLost.
 """
 
@@ -33,13 +33,13 @@ from diptych.common import child
 from diptych.common.adapters.peft import AdapterFacts
 from diptych.common.errors import ConfigError, InternalError
 from diptych.common.shared_memory import SharedArea, find
-from diptych.engine import step_codec
 from diptych.engine.executor import ExecutorLost
 from diptych.engine.messages import BlockCopy, LoadedAdapter, Payload, ScheduledSeq, StepResult
-from diptych.engine.rank_adapters import RankAdapter, encode_read, read_answer
-from diptych.engine.rank_board import Board
-from diptych.engine.rank_frames import DRAW, MAY_GIVE_UP, RANGE, STEP, WITH_LAYERS, WITH_RESULT, EngineEnd, Kind
-from diptych.engine.rank_watch import POLL_S, Watch, read_process
+from diptych.engine.ranks import step_codec
+from diptych.engine.ranks.adapters import RankAdapter, encode_read, read_answer
+from diptych.engine.ranks.board import Board
+from diptych.engine.ranks.frames import DRAW, MAY_GIVE_UP, RANGE, STEP, WITH_LAYERS, WITH_RESULT, EngineEnd, Kind
+from diptych.engine.ranks.watch import POLL_S, Watch, read_process
 from diptych.engine.runner import OutOfDeviceMemory, RunnerCapabilities, StepAborted
 
 _log = logging.getLogger(__name__)
@@ -81,7 +81,7 @@ class _Rank:
                     sys.executable,
                     "-P",
                     "-m",
-                    "diptych.engine.rank_process",
+                    "diptych.engine.ranks.process",
                     spec.factory,
                     json.dumps(dict(spec.arguments)),
                 ],
@@ -349,7 +349,7 @@ class RanksExecutor:
     # ---- adapters ----
 
     def read_adapter(self, folder: Path, facts: AdapterFacts) -> RankAdapter:
-        """See ModelRunner.read_adapter, and engine.rank_adapters. Raises: InternalError when a rank takes too long."""
+        """See ModelRunner.read_adapter, and engine.ranks.adapters. Raises: InternalError when a rank takes too long."""
         self._forget()
         number = next(self._adapter_numbers)
         try:
