@@ -1,7 +1,7 @@
 """Agents on 2P + 2D: every turn is the whole conversation so far and a tool's result. How many prompt tokens are computed
 though a worker has their KV, and the time to first token, with and without pulls.
 
-    python -P -m diptych.bench.router.agents [--sessions 12] [--turns 8] [--out FILE]
+    python -P -m diptych.bench.router.agents [--sessions 12] [--turns 8] [--answer 32] [--tool-result 96] [--out FILE]
 
 Each arm has a cluster of its own (`diptych up`), one after the other, in the order off, on, on, off.
 """
@@ -25,7 +25,7 @@ from diptych.bench.router.beside_long_prompts import REQUEST_S, Cluster
 
 ARMS = {"off": ("--router-args", "--no-kv-pulls"), "on": ()}
 SYSTEM, TASK, RESULT, ANSWER = 256, 64, 96, 32
-"""Tokens: of the instructions that all sessions share, of a task, of a tool's result, of an answer."""
+"""Tokens: of the instructions that all sessions share, of a task, and by default of a tool's result and of an answer."""
 TOOL_S = 0.3
 BLOCK = 16
 
@@ -44,8 +44,11 @@ class Turn:
 
 
 class Agents:
-    def __init__(self, cluster: Cluster, seed: int) -> None:
+    """Args: answer, tool_result: tokens of each."""
+
+    def __init__(self, cluster: Cluster, seed: int, answer: int, tool_result: int) -> None:
         self._cluster, self._rng, self._model = cluster, random.Random(seed), cluster.model()
+        self._answer, self._tool_result = answer, tool_result
         self._http = httpx.AsyncClient(base_url=cluster.url, timeout=REQUEST_S)
         self._system = self._tokens(SYSTEM)
         self.turns: list[Turn] = []
@@ -72,12 +75,12 @@ class Agents:
             )  # fmt: skip
             history = [*prompt, *answer["choices"][0]["token_ids"]]
             held = (len(history) - 1) // BLOCK * BLOCK
-            prompt = [*history, *self._tokens(RESULT)]
+            prompt = [*history, *self._tokens(self._tool_result)]
             await asyncio.sleep(TOOL_S)
 
     async def _ask(self, prompt: list[int]) -> dict[str, Any]:
         body = {
-            "model": self._model, "prompt": prompt, "max_tokens": ANSWER, "temperature": 0, "ignore_eos": True,
+            "model": self._model, "prompt": prompt, "max_tokens": self._answer, "temperature": 0, "ignore_eos": True,
             "return_token_ids": True,
         }  # fmt: skip
         headers = {"authorization": f"Bearer {self._cluster.keys['one']}", "x-diptych-explain": "1"}
@@ -102,13 +105,13 @@ def summary(turns: Sequence[Turn]) -> dict[str, Any]:
     }
 
 
-def run_arm(arm: str, sessions: int, turns: int, seed: int) -> dict[str, Any]:
+def run_arm(arm: str, args: argparse.Namespace, seed: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         cluster = Cluster(2, Path(folder), ("--decode-workers", "2", *ARMS[arm]))
         try:
             cluster.wait_ready()
-            agents = Agents(cluster, seed)
-            asyncio.run(agents.run(sessions, turns))
+            agents = Agents(cluster, seed, args.answer, args.tool_result)
+            asyncio.run(agents.run(args.sessions, args.turns))
         finally:
             cluster.stop()
     found = {"arm": arm, **summary(agents.turns)}
@@ -120,12 +123,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sessions", type=int, default=12)
     parser.add_argument("--turns", type=int, default=8)
+    parser.add_argument("--answer", type=int, default=ANSWER, help="tokens of an answer")
+    parser.add_argument("--tool-result", type=int, default=RESULT, help="tokens of a tool's result")
     parser.add_argument("--arms", nargs="+", default=["off", "on", "on", "off"], choices=ARMS)
     parser.add_argument("--out", type=Path, default=RESULTS / "router" / "agents.json")
     args = parser.parse_args()
     began = surroundings()
-    runs = [run_arm(arm, args.sessions, args.turns, seed) for seed, arm in enumerate(args.arms)]
-    lengths = {"system": SYSTEM, "task": TASK, "tool_result": RESULT, "answer": ANSWER, "tool_s": TOOL_S}
+    runs = [run_arm(arm, args, seed) for seed, arm in enumerate(args.arms)]
+    lengths = {"system": SYSTEM, "task": TASK, "tool_result": args.tool_result, "answer": args.answer, "tool_s": TOOL_S}
     body = {
         "what": "agents on 2P + 2D, with and without pulls of KV between workers", "sessions": args.sessions,
         "turns": args.turns, "lengths": lengths, "surroundings": began, "runs": runs,
