@@ -3,40 +3,67 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+from diptych.common.degrees import Degrees
 from diptych.common.errors import ConfigError
 from diptych.common.kv_format import SAME_DTYPE
 from diptych.common.kv_groups import PoolDemand
 from diptych.common.kv_parts import split
 from diptych.common.model_files import read_json_object
-from diptych.engine.capacity import CacheOf, cache_of, capacity_line, held_lines, kibibytes
+from diptych.engine.capacity import (
+    CacheOf,
+    cache_of,
+    capacity_line,
+    compute_dtype,
+    divided_sizes,
+    held_lines,
+    kibibytes,
+    plain_weights,
+)
+from diptych.engine.exec.parallel.place import RankPlace
 from diptych.engine.sched.lifecycle.swap_cost import Rates, break_even_copy_bytes_per_s, break_even_tokens
 from diptych.worker.defaults import CPU
-from diptych.worker.degrees import Degrees, check_degrees
+from diptych.worker.degrees import check_degrees
 
 _GIB = 1 << 30
 _MIB = 1 << 20
 _SERVED_DTYPE = CPU["dtype"]
 
 
-def ranks_report(cache: CacheOf, degrees: Degrees, *, memory_gib: float = 0.0) -> list[str]:
-    """What each rank holds. Args: memory_gib: of each rank. Raises: ConfigError when KV cannot be divided in this way."""
+def ranks_report(
+    config: Mapping[str, Any], cache: CacheOf, degrees: Degrees, *, dtype: str, memory_gib: float = 0.0
+) -> list[str]:
+    """What each rank holds, and all together.
+
+    Args:
+        dtype: of the weights.
+        memory_gib: for the KV of each rank.
+    Raises: ConfigError when the model cannot be divided in this way.
+    """
+    divided_sizes(config).check(degrees)
     parts = split(cache.kv, tensor_parallel=degrees.tensor_parallel, pipeline=degrees.pipeline)
     sizes = [part.bytes_per_token for part in parts]
-    whole = cache.bytes_per_token
-    lines = [
-        f"{degrees.num_ranks} ranks ({degrees}): {kibibytes(max(sizes))} per token of each, {whole / max(sizes):.3g}x less"
-    ]
-    if sum(sizes) > whole:
-        lines.append(f"(KV heads are replicated: {kibibytes(sum(sizes))} per token of all ranks together)")
+    lines = [f"{degrees.num_ranks} ranks ({degrees}):"]
+    places = [RankPlace(rank, degrees.tensor_parallel, degrees.pipeline) for rank in range(degrees.num_ranks)]
+    weights = [found.total for place in places if (found := plain_weights(config, dtype, place)) is not None]
+    if weights:
+        lines.append(f"  weights in {dtype}: {_of_each(weights, _size)}, {_size(sum(weights))} in all")
+    more = ": KV heads are replicated" if sum(sizes) > cache.bytes_per_token else ""
+    lines.append(f"  KV of a token: {_of_each(sizes, kibibytes)}, {kibibytes(sum(sizes))} in all{more}")
     if memory_gib:
         demand = PoolDemand(CPU["max_num_seqs"], CPU["max_num_batched_tokens"])
         blocks = min(demand.most_blocks(part, int(memory_gib * _GIB)) for part in parts)
-        lines.append(
-            f"{memory_gib:g} GiB of each rank hold: {capacity_line(cache.kv, demand.group_blocks(cache.kv, blocks))}"
-        )
+        tokens = blocks * cache.kv.block_size
+        lines.append(f"  {memory_gib:g} GiB for KV on each rank hold {tokens:,} tokens ({blocks:,} blocks)")
     return lines
+
+
+def _of_each(sizes: Sequence[int], shown: Callable[[int], str]) -> str:
+    least, most = min(sizes), max(sizes)
+    return f"{shown(most)} a rank" if least == most else f"{shown(least)} to {shown(most)} a rank"
 
 
 def capacity_report(cache: CacheOf, *, block_size: int, memory_gib: float = 0.0) -> list[str]:
@@ -116,10 +143,15 @@ def run_capacity(
 
         with progress_on() as progress:
             path = resolve_model(model, progress)
-    cache = cache_of(
-        read_json_object(path / "config.json" if path.is_dir() else path), dtype, block_size, kv_cache_dtype
-    )
+    config = read_json_object(path / "config.json" if path.is_dir() else path)
+    cache = cache_of(config, dtype, block_size, kv_cache_dtype)
     lines = capacity_report(cache, block_size=block_size, memory_gib=memory_gib)
+    computed_in = compute_dtype(config, dtype)
+    weights = plain_weights(config, computed_in)
+    if weights is not None:
+        lines.append(f"in {computed_in}, {weights.line()}")
+    elif config.get("quantization_config"):
+        lines.append("weights: quantized; a worker's log says how many bytes they are")
     if not dtype and kv_cache_dtype == SAME_DTYPE and cache.dtype != _SERVED_DTYPE:
         lines.insert(
             0,
@@ -128,7 +160,7 @@ def run_capacity(
     check_degrees(tensor_parallel, pipeline)
     degrees = Degrees(tensor_parallel, pipeline)
     if degrees.num_ranks > 1:
-        lines += ranks_report(cache, degrees, memory_gib=memory_gib)
+        lines += ranks_report(config, cache, degrees, dtype=computed_in, memory_gib=memory_gib)
     if prefill_rate or copy_rate:
         lines += break_even_report(cache, prefill_tokens_per_s=prefill_rate, copy_gib_per_s=copy_rate)
     print("\n".join(lines))

@@ -70,10 +70,12 @@ def _router(config: RouterConfig) -> int:
 
 def _worker(config: WorkerConfig) -> int:
     from diptych.common.collector import hold_collector
-    from diptych.worker.config import lora_folders
+    from diptych.worker.config import lora_folders, model_folder
+    from diptych.worker.degrees import check_division
     from diptych.worker.device_start import begin_device
 
     lora_folders(config.lora_dir)  # before the imports
+    check_division(model_folder(config.model), config.degrees)
     hold_collector()
     begin_device(config.device, config.devices, config.degrees)
     from diptych.cli.worker_roles import run_worker  # takes seconds
@@ -88,6 +90,7 @@ def _serve(config: ServeConfig) -> int:
     from diptych.cli.up.processes import require_free_port
     from diptych.common.collector import hold_collector
     from diptych.worker.config import lora_folders
+    from diptych.worker.degrees import check_division
     from diptych.worker.device_start import begin_device
 
     for name in ("http_port", "grpc_port"):  # fail before the model is fetched and loaded
@@ -95,6 +98,7 @@ def _serve(config: ServeConfig) -> int:
     lora_folders(config.lora_dir)
     with progress_on() as progress:
         folder = resolve_model(config.model or DEFAULT_ALIASES[0], progress)
+    check_division(folder, config.degrees)
     hold_collector()
     begin_device(config.device, config.devices, config.degrees)
     from diptych.cli.serve.command import run_serve  # takes seconds

@@ -9,6 +9,7 @@ from datetime import datetime
 from typing import Any
 
 from diptych.cli.status_client import StatusClient
+from diptych.common.degrees import Degrees
 from diptych.common.errors import DiptychError
 
 _BARS = "▁▂▃▄▅▆▇█"
@@ -62,9 +63,9 @@ def _gpu(worker: dict[str, Any], prefix: str = "") -> str:
 
 
 def _ranks(worker: dict[str, Any]) -> str:
-    """As "2" or "2x2", stages second; empty: one rank."""
-    degree, stages = worker.get("tensor_parallel", 1), worker.get("pipeline", 1)
-    return f"{degree}x{stages}" if stages > 1 else str(degree) if degree > 1 else ""
+    """As "3x2", stages second; empty: one rank."""
+    degrees = Degrees(worker.get("tensor_parallel", 1), worker.get("pipeline", 1))
+    return degrees.short if degrees.num_ranks > 1 else ""
 
 
 def models_of(status: dict[str, Any]) -> list[tuple[str, list[dict[str, Any]]]]:
@@ -92,7 +93,10 @@ def line_of(status: dict[str, Any], at: str) -> str:
     for _, workers in models_of(status):
         for worker in workers:
             state = "down" if worker["why_not"] else f"{100 * worker['kv_usage']:.0f}%kv"
-            parts.append(f"{worker['id']}={worker['running']}r/{worker['waiting']}w/{state}{_gpu(worker, '/gpu:')}")
+            ranks = f"/ranks:{_ranks(worker)}" if _ranks(worker) else ""
+            parts.append(
+                f"{worker['id']}={worker['running']}r/{worker['waiting']}w/{state}{_gpu(worker, '/gpu:')}{ranks}"
+            )
     return " ".join(parts)
 
 

@@ -18,11 +18,16 @@ from diptych.common.kv_format import (
     windowed_format,
 )
 from diptych.common.kv_groups import most_blocks_held
+from diptych.engine.exec.models.description import ModelDescription
 from diptych.engine.exec.models.registry import describe
+from diptych.engine.exec.parallel.division import DividedSizes, sizes_of
+from diptych.engine.exec.parallel.place import WHOLE_PLACE, RankPlace, local_description
 
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 _HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
 _HIDDEN = ("hidden_size", "n_embd", "d_model")
+_MLP = ("intermediate_size", "ffn_dim", "n_inner")
+_VOCABULARY = ("vocab_size",)
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_head_kv")
 _CONTEXT = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
 
@@ -78,13 +83,8 @@ def cache_of(
         kv_cache_dtype: of KV_CACHE_DTYPES.
     Raises: ConfigError naming the field that is missing or makes no sense.
     """
-    inner = config.get("text_config")
-    if isinstance(inner, Mapping):
-        config = {**config, **inner}
-    own = str(config.get("torch_dtype") or config.get("dtype") or "float32").removeprefix("torch.")
-    dtype = dtype or own
-    dtype_bytes(dtype)
-    dtype, scale_dtype = kv_elements(kv_cache_dtype, dtype)
+    config = _text_config(config)
+    dtype, scale_dtype = kv_elements(kv_cache_dtype, compute_dtype(config, dtype))
     layers = _number(config, _LAYERS)
     context = _first(config, _CONTEXT)
     max_position = _checked(_CONTEXT[0], context) if context is not None else None
@@ -93,8 +93,7 @@ def cache_of(
         group = KvGroup(KvKind.LATENT, tuple(range(layers)), 1, (latent,), dtype, block_size, scale_dtype=scale_dtype)
         return CacheOf(KvFormat((group,)), max_position)
     heads = _number(config, _HEADS)
-    kv_heads = 1 if config.get("multi_query") is True and not config.get("new_decoder_architecture") else None
-    kv_heads = kv_heads or _number(config, _KV_HEADS, heads)
+    kv_heads = _kv_heads(config, heads)
     head_dim = config.get("head_dim")
     if head_dim is None:
         hidden = _number(config, _HIDDEN)
@@ -108,13 +107,70 @@ def cache_of(
     return CacheOf(kv, max_position)
 
 
+def _kv_heads(config: Mapping[str, Any], heads: int) -> int:
+    multi_query = config.get("multi_query") is True and not config.get("new_decoder_architecture")
+    return 1 if multi_query else _number(config, _KV_HEADS, heads)
+
+
+def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    inner = config.get("text_config")
+    return {**config, **inner} if isinstance(inner, Mapping) else config
+
+
+def compute_dtype(config: Mapping[str, Any], dtype: str = "") -> str:
+    """Args: dtype: empty: the config's own, or float32. Raises: ConfigError for one that is not known."""
+    config = _text_config(config)
+    dtype = dtype or str(config.get("torch_dtype") or config.get("dtype") or "float32").removeprefix("torch.")
+    dtype_bytes(dtype)
+    return dtype
+
+
+def _described(config: Mapping[str, Any]) -> ModelDescription | None:
+    """As if its weights were not quantized. None: it is not served, or not all of a config."""
+    try:
+        return describe({key: value for key, value in config.items() if key != "quantization_config"})
+    except ConfigError:
+        return None
+
+
 def _windows(config: Mapping[str, Any], num_layers: int) -> list[int]:
     """Of each layer, 0: every token. How weights are quantized changes nothing of it."""
-    plain = {key: value for key, value in config.items() if key != "quantization_config"}
-    try:
-        return [window or 0 for window in describe(plain).windows]
-    except ConfigError:  # not served, or not all of a config
-        return [0] * num_layers
+    model = _described(config)
+    return [0] * num_layers if model is None else [window or 0 for window in model.windows]
+
+
+def divided_sizes(config: Mapping[str, Any]) -> DividedSizes:
+    """What the ranks of a worker divide. Of a model that is not served, what its config says. Raises: ConfigError."""
+    config = _text_config(config)
+    model = _described(config)
+    if model is not None:
+        return sizes_of(describe(config) if config.get("quantization_config") else model)
+    heads = _number(config, _HEADS)
+    kv_heads = heads if config.get("kv_lora_rank") else _kv_heads(config, heads)
+    mlp, vocabulary = _first(config, _MLP), _first(config, _VOCABULARY)
+    return DividedSizes(
+        _number(config, _LAYERS),
+        heads,
+        kv_heads,
+        () if mlp is None else (_checked(_MLP[0], mlp),),
+        0 if vocabulary is None else _checked(_VOCABULARY[0], vocabulary),
+    )
+
+
+def plain_weights(config: Mapping[str, Any], dtype: str, place: RankPlace = WHOLE_PLACE) -> WeightSizes | None:
+    """Of a rank, where weights are kept in `dtype`. None: they are quantized, or the model is not served.
+    Raises: ConfigError for a rank whose part cannot be cut out."""
+    model = None if config.get("quantization_config") else _described(config)
+    if model is None:
+        return None
+    local, size = local_description(model, place), dtype_bytes(dtype)
+    rows = local.head.linear.outputs
+    shared = model.head.tied and place.first_stage and place.last_stage
+    return WeightSizes(
+        layers=size * local.layer_weights,
+        head=size * rows * model.hidden_size if place.last_stage else 0,
+        embedding=size * rows * model.hidden_size if place.first_stage and not shared else 0,
+    )
 
 
 def capacity_line(kv: KvFormat, group_blocks: Sequence[int]) -> str:
@@ -154,6 +210,10 @@ class WeightSizes:
     embedding: int
     adapters: int = 0
 
+    @property
+    def total(self) -> int:
+        return self.layers + self.head + self.embedding + self.adapters
+
     def line(self) -> str:
         """One line for the log: `weights: 405 MiB of layers + 108 MiB of output head + 108 MiB of embedding = 621
         MiB`."""
@@ -164,7 +224,7 @@ class WeightSizes:
             (self.adapters, "slots for adapters"),
         )
         terms = [f"{mebibytes(size)} of {what}" for size, what in parts if size]
-        return f"weights: {' + '.join(terms)} = {mebibytes(sum(size for size, _ in parts))}"
+        return f"weights: {' + '.join(terms)} = {mebibytes(self.total)}"
 
 
 def mebibytes(size_bytes: int) -> str:

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from diptych.common.addresses import is_loopback
 from diptych.common.checkpoint.modes import CHANGED, VERIFY_MODES
+from diptych.common.degrees import Degrees
 from diptych.common.errors import ConfigError
 from diptych.common.kv_format import COMPUTE_DTYPES, KV_CACHE_DTYPES, SAME_DTYPE
 from diptych.common.tiers import TIER_EVICTIONS
@@ -17,7 +18,7 @@ from diptych.engine.config import GRAMMAR_BACKENDS, POLICIES, PREEMPTION_MODES, 
 from diptych.engine.overlap import MODES as OVERLAP_MODES
 from diptych.kvtransfer.disk.store_address import StoreAddress
 from diptych.kvtransfer.wrappers import ciphers
-from diptych.worker.degrees import Degrees, check_degrees, check_devices
+from diptych.worker.degrees import check_degrees, check_devices
 from diptych.worker.role_spec import DECODE, ROLES
 
 T = TypeVar("T")
@@ -58,6 +59,14 @@ def check_lora(enable_lora: bool, max_loras: int, max_cpu_loras: int, lora_dir: 
         raise ConfigError("lora_dir", ", ".join(lora_dir), "needs enable_lora")
     if max_cpu_loras < max_loras:
         raise ConfigError("max_cpu_loras", max_cpu_loras, f"must be at least max_loras={max_loras}")
+
+
+def model_folder(model: str) -> Path:
+    """That of the setting. Raises: ConfigError for one that is none."""
+    folder = Path(model)
+    if not model or not folder.is_dir():
+        raise ConfigError("model", model, "must be a local Hugging Face folder")
+    return folder
 
 
 def lora_folders(folders: Sequence[str]) -> tuple[Path, ...]:

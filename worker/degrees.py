@@ -1,33 +1,12 @@
-"""How many ranks a worker has, and the list of their GPUs: settings. Pure."""
+"""How many ranks a worker has, and the list of their GPUs: settings, and what is wrong with them."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from pathlib import Path
 
+from diptych.common.degrees import MOST_RANKS, Degrees
 from diptych.common.errors import ConfigError
-
-MOST_RANKS = 64
-"""Of one worker."""
-
-
-@dataclass(frozen=True, slots=True)
-class Degrees:
-    """Rank `stage * tensor_parallel + i` has the layers of its pipeline stage, and of them the part of tensor-parallel rank i."""
-
-    tensor_parallel: int = 1
-    pipeline: int = 1
-
-    @property
-    def num_ranks(self) -> int:
-        return self.tensor_parallel * self.pipeline
-
-    @property
-    def sampler(self) -> int:
-        """The rank whose result is the step's: the first one of the last stage."""
-        return (self.pipeline - 1) * self.tensor_parallel
-
-    def __str__(self) -> str:
-        return f"tensor parallel {self.tensor_parallel}, pipeline {self.pipeline}"
+from diptych.common.model_files import read_json_object
 
 
 def check_degrees(tensor_parallel: int, pipeline: int, prefix: str = "") -> None:
@@ -38,6 +17,23 @@ def check_degrees(tensor_parallel: int, pipeline: int, prefix: str = "") -> None
     if tensor_parallel * pipeline > MOST_RANKS:
         product = f"{pipeline} stages of {tensor_parallel} ranks are more than the {MOST_RANKS} that a worker can have"
         raise ConfigError(prefix + "tensor_parallel_size", tensor_parallel, product)
+
+
+def check_division(model: Path, degrees: Degrees) -> None:
+    """At once, before anything is imported or started. What only the form of quantized weights forbids is found later.
+
+    Args: model: a model's folder.
+    Raises: ConfigError for degrees by which this model cannot be divided, and for a config.json that cannot be served.
+    """
+    if degrees.num_ranks == 1:
+        return
+    # Here and not above: other commands do without.
+    from diptych.engine.exec.models.registry import describe
+    from diptych.engine.exec.parallel.division import sizes_of
+
+    raw = read_json_object(model / "config.json")
+    raw.pop("quantization_config", None)  # whose formats import torch
+    sizes_of(describe(raw)).check(degrees)
 
 
 def device_numbers(name: str, text: str) -> tuple[int, ...]:

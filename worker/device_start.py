@@ -7,7 +7,7 @@ import os
 import threading
 from collections.abc import MutableMapping
 
-from diptych.worker.degrees import Degrees
+from diptych.common.degrees import Degrees
 
 
 def begin_device(device: str, devices: str, degrees: Degrees) -> None:

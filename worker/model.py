@@ -38,7 +38,7 @@ from diptych.engine.ranks.executor import RanksExecutor
 from diptych.engine.runner import RunnerCapabilities
 from diptych.engine.sched.requests.output import DetokenizerFactory
 from diptych.kvtransfer.wrappers import ciphers
-from diptych.worker.config import AUTO, WorkerConfig, lora_folders
+from diptych.worker.config import AUTO, WorkerConfig, lora_folders, model_folder
 from diptych.worker.defaults import DeviceFacts, ModelFacts, settled, slab_quotas
 from diptych.worker.ranks import gpus_of_ranks, meeting_point, rank_specs, threads_of_a_rank
 from diptych.worker.role_spec import DECODE, ROLES
@@ -150,9 +150,7 @@ def choose_num_blocks(
 def load_model(config: WorkerConfig, on_grammars: OnGrammars = lambda _: None) -> LoadedModel:
     """Takes seconds; run it in an executor. Args: on_grammars: see `make_grammars`. Raises: ConfigError naming the setting or
     the file."""
-    folder = Path(config.model)
-    if not config.model or not folder.is_dir():
-        raise ConfigError("model", config.model, "must be a local Hugging Face folder")
+    folder = model_folder(config.model)
     lora_folders(config.lora_dir)
     with (
         CheckpointHash(folder, verify=config.verify_weights) as hashing,
@@ -299,10 +297,9 @@ def _parts_of(config: WorkerConfig, model: ModelDescription, kv: KvFormat) -> tu
     degrees = config.degrees
     if degrees.num_ranks == 1:
         return ()
-    from diptych.engine.exec.parallel.place import RankPlace, local_description
+    from diptych.engine.exec.parallel.division import sizes_of
 
-    for rank in range(degrees.num_ranks):
-        local_description(model, RankPlace(rank, degrees.tensor_parallel, degrees.pipeline))
+    sizes_of(model).check(degrees)
     return split(kv, tensor_parallel=degrees.tensor_parallel, pipeline=degrees.pipeline)
 
 

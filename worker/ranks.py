@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from diptych.common import child
+from diptych.common.degrees import Degrees
 from diptych.common.errors import ConfigError
 from diptych.engine.ranks.executor import RankSpec
-from diptych.worker.degrees import Degrees, device_numbers
+from diptych.worker.degrees import device_numbers
 from diptych.worker.visible_gpus import Gpu
 
 FACTORY = "diptych.engine.exec.parallel.rank_runner:make"

@@ -251,18 +251,27 @@ def kernels(facts: Facts) -> Iterator[Verdict]:
 
 
 def cores(facts: Facts) -> Iterator[Verdict]:
-    by_host: dict[str, list[int]] = {}
+    by_host: dict[str, list[Worker]] = {}
     for worker in facts.answering:
-        by_host.setdefault(worker.host.hostname, []).append(max(worker.setting("threads", 1), worker.num_ranks))
-    for name, threads in by_host.items():
-        host = next(worker.host for worker in facts.answering if worker.host.hostname == name)
-        on_cpu = any(not worker.on_gpu for worker in facts.answering if worker.host.hostname == name)
-        if on_cpu and sum(threads) > host.cpus:
+        by_host.setdefault(worker.host.hostname, []).append(worker)
+    for name, workers in by_host.items():
+        host = workers[0].host
+        on_cpu = any(not worker.on_gpu for worker in workers)
+        threads = sum(max(worker.setting("threads", 1), worker.num_ranks) for worker in workers)
+        if on_cpu and threads > host.cpus:
+            # Each rank has at least one thread, whatever --threads says.
+            ways = (
+                ["lower --threads"]
+                if any(worker.setting("threads", 1) > worker.num_ranks for worker in workers)
+                else []
+            )
+            if any(worker.num_ranks > 1 for worker in workers):
+                ways.append("give workers fewer ranks")
+            ways.append("spread the workers over more hosts" if len(workers) > 1 else "use a host with more cores")
             yield warn(
                 "cores",
-                f"{name}: {sum(threads)} compute threads of {len(threads)} workers on {host.cpus} cores",
-                "lower --threads or the number of ranks, or spread the workers: threads that wait for a core spin and slow the "
-                "others",
+                f"{name}: {threads} compute threads of {len(workers)} workers on {host.cpus} cores",
+                f"{', or '.join(ways)}: threads that wait for a core spin and slow the others",
             )
         elif host.load_1m > 1.5 * host.cpus:
             yield warn(

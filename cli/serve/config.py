@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from diptych.common.addresses import loopback_beside
+from diptych.common.degrees import Degrees
 from diptych.common.errors import ConfigError
 from diptych.router.config import RouterConfig, absolute_modules
 from diptych.worker.config import AUTO, WorkerConfig
-from diptych.worker.degrees import Degrees
 
 WORKER_ID = "local"
 _WORKER = WorkerConfig()

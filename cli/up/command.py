@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -24,7 +25,7 @@ from typing import TYPE_CHECKING
 from diptych.cli.settings.merge import child_environment
 from diptych.cli.up import embedded_redis
 from diptych.cli.up.cluster_plan import ClusterPlan
-from diptych.cli.up.config import PARALLEL, UpConfig, threads_for
+from diptych.cli.up.config import UpConfig, threads_for
 from diptych.cli.up.gpus import GpuAssignment, assign_gpus, describe_assignments
 from diptych.cli.up.processes import ProcessIdentity, require_free_port, tail
 from diptych.cli.up.progress_log import Stages
@@ -157,16 +158,10 @@ def check_model(config: UpConfig, folder: Path) -> None:
 
 def _check_division(config: UpConfig, model: ModelDescription) -> None:
     """Raises: ConfigError when a role's workers cannot divide the model among their ranks."""
-    from diptych.engine.exec.parallel.place import RankPlace, local_description
+    from diptych.engine.exec.parallel.division import sizes_of
 
     for role in ROLES:
-        degrees = config.degrees(role)
-        try:
-            for rank in range(degrees.num_ranks):
-                local_description(model, RankPlace(rank, degrees.tensor_parallel, degrees.pipeline))
-        except ConfigError as error:
-            field = config.degree_setting(role, error.field) if error.field in PARALLEL else error.field
-            raise ConfigError(field, error.value, error.rule) from None
+        sizes_of(model).check(config.degrees(role), partial(config.degree_setting, role))
 
 
 def _assign_gpus(config: UpConfig) -> dict[str, GpuAssignment]:

@@ -8,13 +8,14 @@ from pathlib import Path
 
 from diptych.common.addresses import is_loopback
 from diptych.common.checkpoint.modes import VERIFY_MODES
+from diptych.common.degrees import MOST_RANKS, Degrees
 from diptych.common.errors import ConfigError
 from diptych.common.kv_format import COMPUTE_DTYPES, KV_CACHE_DTYPES
 from diptych.kvtransfer.disk.store_address import StoreAddress
 from diptych.kvtransfer.wrappers import ciphers
 from diptych.router.config import MOST_PROCESSES, lora_modules
 from diptych.worker.config import AUTO, MOST, WorkerConfig, check_lora
-from diptych.worker.degrees import MOST_RANKS, Degrees, check_degrees, device_numbers
+from diptych.worker.degrees import check_degrees, device_numbers
 from diptych.worker.role_spec import ROLES
 
 _WORKER = WorkerConfig()

@@ -9,12 +9,14 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from diptych.common import kv_parts
+from diptych.common.degrees import Degrees
 from diptych.common.errors import ConfigError
 from diptych.common.kv_format import KvFormat, Shard
 from diptych.engine.exec.layers.attention import Attention
 from diptych.engine.exec.layers.block import DecoderBlock
-from diptych.engine.exec.layers.linear import PLAIN, Linear
+from diptych.engine.exec.layers.linear import Linear
 from diptych.engine.exec.models.description import ModelDescription
+from diptych.engine.exec.parallel.division import sizes_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +38,12 @@ class RankPlace:
             raise ConfigError("rank", self.rank, f"must be in [0, {self.num_ranks})")
 
     @property
+    def degrees(self) -> Degrees:
+        return Degrees(self.tensor_parallel, self.pipeline)
+
+    @property
     def num_ranks(self) -> int:
-        return self.tensor_parallel * self.pipeline
+        return self.degrees.num_ranks
 
     @property
     def shard(self) -> Shard:
@@ -57,8 +63,8 @@ class RankPlace:
 
     @property
     def samples(self) -> bool:
-        """Whether the step's result is this rank's: the first one of the last stage."""
-        return self.last_stage and self.shard.rank == 0
+        """Whether the step's result is this rank's."""
+        return self.rank == self.degrees.sampler
 
     def layers(self, num_layers: int) -> range:
         """Of this rank's stage. Args: num_layers: of the model. Raises: ConfigError with fewer layers than stages."""
@@ -81,43 +87,14 @@ def local_description(description: ModelDescription, place: RankPlace) -> ModelD
     Embedding and head are in it on every stage; the plan says who runs them. The size of the vocabulary stays that of the model:
     it is the range of token ids. Weights are read by the whole description, with Linear.share.
 
-    Raises: ConfigError naming the degree and the number that it does not divide.
+    Raises: ConfigError naming the degree, the number that it does not divide, and the possible ones.
     """
     if place.num_ranks == 1:
         return description
+    sizes_of(description).check(place.degrees)
     layers = place.layers(description.num_layers)
-    if place.tensor_parallel > 1:
-        _check_division(description, place.tensor_parallel)
-        _check_scales(description, place.shard)
     local = replace(description, blocks=tuple(_block(description.blocks[layer], place.shard) for layer in layers))
     return replace(local, head=replace(local.head, linear=_linear(local.head.linear, place.shard)))
-
-
-def _check_division(description: ModelDescription, degree: int) -> None:
-    def refuse(name: str, count: int, rule: str = "cannot be divided by it") -> ConfigError:
-        return ConfigError("tensor_parallel_size", degree, f"{name}={count} {rule}")
-
-    for block in description.blocks:
-        for name, count in (("num_attention_heads", block.attention.num_heads), ("intermediate_size", block.mlp.size)):
-            if count % degree:
-                raise refuse(name, count)
-    kv_heads = description.num_kv_heads
-    if kv_heads % degree and degree % kv_heads:
-        raise refuse("num_key_value_heads", kv_heads, "can neither be divided by it nor replicated evenly")
-    if description.vocab_size % degree:
-        raise refuse("vocab_size", description.vocab_size)
-
-
-def _check_scales(description: ModelDescription, shard: Shard) -> None:
-    """Raises: ConfigError where a rank's share of a quantized layer would cut a group or a block of its scales."""
-    linears = [linear for block in description.blocks for linear in block.linears if linear.method != PLAIN]
-    linears += [] if description.head.tied or description.head.linear.method == PLAIN else [description.head.linear]
-    if linears:
-        # Here and not above: methods import torch.
-        from diptych.engine.exec.methods.registry import METHODS
-
-        for linear in linears:
-            METHODS[linear.method].create(linear, shard)
 
 
 def _block(block: DecoderBlock, shard: Shard) -> DecoderBlock:

@@ -54,13 +54,22 @@ def test_llama_3_70b_takes_320_kib_per_token_in_fp16(tmp_path, capsys):
 def test_23_what_each_rank_holds_is_shown(tmp_path, capsys):
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_3_70B))
     for degrees, expected in (
-        ({"tensor_parallel": 4}, ["4 ranks (tensor parallel 4, pipeline 1): 80 KiB per token of each, 4x less"]),
+        (
+            {"tensor_parallel": 4},
+            [
+                "in float16, weights: 130,560 MiB of layers + 2,004 MiB of output head + 2,004 MiB of embedding = 134,568 MiB",
+                "4 ranks (tensor parallel 4, pipeline 1):",
+                "  weights in float16: 32.85 GiB a rank, 131.41 GiB in all",
+                "  KV of a token: 80 KiB a rank, 320 KiB in all",
+            ],
+        ),
         (
             {"tensor_parallel": 16, "pipeline": 2, "memory_gib": 10.0},
             [
-                "32 ranks (tensor parallel 16, pipeline 2): 20 KiB per token of each, 16x less",
-                "(KV heads are replicated: 640 KiB per token of all ranks together)",
-                "10 GiB of each rank hold: KV: 32,768 blocks x 16 tokens = 524,288 tokens, 320 KiB per token",
+                "32 ranks (tensor parallel 16, pipeline 2):",
+                "  weights in float16: 4.18 GiB a rank, 133.91 GiB in all",
+                "  KV of a token: 20 KiB a rank, 640 KiB in all: KV heads are replicated",
+                "  10 GiB for KV on each rank hold 524,288 tokens (32,768 blocks)",
             ],
         ),
     ):
@@ -68,6 +77,22 @@ def test_23_what_each_rank_holds_is_shown(tmp_path, capsys):
         assert capsys.readouterr().out.splitlines()[-len(expected) :] == expected
     with pytest.raises(ConfigError, match="pipeline_parallel_size=0"):
         run_capacity(str(tmp_path), pipeline=0)
+
+
+def test_23_capacity_refuses_the_degrees_that_a_worker_refuses(tmp_path, capsys):
+    """It printed figures for 6 ranks of a model with 9 heads."""
+    served = {**LLAMA_3_70B, "num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 64, "vocab_size": 300}
+    served["intermediate_size"] = 1536
+    for config in (served, {**served, "architectures": ["Unheard"]}):
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        for degree in (4, 6):
+            with pytest.raises(ConfigError) as error:
+                run_capacity(str(tmp_path), tensor_parallel=degree)
+            assert str(error.value) == (
+                f"tensor_parallel_size={degree}: the model has 9 attention heads (num_attention_heads); "
+                "--tensor-parallel-size can be 1, 3"
+            )
+    assert capsys.readouterr().out == ""
 
 
 def test_a_quantized_cache_is_counted_with_its_scales(tmp_path, capsys):

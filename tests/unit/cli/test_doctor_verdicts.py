@@ -220,6 +220,21 @@ def test_each_fault_is_named(check: str, level: Level, words: str, found: Facts)
     assert any(words in v.finding or words in v.next_step for v in judged(found, check) if v.level is level)
 
 
+@pytest.mark.parametrize(
+    ("settings", "step"),
+    [
+        ({"threads": "15"}, "lower --threads, or spread the workers over more hosts"),
+        ({"tensor_parallel_size": "8"}, "give workers fewer ranks, or spread the workers over more hosts"),
+        ({"threads": "16", "pipeline_parallel_size": "8"}, "lower --threads, or give workers fewer ranks, or spread"),
+    ],
+)
+def test_23_what_too_many_compute_threads_can_be_lowered_by(settings: dict[str, str], step: str) -> None:
+    """Fewer --threads were advised where each rank had the one that it must have."""
+    seen = facts(PREFILL, replace(DECODE, settings={**SETTINGS, "threads": "1", **settings}))
+    [verdict] = judged(seen, "cores")
+    assert verdict.next_step.startswith(step)
+
+
 OK, INFO, WARN, BAD, UNKNOWN = Level.OK, Level.INFO, Level.WARN, Level.BAD, Level.UNKNOWN
 CAN_BE = {
     (check, level)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
 import shutil
 import socket
@@ -172,3 +173,32 @@ def test_what_if_says_what_the_length_of_the_answer_changes() -> None:
     shown = " ".join(CliRunner().invoke(main.build_app("what-if"), ["what-if", "--help"]).stdout.split())
     assert "Length of the answer in tokens" in shown
     assert "Colocated" not in shown
+
+
+def test_23_a_degree_that_the_model_cannot_have_is_refused_before_anything_is_imported(tmp_path: Path) -> None:
+    """It took as long as the imports of a worker, 20 s on a busy machine."""
+    config = {
+        "architectures": ["LlamaForCausalLM"], "vocab_size": 300, "hidden_size": 576, "intermediate_size": 1536,
+        "num_hidden_layers": 2, "num_attention_heads": 9, "num_key_value_heads": 3,
+        "quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 64},
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    for name in ("tokenizer.json", "model.safetensors"):
+        (tmp_path / name).write_text("{}")
+    program = f"""
+import sys
+from diptych.cli import main
+for command in ("serve", "prefill", "decode"):
+    sys.argv = ["diptych", command, "--model", {str(tmp_path)!r}, "--tensor-parallel-size", "4"]
+    try:
+        main.main()
+    except SystemExit as ended:
+        print(command, ended.code, "torch" in sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-P", "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    words = (
+        "error: tensor_parallel_size=4: the model has 9 attention heads (num_attention_heads); --tensor-parallel-size can "
+        "be 1, 3"
+    )
+    assert done.stdout.splitlines() == ["serve 1 False", "prefill 1 False", "decode 1 False"]
+    assert done.stderr.splitlines() == [words] * 3

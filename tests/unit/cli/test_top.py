@@ -60,8 +60,11 @@ def test_23_ranks_are_a_column_where_a_worker_has_several() -> None:
         Console(file=out, width=160).print(view({**STATUS, "cluster": {"workers": workers}}, 160))
         shown.append(out.getvalue())
     assert "ranks" in shown[0]
-    assert [row.split()[-2] for row in shown[0].splitlines() if "EXACT" in row] == ["2x3", "4"]
+    assert [row.split()[-2] for row in shown[0].splitlines() if "EXACT" in row] == ["2x3", "4x1"]
     assert "ranks" not in shown[1]
+    lines = [line_of({**STATUS, "cluster": {"workers": workers}}, "12:00:00") for workers in (many, [WORKER])]
+    assert "decode-0=3r/1w/25%kv/ranks:2x3" in lines[0]
+    assert "ranks" not in lines[1]
 
 
 def test_every_model_is_shown() -> None:

@@ -13,9 +13,9 @@ from diptych.cli.up.command import check_model
 from diptych.cli.up.config import UpConfig, threads_for
 from diptych.cli.up.startup_message import startup_message
 from diptych.cli.up.supervisor import exit_reason, restart_delay_s
+from diptych.common.degrees import Degrees
 from diptych.common.errors import ConfigError
 from diptych.worker.config import WorkerConfig
-from diptych.worker.degrees import Degrees
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -72,9 +72,20 @@ def test_5_8_what_the_workers_would_refuse_of_the_model_is_refused_before_they_s
 @pytest.mark.parametrize(
     ("values", "words"),
     [
-        ({"tensor_parallel_size": 3}, "tensor_parallel_size=3: num_attention_heads=4 cannot be divided by it"),
-        ({"decode_tensor_parallel_size": 8}, "decode_tensor_parallel_size=8: num_attention_heads=4"),
-        ({"prefill_pipeline_parallel_size": 3}, "prefill_pipeline_parallel_size=3: the model has 2 layers only"),
+        (
+            {"tensor_parallel_size": 3},
+            "tensor_parallel_size=3: the model has 4 attention heads (num_attention_heads); --tensor-parallel-size can "
+            "be 1, 2, 4",
+        ),
+        (
+            {"decode_tensor_parallel_size": 8},
+            "decode_tensor_parallel_size=8: the model has 4 attention heads (num_attention_heads); "
+            "--decode-tensor-parallel-size can be 1, 2, 4",
+        ),
+        (
+            {"prefill_pipeline_parallel_size": 3},
+            "prefill_pipeline_parallel_size=3: the model has 2 layers; --prefill-pipeline-parallel-size can be 1 to 2",
+        ),
     ],
 )
 def test_23_ranks_that_cannot_divide_the_model_are_refused_before_anything_starts(
@@ -83,7 +94,7 @@ def test_23_ranks_that_cannot_divide_the_model_are_refused_before_anything_start
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     with pytest.raises(ConfigError) as caught:
         check_model(UpConfig(**values), tmp_path)
-    assert words in str(caught.value)
+    assert words == str(caught.value)
 
 
 def test_23_each_pool_has_degrees_of_its_own_or_those_of_all() -> None:

@@ -8,6 +8,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from diptych.common.degrees import Degrees
 from diptych.common.errors import ConfigError
 from diptych.common.kv_format import full_format
 from diptych.common.kv_groups import PoolDemand
@@ -15,7 +16,6 @@ from diptych.common.kv_parts import split
 from diptych.worker import device_start
 from diptych.worker.config import WorkerConfig
 from diptych.worker.defaults import DeviceFacts, settled
-from diptych.worker.degrees import Degrees
 from diptych.worker.model import choose_num_blocks
 from diptych.worker.ranks import check_transport, gpus_of_ranks, meeting_point, rank_specs, threads_of_a_rank
 from diptych.worker.visible_gpus import Gpu
