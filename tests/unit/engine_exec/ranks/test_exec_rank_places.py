@@ -86,13 +86,15 @@ def test_a_stage_leaves_the_tensors_of_others():
 @pytest.mark.parametrize(
     ("fields", "degrees", "field", "message"),
     [
-        ({}, (2, 1), "tensor_parallel_size", "the model has 9 attention heads (num_attention_heads); --tensor-parallel-size can be 1, 3"),
+        ({}, (2, 1), "tensor_parallel_size",
+         "the model has 9 attention heads (num_attention_heads); --tensor-parallel-size can be 1, 3"),
         ({"num_attention_heads": 8, "num_key_value_heads": 8, "intermediate_size": 1538}, (4, 1), "tensor_parallel_size",
          "the model's MLP has 1,538 columns (intermediate_size); --tensor-parallel-size can be 1, 2"),
         ({"num_attention_heads": 12, "num_key_value_heads": 4}, (6, 1), "tensor_parallel_size",
          "the model has 4 KV heads (num_key_value_heads), which can be neither divided nor replicated evenly; "
          "--tensor-parallel-size can be 1, 2, 4, 12"),
-        ({"vocab_size": 49153}, (3, 1), "tensor_parallel_size", "the model has 49,153 tokens (vocab_size); --tensor-parallel-size can be 1"),
+        ({"vocab_size": 49153}, (3, 1), "tensor_parallel_size",
+         "the model has 49,153 tokens (vocab_size); --tensor-parallel-size can be 1"),
         ({}, (1, 31), "pipeline_parallel_size", "the model has 30 layers; --pipeline-parallel-size can be 1 to 30"),
         ({}, (0, 1), "tensor_parallel_size", "must be at least 1"),
         ({}, (1, -2), "pipeline_parallel_size", "must be at least 1"),
