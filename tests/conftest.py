@@ -88,7 +88,13 @@ def pytest_unconfigure() -> None:
     _main_loop.close()
 
 
-_CLUSTER = re.compile(r"^(?:async )?def test_\w+\([^)]*\b(?:cluster|colocated)\b", re.MULTILINE)
+_CLUSTER = re.compile(
+    r"^(?:(?:async )?def test_|@pytest\.fixture.*\n(?:async )?def )\w*\([^)]*\b(?:cluster|cluster_to_end|colocated)\b",
+    re.MULTILINE,
+)
+"""A test or a fixture with this argument."""
+SHARED = ("cluster", "colocated", "gated_cluster")
+"""Fixtures that start processes which tests of several files share."""
 
 
 @cache
@@ -116,16 +122,31 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object | 
     return ByGroup(config, log)
 
 
-def _group_of(item: pytest.Item) -> str:
-    return _group(item.nodeid.partition("::")[0])
+_last_user: dict[str, pytest.Item] = {}
+"""Of each shared fixture, the last of the tests that were collected."""
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests of shared clusters come first, one cluster's after the other's: where several processes share the tests, they take
-    longest."""
-    order = {"cluster": 0, "gated": 1}
-    items.sort(key=lambda item: order.get(_group_of(item), 2))  # stable
+    longest. Of those of `cluster`, files that use `colocated`, too, come first, and tests that end it last."""
+    colocated = {item.path for item in items if "colocated" in _fixtures(item)}
+
+    def order(item: pytest.Item) -> tuple[int, bool, bool]:
+        group = _group(item.nodeid.partition("::")[0])
+        used = [name for name in SHARED if name in _fixtures(item)]
+        allowed = {"cluster": SHARED[:2], "gated": SHARED[2:]}.get(group, ())
+        if not set(used) <= set(allowed):
+            raise pytest.UsageError(f"{item.nodeid} uses {used}, but its file is in the group {group!r}")
+        rank = {"cluster": 0, "gated": 1}.get(group, 2)
+        return rank, "cluster_to_end" in _fixtures(item), rank == 0 and item.path not in colocated
+
+    items.sort(key=order)  # stable
+    _last_user.update((name, item) for item in items for name in SHARED if name in _fixtures(item))
+
+
+def _fixtures(item: pytest.Item) -> list[str]:
+    return getattr(item, "fixturenames", [])
 
 
 def pytest_collection_finish() -> None:
@@ -134,22 +155,21 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
-_running: list[tuple[pytest.FixtureDef[object], pytest.FixtureRequest]] = []
+_running: dict[str, tuple[pytest.FixtureDef[object], pytest.FixtureRequest]] = {}
 
 
 def pytest_fixture_setup(fixturedef: pytest.FixtureDef[object], request: pytest.FixtureRequest) -> None:
-    if fixturedef.argname in ("cluster", "gated_cluster", "colocated"):
-        _running.append((fixturedef, request))
+    if fixturedef.argname in SHARED:
+        _running[fixturedef.argname] = fixturedef, request
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Generator[None]:
-    """Shared clusters end with the last test of their group, not with the run: each process of theirs holds a gigabyte."""
+def pytest_runtest_teardown(item: pytest.Item) -> Generator[None]:
+    """What is shared ends with the last test that uses it, not with the run: each process of theirs holds a gigabyte."""
     yield
-    if nextitem is not None and _group_of(nextitem) != _group_of(item):
-        while _running:
-            fixturedef, request = _running.pop()
-            fixturedef.finish(request)  # type: ignore[arg-type]
+    for name in [name for name in _running if _last_user.get(name) is item]:
+        fixturedef, request = _running.pop(name)
+        fixturedef.finish(request)  # type: ignore[arg-type]
 
 
 @pytest.fixture(autouse=True)
@@ -236,27 +256,34 @@ def cluster(cluster_module: ModuleType, tmp_path_factory: pytest.TempPathFactory
         yield running
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
+def cluster_to_end(cluster: object) -> object:
+    """The same one, for tests that may kill any part of it: they are its last."""
+    return cluster
+
+
+@pytest.fixture(scope="session")
 def gates(cluster_module: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> object:
     """The step gates of the gated cluster."""
     return cluster_module.StepGates(tmp_path_factory.mktemp("gates"))
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def gated_cluster(
-    request: pytest.FixtureRequest, cluster_module: ModuleType, gates: object, tmp_path_factory: pytest.TempPathFactory
+    cluster_module: ModuleType, gates: object, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[object]:
-    """A second cluster for a file of tests: its steps can be held, and its parts may be killed by a test that waits until they
-    are back. It ends with the file, as `colocated` does: each worker of a cluster takes more than a gigabyte. The file's
-    GATED_FLAGS, if it has them, are further flags."""
-    more = getattr(request.module, "GATED_FLAGS", ())
-    with cluster_module.running_cluster(tmp_path_factory.mktemp("gated"), *gates.flags, *more) as running:
+    """A second cluster: its steps can be held, and its parts may be killed by a test that waits until they are back. It has
+    the trained adapters."""
+    from diptych_tests import golden_adapters
+
+    flags = (*gates.flags, *golden_adapters.flags())
+    with cluster_module.running_cluster(tmp_path_factory.mktemp("gated"), *flags) as running:
         yield running
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def colocated(cluster_module: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Iterator[object]:
-    """One `diptych serve` process of the same model, for a file of tests: what disaggregated answers must equal."""
+    """One `diptych serve` process of the same model: what disaggregated answers must equal."""
     flags = ("--num-blocks", "256", "--max-model-len", "2048")
     with cluster_module.running_serve(tmp_path_factory.mktemp("colocated"), *flags) as running:
         yield running

@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import json
 import random
-from pathlib import Path
 
 import httpx
 import pytest
@@ -55,22 +54,6 @@ def fresh_prompt(length: int) -> list[int]:
     return [rng.randrange(1000, 40_000) for _ in range(length)]
 
 
-async def serves_again(cluster, name: str, old_pid: int) -> None:
-    """The supervisor started a fresh process, and a request uses it."""
-    async with AsyncClient(cluster.grpc_address, timeout_s=ANSWER_S) as client, asyncio.timeout(AGAIN_S):
-        while True:
-            try:
-                answer = await client.generate(
-                    token_ids=fresh_prompt(100), max_tokens=4, ignore_eos=True, explain=True, local_prefill_max_tokens=0
-                )
-                pids = (answer.explanation.prefill_pid, answer.explanation.decode_pid)
-                if old_pid not in pids and cluster.child(name).pid in pids and not answer.explanation.local_prefill:
-                    return
-            except (DiptychError, StopIteration):
-                pass
-            await asyncio.sleep(0.3)  # sleep: asks again, not all the time
-
-
 async def test_prefill_killed_in_mid_request(gated_cluster, gates):
     prompt = fresh_prompt(LONG_PROMPT)
     options = {"token_ids": prompt, "max_tokens": 8, "temperature": 0.0, "ignore_eos": True, "explain": True}
@@ -82,7 +65,7 @@ async def test_prefill_killed_in_mid_request(gated_cluster, gates):
         gates.open("prefill-0")
         answer = await task
         assert answer.explanation.notes, "the fallback is not labelled"
-        await serves_again(gated_cluster, "prefill-0", killed.pid)
+        await gated_cluster.serves_again("prefill-0", killed.pid)
         again = await client.generate(**options, local_prefill_max_tokens=0)
         assert again.token_ids == answer.token_ids
     gated_cluster.wait_idle()
@@ -99,7 +82,7 @@ async def test_prefill_killed_and_policy_fail(gated_cluster, gates):
         gates.open("prefill-0")
         with pytest.raises(DiptychError):
             await task
-    await serves_again(gated_cluster, "prefill-0", killed.pid)
+    await gated_cluster.serves_again("prefill-0", killed.pid)
     gated_cluster.wait_idle()
 
 
@@ -126,7 +109,7 @@ async def test_decode_killed_in_mid_stream(gated_cluster, gates):
     error = json.loads(lines[-1])["error"]
     assert error["message"]
     assert error["code"]
-    await serves_again(gated_cluster, "decode-0", killed.pid)
+    await gated_cluster.serves_again("decode-0", killed.pid)
 
 
 async def test_decode_killed_before_the_first_token_over_grpc(gated_cluster, gates):
@@ -142,7 +125,7 @@ async def test_decode_killed_before_the_first_token_over_grpc(gated_cluster, gat
         # The prompt is no longer needed: the step is abandoned, though the gate is still shut.
         await asyncio.to_thread(gated_cluster.wait_idle_of, "prefill-0")
         gates.open("prefill-0")
-    await serves_again(gated_cluster, "decode-0", killed.pid)
+    await gated_cluster.serves_again("decode-0", killed.pid)
     gated_cluster.wait_idle()
 
 
@@ -156,23 +139,3 @@ async def test_redis_killed_serving_goes_on(gated_cluster):
             while not {child.pid for child in gated_cluster.state.children if child.name == "redis"} - {killed.pid}:
                 await client.generate(token_ids=fresh_prompt(80), **options)
         assert len((await client.generate(token_ids=fresh_prompt(80), **options)).token_ids) == 4
-
-
-async def test_as_shipped_a_worker_is_replaced_and_a_killed_supervisor_takes_everything_with_it(
-    cluster_module, tmp_path: Path
-):
-    """Nothing is set that a user does not set. kill -9 on a worker, and on `diptych up` itself: the kernel ends its children,
-    `diptych down` clears the rest."""
-    with cluster_module.running_cluster(tmp_path) as running:
-        await serves_again(running, "decode-0", running.kill("decode-0").pid)
-        state = running.state
-        running.process.kill()
-        running.process.wait(timeout=300.0)
-        running.ended = True
-        identities = [cluster_module.ProcessIdentity(child.pid, child.start_time) for child in state.children]
-        cluster_module.wait_until(
-            lambda: not any(identity.alive() for identity in identities), deadline_s=300.0, what="the children are gone"
-        )
-        assert running.folder.owner() is None
-        assert running.folder.remove_dead_cluster()
-        assert [path.name for path in running.folder.root.iterdir()] == ["logs"]

@@ -169,21 +169,6 @@ async def test_an_end_within_the_tokens_that_are_there_is_the_callers_error(clus
     await asyncio.to_thread(cluster.wait_idle)
 
 
-async def test_a_request_that_was_left_gives_its_idempotency_key_back(gated_cluster, gates) -> None:
-    ask: dict[str, Any] = {"prompt": "Once", "max_tokens": 400, "ignore_eos": True, "idempotency_key": "left"}
-    async with AsyncClient(gated_cluster.grpc_address, timeout_s=300.0) as client:
-        gates.hold(gated_cluster, "decode-0", after_steps=5)
-        try:
-            stream = client.stream(**ask)
-            async for _ in stream:
-                break
-            del stream
-            await asyncio.to_thread(gated_cluster.wait_idle_of, "decode-0")
-        finally:
-            gates.open("decode-0")
-        await client.generate(**ask | {"max_tokens": 4})
-
-
 async def test_an_idempotency_key_runs_once(cluster) -> None:
     ask: dict[str, Any] = {"prompt": "Once", "max_tokens": 4, "idempotency_key": f"key-{cluster.grpc_address}"}
     async with AsyncClient(cluster.grpc_address, timeout_s=300.0) as client:

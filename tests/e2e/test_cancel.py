@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from typing import Any
 
 import httpx
 import pytest
@@ -92,6 +93,21 @@ async def test_deadline_ends_a_request(client: AsyncClient, gated_cluster, held,
     with pytest.raises(RequestDeadlineError):
         await client.generate(token_ids=fresh_prompt(40), max_tokens=MANY, ignore_eos=True, timeout_s=3.0)
     await all_idle(gated_cluster)
+
+
+async def test_a_request_that_was_left_gives_its_idempotency_key_back(gated_cluster, gates) -> None:
+    ask: dict[str, Any] = {"prompt": "Once", "max_tokens": 400, "ignore_eos": True, "idempotency_key": "left"}
+    async with AsyncClient(gated_cluster.grpc_address, timeout_s=300.0) as client:
+        gates.hold(gated_cluster, "decode-0", after_steps=5)
+        try:
+            stream = client.stream(**ask)
+            async for _ in stream:
+                break
+            del stream
+            await asyncio.to_thread(gated_cluster.wait_idle_of, "decode-0")
+        finally:
+            gates.open("decode-0")
+        await client.generate(**ask | {"max_tokens": 4})
 
 
 async def test_many_clients_leave_at_random_moments(client: AsyncClient, gated_cluster, fresh_prompt):

@@ -74,8 +74,8 @@ def expected() -> list[Expected]:
 
 
 @pytest.fixture(scope="module", params=["cluster", "colocated"])
-def http(request: pytest.FixtureRequest):
-    server = request.getfixturevalue(request.param)
+def http(request: pytest.FixtureRequest, cluster, colocated):
+    server = {"cluster": cluster, "colocated": colocated}[request.param]
     with httpx.Client(base_url=server.http_url, timeout=300.0) as client:
         yield client
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -18,6 +19,7 @@ import httpx
 from diptych.cli.up.processes import ProcessIdentity, free_port, spawn
 from diptych.cli.up.run_folder import ChildState, ClusterState, RunFolder
 from diptych.cli.worker_access import WorkerAccess
+from diptych.client import AsyncClient, DiptychError
 from diptych.common.compiled import LANES_VARIABLE
 from diptych.common.secret import load_secret
 from diptych.rpc.v1 import worker_pb2, worker_pb2_grpc
@@ -27,6 +29,8 @@ wait_until = waiting.wait_until
 START_DEADLINE_S = 600.0
 RPC_S = 300.0
 """For an answer that takes milliseconds, on a machine of any speed."""
+AGAIN_S = 240.0
+"""Until a killed worker serves again."""
 HELD_S, FREE_S = 300.0, 300.0
 """Until a held step is reached; until nothing is held any more, which takes a second on an idle machine."""
 KV_BYTES_PER_TOKEN = 46_080
@@ -123,6 +127,24 @@ class Cluster:
 
     def steps(self) -> dict[str, int]:
         return {name: self.audit(name, full=False).steps for name in self.workers()}
+
+    async def serves_again(self, name: str, old_pid: int) -> None:
+        """Until the supervisor has started a fresh process, and a request has used it."""
+        rng = random.SystemRandom()
+        async with AsyncClient(self.grpc_address, timeout_s=RPC_S) as client, asyncio.timeout(AGAIN_S):
+            while True:
+                prompt = [rng.randrange(1000, 40_000) for _ in range(100)]
+                try:
+                    answer = await client.generate(
+                        token_ids=prompt, max_tokens=4, ignore_eos=True, explain=True, local_prefill_max_tokens=0
+                    )
+                    facts = answer.explanation
+                    pids = (facts.prefill_pid, facts.decode_pid) if facts else ()
+                    if old_pid not in pids and self.child(name).pid in pids and facts and not facts.local_prefill:
+                        return
+                except (DiptychError, StopIteration):
+                    pass
+                await asyncio.sleep(0.3)  # sleep: asks again, not all the time
 
     def log(self) -> str:
         return self.output.read_text(errors="replace")

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[3]
 CONFTEST = ROOT / "tests" / "conftest.py"
 FILE = """
@@ -29,6 +31,13 @@ def cluster():
 def of_cluster(cluster):
     yield
     say("of_cluster ends")
+@pytest.fixture
+def cluster_to_end(cluster): return cluster
+@pytest.fixture(scope="session")
+def colocated():
+    say("colocated begins")
+    yield
+    say("colocated ends")
 @pytest.fixture(scope="session")
 def gated_cluster():
     say("gated begins")
@@ -38,16 +47,20 @@ def gated_cluster():
 def other(): return None
 """
 NAMES = [
+    ("0", "cluster_to_end"),
     ("a", "gated_cluster"),
     ("b", "other"),
     ("c", "cluster"),
     ("d", "gated_cluster"),
     ("e", "cluster, of_cluster"),
     ("f", "other"),
+    ("g", "colocated"),
+    ("h", "cluster, colocated"),
 ]
+"""In the order in which they are collected."""
 
 
-def run(folder: Path, *flags: str) -> list[str]:
+def run(folder: Path, *flags: str, names: list[tuple[str, str]] = NAMES) -> list[str]:
     """By the hooks of our own conftest, in a run of its own. Returns: what was said, line by line."""
     hooks = (
         CONFTEST.read_text(encoding="utf-8").partition("_CLUSTER = ")[2].partition("@pytest.fixture(autouse=True)")[0]
@@ -56,12 +69,12 @@ def run(folder: Path, *flags: str) -> list[str]:
     (folder / "conftest.py").write_text(f"{head}ROOT = pathlib.Path(__file__).parent\n{SHARED}\n_CLUSTER = {hooks}")
     (folder / "pytest.ini").write_text("[pytest]\n")
     (folder / "t").mkdir()
-    for name, fixture in NAMES:
+    for name, fixture in names:
         (folder / "t" / f"test_{name}.py").write_text(FILE.format(name=name, fixture=fixture))
     command = [sys.executable, "-P", "-m", "pytest", "-q", *flags, "t"]
     env = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}  # of the run we are in
     done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout
+    assert done.returncode == 0, done.stdout + done.stderr
     return (folder / "said").read_text().splitlines()
 
 
@@ -75,13 +88,21 @@ def test_tests_are_shared_out_by_file_and_cluster(tmp_path: Path) -> None:
         where.setdefault(name, set()).add(worker)
     assert all(len(workers) == 1 for workers in where.values()), where
     assert where["a"] == where["d"]
-    assert where["c"] == where["e"]
+    assert where["c"] == where["e"] == where["g"] == where["h"] == where["0"]
+
+
+def test_a_file_that_uses_a_cluster_of_another_group_is_refused(tmp_path: Path) -> None:
+    """It would start that one again, in another process."""
+    both = [("a", "gated_cluster"), ("b", "cluster, gated_cluster")]
+    with pytest.raises(AssertionError, match=r"test_b.py::test_one\[0\] uses \['cluster', 'gated_cluster'\]"):
+        run(tmp_path, "-n", "0", names=both)
 
 
 def test_a_shared_cluster_ends_with_the_last_test_that_uses_it(tmp_path: Path) -> None:
-    """Also what depends on it; and all tests of one come before those of the other."""
+    """Also what depends on it. All tests of one come before those of the other, and what ends a cluster comes last."""
     said = [line.removesuffix(" main") for line in run(tmp_path, "-n", "0")]
     assert [line for n, line in enumerate(said) if said[n - 1 : n] != [line]] == [
-        *("cluster begins", "c", "e", "of_cluster ends", "cluster ends"),
+        *("colocated begins", "g", "cluster begins", "h", "colocated ends"),
+        *("c", "e", "0", "of_cluster ends", "cluster ends"),
         *("gated begins", "a", "d", "gated ends", "b", "f"),
     ]
