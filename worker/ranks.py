@@ -6,8 +6,7 @@ A worker of one rank computes in its own process. Of more, each is a process tha
 
 from __future__ import annotations
 
-import shutil
-import tempfile
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -91,13 +90,15 @@ def rank_specs(
 
 @contextmanager
 def meeting_point() -> Iterator[str]:
-    """The rendezvous of the ranks of one host: a file in a folder that only this user may enter. They need it while they start.
-    Raises: ConfigError when no folder can be made."""
+    """The rendezvous of the ranks of one host: a file in this process's memory, which other processes of this user can open.
+    It is gone with this process, however that ends; and before, where the ranks do not start. Until then NCCL looks into it.
+    Raises: ConfigError where there are no such files."""
     try:
-        folder = Path(tempfile.mkdtemp(prefix="diptych-ranks-"))
-    except OSError as error:
-        raise ConfigError("TMPDIR", tempfile.gettempdir(), f"must name a writable folder: {error.strerror}") from None
+        descriptor = os.memfd_create("diptych-ranks", os.MFD_CLOEXEC)
+    except (AttributeError, OSError) as error:
+        raise ConfigError("tensor_parallel_size", "several ranks", f"need files in memory: {error}") from None
     try:
-        yield (folder / "store").as_uri()
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        yield Path(f"/proc/{os.getpid()}/fd/{descriptor}").as_uri()
+    except BaseException:
+        os.close(descriptor)
+        raise

@@ -7,7 +7,8 @@ KV is sharded by rank: a packed range is of one rank, which writes it into share
 worker's ring, or a buffer from which it is copied.
 
 A rank that ends, or is stopped, and a step in which no rank goes on, are noticed by a thread that watches (engine.ranks.watch).
-Then all ranks are killed, and every call raises ExecutorLost.
+Then all ranks are killed, and every call raises ExecutorLost. So they are where one rank fails in a step and the others wait for
+it. A step that fails on all of them, or where nothing is exchanged any more, fails by itself, as one of a single process does.
 """
 
 from __future__ import annotations
@@ -50,6 +51,8 @@ _ABORT_POLL_S = 0.02
 _END_S = 2.0
 """A rank's process ends by itself when its socket is closed; after this it is killed."""
 SILENCE_S = 3.0
+_AFTER_FAILURE_S = 2.0
+"""Without progress of the others, once a rank has failed in a call: they wait for what it does not send."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +105,14 @@ class _Call:
     answers: dict[int, tuple[int, bytes]] = field(default_factory=dict)
     layers: dict[int, int] = field(default_factory=dict)
     """By rank, how many are computed."""
+    counters: list[int] = field(default_factory=list)
+    still_since: float = 0.0
+    """Signs of life of all ranks since a rank has failed, and since when there is no other one."""
+
+    @property
+    def failed(self) -> list[int]:
+        """Ranks that have answered with something else than a result."""
+        return [rank for rank, (kind, _) in self.answers.items() if kind != Kind.OK]
 
     @property
     def done(self) -> bool:
@@ -238,6 +249,7 @@ class RanksExecutor:
         if not call.done:
             with self._lock:
                 self._move(0.0)
+                self._check_failed(call)
         return call.done
 
     def step_result(self, call: _Call) -> StepResult:
@@ -488,11 +500,27 @@ class RanksExecutor:
 
     def _check_deadline(self, call: _Call, until: float, deadline_s: float) -> None:
         if not call.done and time.monotonic() >= until:
-            silent = [
-                rank.number for rank in self._ranks if rank.number in call.ranks and rank.number not in call.answers
-            ]
-            self._give_up(f"ranks {silent} did not answer within {deadline_s:g} s")
+            self._give_up(f"ranks {self._silent(call)} did not answer within {deadline_s:g} s")
             self._check()
+        self._check_failed(call)
+
+    def _check_failed(self, call: _Call) -> None:
+        """Raises: ExecutorLost where a rank has failed and the others wait for it; ConfigError of a rank that cannot start."""
+        if call.done or not (failed := call.failed):
+            return
+        kind, body = call.answers[failed[0]]
+        if kind == Kind.REFUSED:
+            self._taken(call)  # others may wait for it until their own deadline; all are closed
+        counters, now = self._board.counters(), time.monotonic()
+        if counters != call.counters:
+            call.counters, call.still_since = counters, now
+        elif now - call.still_since >= _AFTER_FAILURE_S:
+            reason = body.decode(errors="replace") or kind.name.lower()
+            self._give_up(f"rank {failed[0]} failed: {reason}; ranks {self._silent(call)} wait for it")
+            self._check()
+
+    def _silent(self, call: _Call) -> list[int]:
+        return [rank.number for rank in self._ranks if rank.number in call.ranks and rank.number not in call.answers]
 
     def _check(self) -> None:
         """Raises: ExecutorLost."""

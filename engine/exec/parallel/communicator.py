@@ -88,9 +88,9 @@ class HostCommunicator:
     two ranks no other way moves fewer bytes.
 
     Args:
-        rendezvous: where the ranks find each other: "file:///folder/file" in a folder that only this user can read, whose ranks
-            then talk over the loopback interface; or "tcp://host:port", where rank 0 listens, on this
-            address only. Nobody proves who he is there: the network is a private one.
+        rendezvous: where the ranks find each other: "file:///folder/file" that only this user can open, whose ranks then talk
+            over the loopback interface; or "tcp://host:port", where rank 0 listens, on this address only. Nobody proves who he
+            is there: the network is a private one.
         deadline_s: of each operation, and of the wait for the other ranks here.
         host: this machine's own address, for "tcp://"; empty: the one that its name has.
     Raises: ConfigError for a rendezvous of another form; RunnerLost when the other ranks do not come.

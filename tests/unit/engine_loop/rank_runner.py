@@ -53,6 +53,9 @@ class RankRunner(FakeRunner):
                 os._exit(7)
             case "hang":
                 threading.Event().wait()
+            case "wait and look busy":  # as for a peer, on a machine that is too busy to let it sleep
+                while True:
+                    pass
             case "raise":
                 raise RuntimeError("this rank's kernel failed")
             case "memory":
@@ -80,6 +83,13 @@ class AheadRunner(FakeDeviceRunner):
 
 def refuses(**fields: Any) -> FakeRunner:
     raise ConfigError("tensor_parallel_size", 3, "8 heads cannot be divided among 3 ranks")
+
+
+def second_refuses(what: str = "", **fields: Any) -> FakeRunner:
+    if what:
+        raise ConfigError("model", "m", "a tensor of this rank cannot be read")
+    threading.Event().wait()  # as for a peer
+    raise AssertionError
 
 
 def broken(**fields: Any) -> FakeRunner:

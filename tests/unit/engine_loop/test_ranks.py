@@ -38,6 +38,7 @@ from diptych.engine.messages import (
     TokensOut,
 )
 from diptych.engine.offline import OfflineEngine
+from diptych.engine.ranks import executor as executor_module
 from diptych.engine.ranks.executor import RanksExecutor, RankSpec
 from diptych.engine.runner import StepAborted
 from diptych_tests.waiting import until, wait_until
@@ -349,7 +350,23 @@ def test_a_step_that_one_rank_cannot_compute_fails_and_the_engine_lives_on(start
     assert after.token_ids == alone.token_ids
 
 
+@pytest.mark.parametrize(("what", "message"), [("raise", "this rank's kernel failed"), ("memory", "4 GiB")])
+def test_23_an_error_of_one_rank_for_which_the_others_wait_ends_the_worker(start, monkeypatch, what, message):
+    """They waited for its part until the end of their exchange's deadline, which is minutes. The machine is so busy that
+    they seem to compute: no rank counts as silent."""
+    monkeypatch.setattr(executor_module, "_AFTER_FAILURE_S", 0.2)
+    executor, _ = start({"at": 1, "what": what}, {"at": 1, "what": "wait and look busy"}, silence_s=GENEROUS_S)
+    lost = []
+    executor.on_lost(lost.append)
+    seq = ScheduledSeq("a", [1, 2], 0, ([0],), True, SamplingParams(9, temperature=0.0), 0)
+    with pytest.raises(ExecutorLost, match=rf"rank 0 failed: .*{message}; ranks \[1\] wait for it"):
+        executor.execute([seq], lambda: False)
+    assert len(lost) == 1
+
+
 def test_ranks_that_do_not_come_up_or_do_not_fit_together(start):
+    with pytest.raises(ConfigError, match="model='m': a tensor of this rank cannot be read"):
+        start({}, {"what": "refuse"}, factory="rank_runner:second_refuses")
     with pytest.raises(ExecutorLost, match="rank [01] ended"):
         start({}, {}, factory="rank_runner:broken")
     with pytest.raises(ConfigError, match="num_blocks"):

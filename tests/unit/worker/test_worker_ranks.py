@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -78,12 +80,23 @@ def test_23_ranks_on_a_cpu_divide_the_threads() -> None:
                                   "num_threads": 3}  # fmt: skip
 
 
-def test_23_the_meeting_point_is_this_users_and_goes_away() -> None:
+def test_23_ranks_meet_in_the_memory_of_their_worker_which_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A folder of temporary files stayed when the worker was killed while it loaded."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     with meeting_point() as where:
-        folder = Path(urlsplit(where).path).parent
+        file = Path(urlsplit(where).path)
         assert urlsplit(where).scheme == "file"
-        assert folder.stat().st_mode & 0o777 == 0o700
-    assert not folder.exists()
+        assert file.resolve().name.startswith("memfd:diptych-ranks")
+        assert file.parent.stat().st_mode & 0o077 == 0, "other users cannot open it"
+        file.write_text("x")
+        assert list(tmp_path.iterdir()) == []
+    assert file.read_text() == "x", "the ranks' libraries still look into it"
+    os.close(int(file.name))
+    with pytest.raises(ZeroDivisionError), meeting_point() as where:
+        raise ZeroDivisionError
+    assert not Path(urlsplit(where).path).exists()
 
 
 def test_23_kv_of_ranks_counts_replicated_heads_in_memory() -> None:
