@@ -515,7 +515,7 @@ class RanksExecutor:
         if counters != call.counters:
             call.counters, call.still_since = counters, now
         elif now - call.still_since >= _AFTER_FAILURE_S:
-            reason = body.decode(errors="replace") or kind.name.lower()
+            reason = body.decode(errors="replace") or Kind(kind).name.lower()
             self._give_up(f"rank {failed[0]} failed: {reason}; ranks {self._silent(call)} wait for it")
             self._check()
 
