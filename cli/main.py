@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from diptych.cli.up.progress_log import Stages
     from diptych.router.config import RouterConfig
     from diptych.worker.config import WorkerConfig
+    from diptych.worker.rank_config import RankConfig
 
 _DETACH = typer.Option("--detach", help="Return once the cluster serves; `diptych down` stops it.")
 
@@ -106,13 +107,20 @@ def _serve(config: ServeConfig) -> int:
     return run_serve(config, folder, config.served_model_name or own_name(config.model, folder))
 
 
+def _rank(config: RankConfig) -> int:
+    from diptych.worker.nodes import run_node  # takes seconds
+
+    return run_node(config)
+
+
 def _all_settings() -> tuple[type, ...]:
     from diptych.cli.serve.config import ServeConfig
     from diptych.cli.up.config import UpConfig
     from diptych.router.config import RouterConfig
     from diptych.worker.config import WorkerConfig
+    from diptych.worker.rank_config import RankConfig
 
-    return (UpConfig, ServeConfig, RouterConfig, WorkerConfig)
+    return (UpConfig, ServeConfig, RouterConfig, WorkerConfig, RankConfig)
 
 
 def _add_up(app: typer.Typer, help: str) -> None:
@@ -134,6 +142,12 @@ def _add_router(app: typer.Typer, help: str) -> None:
     add_settings_command(app, "router", RouterConfig, _router, known=_all_settings, help=help)
 
 
+def _add_rank(app: typer.Typer, help: str) -> None:
+    from diptych.worker.rank_config import RankConfig
+
+    add_settings_command(app, "rank", RankConfig, _rank, known=_all_settings, help=help)
+
+
 def _add_worker(role: str, run: Callable[[WorkerConfig], int]) -> Callable[[typer.Typer, str], None]:
     def add(app: typer.Typer, help: str) -> None:
         from diptych.worker.config import WorkerConfig
@@ -149,6 +163,7 @@ _SETTINGS_COMMANDS: Mapping[str, tuple[str, Callable[[typer.Typer, str], None]]]
     "router": ("Run a router.", _add_router),
     "prefill": ("Run a prefill worker.", _add_worker("prefill", _worker)),
     "decode": ("Run a decode worker.", _add_worker("decode", _worker)),
+    "rank": ("Run this host's ranks of a worker on another host.", _add_rank),
 }
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,7 +18,14 @@ from diptych.engine.config import GRAMMAR_BACKENDS, POLICIES, PREEMPTION_MODES, 
 from diptych.engine.overlap import MODES as OVERLAP_MODES
 from diptych.kvtransfer.disk.store_address import StoreAddress
 from diptych.kvtransfer.wrappers import ciphers
-from diptych.worker.degrees import check_degrees, check_devices
+from diptych.worker.degrees import (
+    MASTER_PORT,
+    check_degrees,
+    check_devices,
+    check_master,
+    check_master_port,
+    check_nodes,
+)
 from diptych.worker.role_spec import DECODE, ROLES
 
 T = TypeVar("T")
@@ -140,8 +147,14 @@ class WorkerConfig:
         tensor_parallel_size: ranks that divide each layer's heads and columns among themselves; each is a process, on a GPU of
             its own.
         pipeline_parallel_size: stages that divide the layers among themselves; each has tensor_parallel_size ranks.
-        devices: the GPU of each rank, as indices among those that CUDA shows: 0,1; two ranks may share one. Empty: the first
-            ones.
+        devices: the GPU of each rank of this host, as indices among those that CUDA shows: 0,1; two ranks may share one. Empty:
+            the first ones.
+        nnodes: hosts that the ranks are divided among. This worker is node 0 and has the first ones; each of the others runs
+            `diptych rank`.
+        master_addr: address of this host at which the others join, of a private network; with nnodes only. Not set:
+            MASTER_ADDR.
+        master_port: port for that; the one after it is used, too. Not set: MASTER_PORT, or 29500.
+        join_timeout_s: until all hosts have joined.
         rank_silence_s: seconds without a sign of life of any rank, while a step runs, after which the worker gives up.
         enable_prefix_caching: keep the KV of computed blocks, for later prompts that begin alike.
         scheduling_policy: sojourn (no prompt later than under equal shares), fcfs, priority, sjf (shortest job first,
@@ -252,6 +265,10 @@ class WorkerConfig:
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
     devices: str = ""
+    nnodes: int = 1
+    master_addr: str = field(default="", metadata={"variable": "MASTER_ADDR", "with": "nnodes"})
+    master_port: int = field(default=MASTER_PORT, metadata={"variable": "MASTER_PORT", "with": "nnodes"})
+    join_timeout_s: float = 600.0
     rank_silence_s: float = 3.0
     enable_prefix_caching: bool = _ENGINE.enable_prefix_caching
     steps_ahead: bool = _ENGINE.steps_ahead
@@ -340,7 +357,11 @@ class WorkerConfig:
             raise ConfigError("preemption_mode", "swap", "needs a host tier: set num_host_blocks")
         check_lora(self.enable_lora, self.max_loras, self.max_cpu_loras, self.lora_dir)
         check_degrees(self.tensor_parallel_size, self.pipeline_parallel_size)
-        check_devices(self.devices, self.degrees.num_ranks, self.device)
+        check_nodes(self.nnodes, self.degrees)
+        check_master_port(self.master_port)
+        if self.nnodes > 1:
+            check_master(self.master_addr, secured=self.insecure or bool(self.cluster_cert))
+        check_devices(self.devices, self.degrees.num_ranks // self.nnodes, self.device)
         if not 0.0 < self.gpu_memory_utilization <= 1.0:
             raise ConfigError("gpu_memory_utilization", self.gpu_memory_utilization, "must be above 0 and at most 1")
         if not 0.0 < self.tenant_cache_share <= 1.0:
@@ -371,6 +392,7 @@ class WorkerConfig:
         for name in (
             "slab_lease_s", "read_base_s", "lease_s", "heartbeat_s", "stall_bound_s", "handshake_timeout_s",
             "leg_silence_s", "grammar_time_cap_s", "lora_load_timeout_s", "rank_silence_s",
+            "join_timeout_s",
         ):  # fmt: skip
             if not 0 < getattr(self, name) < math.inf:
                 raise ConfigError(name, getattr(self, name), "must be a positive number of seconds")

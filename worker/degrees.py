@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from diptych.common.addresses import is_loopback, is_wildcard
 from diptych.common.degrees import MOST_RANKS, Degrees
 from diptych.common.errors import ConfigError
 from diptych.common.model_files import read_json_object
+
+MASTER_PORT = 29_500
+"""As torchrun has it."""
 
 
 def check_degrees(tensor_parallel: int, pipeline: int, prefix: str = "") -> None:
@@ -34,6 +38,35 @@ def check_division(model: Path, degrees: Degrees) -> None:
     raw = read_json_object(model / "config.json")
     raw.pop("quantization_config", None)  # whose formats import torch
     sizes_of(describe(raw)).check(degrees)
+
+
+def check_nodes(nnodes: int, degrees: Degrees) -> None:
+    """Raises: ConfigError when the ranks cannot be divided among so many hosts."""
+    if not 1 <= nnodes <= MOST_RANKS:
+        raise ConfigError("nnodes", nnodes, f"must be 1 to {MOST_RANKS}")
+    if degrees.num_ranks % nnodes:
+        rule = f"must divide the {degrees.num_ranks} ranks ({degrees}): each host has equally many"
+        raise ConfigError("nnodes", nnodes, rule)
+
+
+def check_master_port(master_port: int) -> None:
+    """Raises: ConfigError."""
+    if not 1 <= master_port <= 65_534:
+        raise ConfigError("master_port", master_port, "must be 1 to 65534; the ranks use the port after it, too")
+
+
+def check_master(master_addr: str, *, secured: bool) -> None:
+    """Where the hosts of a worker meet. Args: secured: by certificates, or as the operator wants it. Raises: ConfigError."""
+    if not master_addr:
+        rule = "must be set (or MASTER_ADDR): the address of the worker, where its other hosts join"
+        raise ConfigError("master_addr", "", rule)
+    if is_wildcard(master_addr):
+        raise ConfigError(
+            "master_addr", master_addr, "must be one address of the worker's host: the others connect to it"
+        )
+    if not (secured or is_loopback(master_addr)):
+        rule = "other machines can reach it: set cluster_ca, cluster_cert and cluster_key, or --insecure if you must"
+        raise ConfigError("master_addr", master_addr, rule)
 
 
 def device_numbers(name: str, text: str) -> tuple[int, ...]:

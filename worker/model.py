@@ -8,6 +8,7 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent import futures
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -40,6 +41,7 @@ from diptych.engine.sched.requests.output import DetokenizerFactory
 from diptych.kvtransfer.wrappers import ciphers
 from diptych.worker.config import AUTO, WorkerConfig, lora_folders, model_folder
 from diptych.worker.defaults import DeviceFacts, ModelFacts, settled, slab_quotas
+from diptych.worker.nodes import NodeStart, gathered_nodes
 from diptych.worker.ranks import gpus_of_ranks, meeting_point, rank_specs, threads_of_a_rank
 from diptych.worker.role_spec import DECODE, ROLES
 from diptych.worker.visible_gpus import Gpu, find_gpus, find_links, worst_link
@@ -243,6 +245,8 @@ def _load(
             waited_s=round(time.monotonic() - waited, 2),
             own_manifest=hashing.has_own_manifest,
         )
+        if ranks is not None:
+            ranks.check_models(fingerprint, _START_S)
         able = runner.capabilities
         if able.rank_sizes != tuple((part.num_layers, part.bytes_per_token) for part in parts):
             raise InternalError(f"the ranks hold KV as {able.rank_sizes}, and peers would be told {shape(parts)}")
@@ -304,10 +308,10 @@ def _parts_of(config: WorkerConfig, model: ModelDescription, kv: KvFormat) -> tu
 
 
 def _rank_gpus(config: WorkerConfig) -> tuple[Gpu, ...]:
-    """Of each rank; none on a CPU. Raises: ConfigError when there are too few."""
+    """Of each rank of this host; none on a CPU. Raises: ConfigError when there are too few."""
     if config.device == "cpu":
         return ()
-    gpus = gpus_of_ranks(find_gpus(os.environ), config.devices, config.degrees.num_ranks)
+    gpus = gpus_of_ranks(find_gpus(os.environ), config.devices, config.degrees.num_ranks // config.nnodes)
     log.info("GPUs of the ranks", **{f"rank_{rank}": f"{gpu.visible} ({gpu.name})" for rank, gpu in enumerate(gpus)})
     return gpus
 
@@ -330,29 +334,32 @@ def _start_ranks(
 ) -> RanksExecutor:
     """Returns when all of them have loaded their parts. Raises: InternalError when one does not come up: its log says why."""
     degrees = config.degrees
-    arguments = {
+    arguments: dict[str, Any] = {
         **shared,
         "model": str(folder.absolute()),
         "max_num_batched_tokens": config.max_num_batched_tokens,
         "deadline_s": _CALL_S,
     }
-    threads = threads_of_a_rank(config.threads, degrees.num_ranks)
-    log.info("starting the ranks", degrees=str(degrees), threads_of_each=threads)
-    with meeting_point() as rendezvous:
-        specs = rank_specs(
-            degrees,
-            {**arguments, "rendezvous": rendezvous},
-            threads,
-            gpus,
-            config.gpu_memory_utilization if by_memory else 0.0,
-        )
+    threads = threads_of_a_rank(config.threads, degrees.num_ranks // config.nnodes)
+    utilization = config.gpu_memory_utilization if by_memory else 0.0
+    log.info("starting the ranks", degrees=str(degrees), threads_of_each=threads, hosts=config.nnodes)
+    here = range(degrees.num_ranks // config.nnodes)
+    more: dict[str, str] = {}
+    nodes = None
+    with ExitStack() as stack:
         try:
+            if config.nnodes == 1:
+                arguments["rendezvous"] = stack.enter_context(meeting_point())
+            else:
+                nodes, where, more = gathered_nodes(config, NodeStart(arguments, threads, utilization))
+                arguments |= where
             return RanksExecutor(
-                specs,
+                rank_specs(degrees, arguments, threads, gpus, utilization, here=here, more=more),
                 sampler=degrees.sampler,
                 deadline_s=_CALL_S,
                 start_deadline_s=_START_S,
                 silence_s=config.rank_silence_s,
+                nodes=nodes,
             )
         except ExecutorLost as error:
             raise InternalError(f"the ranks did not start: {error}") from None

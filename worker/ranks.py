@@ -15,7 +15,7 @@ from typing import Any
 from diptych.common import child
 from diptych.common.degrees import Degrees
 from diptych.common.errors import ConfigError
-from diptych.engine.ranks.executor import RankSpec
+from diptych.engine.ranks.starting import RankSpec
 from diptych.worker.degrees import device_numbers
 from diptych.worker.visible_gpus import Gpu
 
@@ -58,22 +58,32 @@ def threads_of_a_rank(threads: int, num_ranks: int) -> int:
 
 
 def rank_specs(
-    degrees: Degrees, arguments: Mapping[str, Any], threads: int, gpus: Sequence[Gpu] = (), utilization: float = 0.0
+    degrees: Degrees,
+    arguments: Mapping[str, Any],
+    threads: int,
+    gpus: Sequence[Gpu] = (),
+    utilization: float = 0.0,
+    *,
+    here: range | None = None,
+    more: Mapping[str, str] | None = None,
 ) -> list[RankSpec]:
-    """How the ranks' processes are started, in their order.
+    """How the processes of this host's ranks are started, in their order.
 
     Args:
         arguments: of every rank's runner.
         threads: of each rank.
         gpus: one for each rank; each rank sees those of all of them. Empty: they compute on the CPU.
         utilization: share of a GPU's memory for the worker; ranks that share a GPU divide it. 0.0: the pool has its size.
+        here: the ranks of this host; None: all.
+        more: variables of their environment.
     """
-    env = {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
+    here = range(degrees.num_ranks) if here is None else here
+    env = {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads), **(more or {})}
     seen = list(dict.fromkeys(gpu.visible for gpu in gpus))
     if gpus:
         env |= {"CUDA_VISIBLE_DEVICES": ",".join(seen), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
     specs = []
-    for rank in range(degrees.num_ranks):
+    for index, rank in enumerate(here):
         about: dict[str, Any] = {
             "rank": rank,
             "tensor_parallel": degrees.tensor_parallel,
@@ -81,9 +91,9 @@ def rank_specs(
             "num_threads": threads,
         }
         if gpus:
-            about["device_index"] = seen.index(gpus[rank].visible)
+            about["device_index"] = seen.index(gpus[index].visible)
             if utilization:
-                about["gpu_memory_utilization"] = utilization / gpus.count(gpus[rank])
+                about["gpu_memory_utilization"] = utilization / gpus.count(gpus[index])
         specs.append(RankSpec(FACTORY, {**arguments, **about}, child.environment(**env)))
     return specs
 

@@ -1,7 +1,8 @@
 """A command's settings, merged from four sources: command line > environment > file > default.
 
 Settings are the fields of a frozen dataclass. In the environment the field `http_port` is DIPTYCH_HTTP_PORT; in a file
-(YAML or TOML) it is `http-port` or `http_port`. An unknown key is an error in every source.
+(YAML or TOML) it is `http-port` or `http_port`. An unknown key is an error in every source. A field may name a variable of other
+tools (`variable` of its metadata), which comes last.
 """
 
 from __future__ import annotations
@@ -140,6 +141,12 @@ def merge(
         if value is not None:
             sources[key] = f"from --{key.replace('_', '-')}"
             values[key] = _from(sources[key], key, value, hints[key])
+    for key, field in fields.items():
+        variable = field.metadata.get("variable", "")
+        if key in values or variable not in environ or not _applies(field, fields, values):
+            continue
+        sources[key] = f"from {variable}"
+        values[key] = _from(sources[key], key, environ[variable], hints[key])
     for key, value in values.items():
         if isinstance(value, float) and math.isinf(value):
             raise ConfigError(key, value, f"must be a finite number ({sources[key]})")
@@ -149,6 +156,14 @@ def merge(
         if error.field not in sources:
             raise
         raise ConfigError(error.field, error.value, f"{error.rule} ({sources[error.field]})") from None
+
+
+def _applies(
+    field: dataclasses.Field[Any], fields: Mapping[str, dataclasses.Field[Any]], values: Mapping[str, Any]
+) -> bool:
+    """Whether a variable of other tools, such as MASTER_ADDR, sets the field: where another field is set, if it names one."""
+    other = field.metadata.get("with", "")
+    return not other or values.get(other, fields[other].default) != fields[other].default
 
 
 def _from(source: str, key: str, value: Any, hint: Any) -> Any:

@@ -4,7 +4,7 @@
     engine <--frame-- every rank        "ok", or why not; the sampling rank's holds the step's result
 
 KV is sharded by rank: a packed range is of one rank, which writes it into shared memory (common.shared_memory): a slab of the
-worker's ring, or a buffer from which it is copied.
+worker's ring, or a buffer from which it is copied. A rank on another host sends it over its own connection (engine.ranks.nodes).
 
 A rank that ends, or is stopped, and a step in which no rank goes on, are noticed by a thread that watches (engine.ranks.watch).
 Then all ranks are killed, and every call raises ExecutorLost. So they are where one rank fails in a step and the others wait for
@@ -19,9 +19,7 @@ import itertools
 import json
 import logging
 import select
-import socket
 import subprocess
-import sys
 import threading
 import time
 import weakref
@@ -30,7 +28,6 @@ from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-from diptych.common import child
 from diptych.common.adapters.peft import AdapterFacts
 from diptych.common.errors import ConfigError, InternalError
 from diptych.common.shared_memory import SharedArea, find
@@ -39,7 +36,10 @@ from diptych.engine.messages import BlockCopy, LoadedAdapter, Payload, Scheduled
 from diptych.engine.ranks import step_codec
 from diptych.engine.ranks.adapters import RankAdapter, encode_read, read_answer
 from diptych.engine.ranks.board import Board
-from diptych.engine.ranks.frames import DRAW, MAY_GIVE_UP, RANGE, STEP, WITH_LAYERS, WITH_RESULT, EngineEnd, Kind
+from diptych.engine.ranks.frames import DRAW, ELSEWHERE, MAY_GIVE_UP, RANGE, STEP, WITH_LAYERS, WITH_RESULT, Kind
+from diptych.engine.ranks.nodes.links import RemoteEnd
+from diptych.engine.ranks.nodes.nodes import Nodes
+from diptych.engine.ranks.starting import RankSpec, StartedRank
 from diptych.engine.ranks.watch import POLL_S, Watch, read_process
 from diptych.engine.runner import OutOfDeviceMemory, RunnerCapabilities, StepAborted
 
@@ -55,44 +55,11 @@ _AFTER_FAILURE_S = 2.0
 """Without progress of the others, once a rank has failed in a call: they wait for what it does not send."""
 
 
-@dataclass(frozen=True, slots=True)
-class RankSpec:
-    """How a rank's process is started.
+class _RemoteRank:
+    """The engine's end of a rank on another host."""
 
-    Args:
-        factory: "module:callable"; called with `arguments`, returns the rank's ModelRunner. It gets the whole step, with what is
-            to be drawn; the sampling rank's result counts, and what others draw is not looked at.
-        arguments: by name, as JSON holds them.
-        env: the process's whole environment; None: ours without passwords.
-    """
-
-    factory: str
-    arguments: Mapping[str, object]
-    env: Mapping[str, str] | None = None
-
-
-class _Rank:
-    """The engine's end of one rank. Its process ends with the thread that makes this."""
-
-    def __init__(self, number: int, spec: RankSpec) -> None:
-        self.number = number
-        ours, theirs = socket.socketpair()
-        self.link = EngineEnd(ours)
-        with theirs:
-            self.process: subprocess.Popen[bytes] = child.start(
-                [
-                    sys.executable,
-                    "-P",
-                    "-m",
-                    "diptych.engine.ranks.process",
-                    spec.factory,
-                    json.dumps(dict(spec.arguments)),
-                ],
-                env=child.environment() if spec.env is None else spec.env,
-                stdin=theirs.fileno(),
-                stdout=child.DEVNULL,
-                new_session=True,
-            )
+    def __init__(self, number: int, link: RemoteEnd) -> None:
+        self.number, self.link = number, link
 
 
 @dataclass(slots=True)
@@ -129,6 +96,7 @@ class RanksExecutor:
 
     Args:
         sampler: the rank that samples: rank 0 of the last pipeline stage.
+        nodes: other hosts, which have the ranks after those of `specs`, and have been started. They end with the executor.
         deadline_s: for one call, from its first byte to the last rank's answer.
         start_deadline_s: until all runners are made.
         silence_s: without a sign of life of any rank while a step runs, after which all are lost.
@@ -143,10 +111,14 @@ class RanksExecutor:
         deadline_s: float,
         start_deadline_s: float = 600.0,
         silence_s: float = SILENCE_S,
+        nodes: Nodes | None = None,
     ) -> None:
-        if not 0 <= sampler < len(specs):
-            raise ConfigError("sampler", sampler, f"must be one of {len(specs)} ranks")
-        self._sampler, self._deadline_s = sampler, deadline_s
+        num_ranks = len(specs) if nodes is None else nodes.group.nnodes * len(specs)
+        if not 0 <= sampler < num_ranks:
+            raise ConfigError("sampler", sampler, f"must be one of {num_ranks} ranks")
+        self._sampler, self._deadline_s, self._nodes = sampler, deadline_s, nodes
+        self._may_give_up = not sampler and nodes is None
+        """A step, between two layers: all ranks are of one stage, and see one board."""
         self._lost = ""
         self._lock = threading.RLock()
         """Of the frames. A step that `execute` computes holds it for its length."""
@@ -168,7 +140,7 @@ class RanksExecutor:
         self._forgotten_areas: deque[int] = deque()
         self._spare: SharedArea | None = None
         """For KV that is not in shared memory."""
-        self._ranks: list[_Rank] = []
+        self._ranks: list[StartedRank | _RemoteRank] = []
         self._board = Board(len(specs))
         self._watch = Watch(silence_s)
         started: deque[BaseException | None] = deque()
@@ -181,15 +153,27 @@ class RanksExecutor:
             begun.wait()
             if (error := started.popleft()) is not None:
                 raise error
-            for rank in self._ranks:
+            for rank in self._started():
                 about = json.dumps([len(specs), rank.number]).encode()
                 self._tell(Kind.BOARD, 0, {rank.number: about}, self._board.area)
+            if nodes is not None:
+                links = nodes.links(start_deadline_s, lambda: bool(self._lost))
+                self._ranks += [_RemoteRank(number, link) for number, link in links.items()]
             answers = self._call(Kind.READY, b"", deadline_s=start_deadline_s)
             self._parts = [_capabilities(answer) for answer in answers]
             self.capabilities = _together(self._parts, sampler)
         except BaseException:
             self.close()
             raise
+
+    def _started(self) -> list[StartedRank]:
+        """The ranks of this host."""
+        return [rank for rank in self._ranks if isinstance(rank, StartedRank)]
+
+    def check_models(self, fingerprint: str, deadline_s: float) -> None:
+        """Args: fingerprint: of this host's weights. Raises: ConfigError where another host has others; ExecutorLost."""
+        if self._nodes is not None:
+            self._nodes.check_models(fingerprint, deadline_s)
 
     def on_launched(self, callback: Callable[[], None]) -> None:
         self._on_launched = callback
@@ -207,19 +191,20 @@ class RanksExecutor:
         should_abort: Callable[[], bool],
         on_layers: Callable[[int], None] | None = None,
     ) -> StepResult:
-        """A step is given up where all ranks agree on it: before it is sent, and in one pipeline stage between two layers."""
+        """A step is given up where all ranks agree on it: before it is sent, and in one pipeline stage on one host between two
+        layers."""
         if should_abort():
             raise StepAborted
         with self._lock:
             self._board.begin_step()
-            flags = (WITH_LAYERS if on_layers is not None else 0) | (0 if self._sampler else MAY_GIVE_UP)
+            flags = (WITH_LAYERS if on_layers is not None else 0) | (MAY_GIVE_UP if self._may_give_up else 0)
             call = self._begin_step(Kind.EXECUTE, flags, 0, self._encoder.encode(seqs))
             self._on_launched()
             gave_up, reported, until = False, 0, time.monotonic() + self._deadline_s
             try:
                 while not call.done:
                     self._move(_ABORT_POLL_S)
-                    if not gave_up and not self._sampler and should_abort():
+                    if not gave_up and self._may_give_up and should_abort():
                         gave_up = True
                         self._board.give_up(call.number)
                     while on_layers is not None and reported < call.num_layers and not call.done:
@@ -293,6 +278,10 @@ class RanksExecutor:
         """KV of rank `part`. Returns: xxh3-64 of its bytes. Raises: InternalError for a range in GPU memory."""
         view = _in_host_memory(out)[: self._size(num_tokens, layers, group, part)]
         with self._lock:
+            if isinstance(rank := self._ranks[part], _RemoteRank):
+                return int.from_bytes(
+                    self._remote_range(rank, Kind.PACK, block_ids, num_tokens, view, layers, group), "little"
+                )
             area, offset = self._shared(view)
             [answer] = self._range(Kind.PACK, block_ids, num_tokens, area, offset, len(view), layers, group, part)
             if area is self._spare:
@@ -311,6 +300,9 @@ class RanksExecutor:
         """KV of rank `part`. Raises: InternalError for a range in GPU memory."""
         view = _in_host_memory(src)[: self._size(num_tokens, layers, group, part)]
         with self._lock:
+            if isinstance(rank := self._ranks[part], _RemoteRank):
+                self._remote_range(rank, Kind.UNPACK, block_ids, num_tokens, view, layers, group)
+                return
             area, offset = self._shared(view)
             if area is self._spare:
                 memoryview(area.memory)[offset : offset + len(view)] = view
@@ -333,9 +325,31 @@ class RanksExecutor:
         group: int,
         part: int,
     ) -> list[bytes]:
-        first, end = (-1, -1) if layers is None else (layers.start, layers.stop)
-        head = RANGE.pack(self._mapped(area), group, offset, size, first, end, num_tokens)
-        return self._call(kind, {part: head + array.array("i", block_ids).tobytes()})
+        body = _range_body(self._mapped(area), group, offset, size, layers, num_tokens, block_ids)
+        return self._call(kind, {part: body})
+
+    def _remote_range(
+        self,
+        rank: _RemoteRank,
+        kind: int,
+        block_ids: Sequence[int],
+        num_tokens: int,
+        view: memoryview,
+        layers: range | None,
+        group: int,
+    ) -> bytes:
+        """Receive the KV into `view`, or send it from there. Returns: the answer."""
+        self._check()
+        call = _Call(next(self._numbers), (rank.number,), 1)
+        self._calls[call.number] = call
+        if kind == Kind.PACK:
+            rank.link.expect_bytes(call.number, view)
+        else:
+            rank.link.put_bytes(call.number, view)
+        body = _range_body(ELSEWHERE, group, 0, len(view), layers, num_tokens, block_ids)
+        self._tell(kind, call.number, {rank.number: body})
+        [answer] = self._awaited(call, self._deadline_s)
+        return answer
 
     def _shared(self, view: memoryview) -> tuple[SharedArea, int]:
         """Where the ranks find these bytes, or room for as many."""
@@ -350,11 +364,11 @@ class RanksExecutor:
         """Its number, once the ranks have its descriptor."""
         if self._forgotten_areas:
             numbers = [self._forgotten_areas.popleft() for _ in range(len(self._forgotten_areas))]
-            self._call(Kind.FORGET_AREAS, json.dumps(numbers).encode())
+            self._call(Kind.FORGET_AREAS, self._here(json.dumps(numbers).encode()))
         number = self._areas.get(id(area))
         if number is None:
             number = self._areas[id(area)] = next(self._area_numbers)
-            self._tell(Kind.MAP, number, self._same(b"\0"), area)
+            self._tell(Kind.MAP, number, self._here(b"\0"), area)
             weakref.finalize(area, _unmapped, self._areas, self._forgotten_areas, id(area)).atexit = False
         return number
 
@@ -399,6 +413,8 @@ class RanksExecutor:
 
     def close(self) -> None:
         """Ends the ranks' processes. Idempotent."""
+        if self._nodes is not None:
+            self._nodes.close(orderly=not self._lost)
         self._lost = self._lost or "the executor was closed"
         with self._lock:
             ranks, self._ranks = self._ranks, []
@@ -406,6 +422,8 @@ class RanksExecutor:
                 rank.link.close()
         until = time.monotonic() + _END_S
         for rank in ranks:
+            if isinstance(rank, _RemoteRank):
+                continue
             try:
                 rank.process.wait(max(0.0, until - time.monotonic()))
             except subprocess.TimeoutExpired:
@@ -422,8 +440,10 @@ class RanksExecutor:
                 return
             self._lost = reason
         _log.critical("the executor is lost: %s", reason)
-        for rank in self._ranks:
+        for rank in self._started():
             rank.process.kill()
+        if self._nodes is not None:
+            self._nodes.close(orderly=False)
         self._on_lost(reason)
 
     def _run_watch(
@@ -432,18 +452,25 @@ class RanksExecutor:
         """The thread that starts the processes, which end with it, and watches them."""
         try:
             for number, spec in enumerate(specs):
-                self._ranks.append(_Rank(number, spec))
+                self._ranks.append(StartedRank(number, spec))
             started.append(None)
         except BaseException as error:  # raised where the executor is made
             started.append(error)
-        ranks = list(self._ranks)
+        ranks = self._started()
         begun.set()
         while not self._closing.wait(POLL_S):
             if self._lost:
                 continue
             states = [read_process(rank.process.pid) for rank in ranks]
-            counters = self._board.counters()
-            reason = self._watch.look(time.monotonic(), busy=self._board.busy, counters=counters, processes=states)
+            busy, pulses, reason = self._board.busy, {}, ""
+            if self._nodes is not None:
+                elsewhere, pulses, reason = self._nodes.ranks(), self._nodes.pulses(), self._nodes.reason()
+                states += [one.state for one in elsewhere]
+                busy = busy or any(one.busy for one in elsewhere)
+            now = time.monotonic()
+            reason = reason or self._watch.look(
+                now, busy=busy, counters=self._counters(), processes=states, pulses=pulses
+            )
             if reason:
                 self._give_up(reason)
 
@@ -451,6 +478,10 @@ class RanksExecutor:
 
     def _same(self, body: bytes) -> dict[int, bytes]:
         return {rank.number: body for rank in self._ranks}
+
+    def _here(self, body: bytes) -> dict[int, bytes]:
+        """Of the ranks on this host."""
+        return {rank.number: body for rank in self._started()}
 
     def _call(self, kind: int, body: bytes | Mapping[int, bytes], *, deadline_s: float = 0.0) -> list[bytes]:
         """Send a frame to every rank, or to those of `body`. Returns: their answers. Raises: ExecutorLost; what a rank raised."""
@@ -511,13 +542,18 @@ class RanksExecutor:
         kind, body = call.answers[failed[0]]
         if kind == Kind.REFUSED:
             self._taken(call)  # others may wait for it until their own deadline; all are closed
-        counters, now = self._board.counters(), time.monotonic()
+        counters, now = self._counters(), time.monotonic()
         if counters != call.counters:
             call.counters, call.still_since = counters, now
         elif now - call.still_since >= _AFTER_FAILURE_S:
             reason = body.decode(errors="replace") or Kind(kind).name.lower()
             self._give_up(f"rank {failed[0]} failed: {reason}; ranks {self._silent(call)} wait for it")
             self._check()
+
+    def _counters(self) -> list[int]:
+        """Signs of life of all ranks, on all hosts."""
+        elsewhere = [] if self._nodes is None else [one.counter for one in self._nodes.ranks()]
+        return self._board.counters() + elsewhere
 
     def _silent(self, call: _Call) -> list[int]:
         return [rank.number for rank in self._ranks if rank.number in call.ranks and rank.number not in call.answers]
@@ -529,7 +565,7 @@ class RanksExecutor:
             self.close()
             raise ExecutorLost(self._lost)
 
-    def _ended(self, rank: _Rank, error: Exception) -> None:
+    def _ended(self, rank: StartedRank | _RemoteRank, error: Exception) -> None:
         self._give_up(f"rank {rank.number} ended: {error}")
         self._check()
 
@@ -582,6 +618,14 @@ class StepOnRanks:
 
     def result(self) -> StepResult:
         return self._executor.step_result(self._call)
+
+
+def _range_body(
+    area: int, group: int, offset: int, size: int, layers: range | None, num_tokens: int, block_ids: Sequence[int]
+) -> bytes:
+    first, end = (-1, -1) if layers is None else (layers.start, layers.stop)
+    head = RANGE.pack(area, group, offset, size, first, end, num_tokens)
+    return head + array.array("i", block_ids).tobytes()
 
 
 def _unmapped(areas: dict[int, int], forgotten: deque[int], key: int) -> None:

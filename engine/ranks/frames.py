@@ -25,6 +25,8 @@ DRAW = struct.Struct("<i")
 """In front of a step's histories: its call."""
 RANGE = struct.Struct("<iiqqiiQ")
 """KV in shared memory: number of the area, KV group, offset, bytes, layers [first, end) (-1: all), tokens. Block ids follow."""
+ELSEWHERE = -1
+"""In place of an area: the engine is on another host, and the KV comes and goes as BYTES."""
 _RECEIVE = 1 << 18
 
 
@@ -63,6 +65,21 @@ class Kind(IntEnum):
     """Of READY: a ConfigError, as JSON."""
     LAYERS = 36
     """Not an answer yet: so many layers of the step are computed."""
+    BYTES = 18
+    """KV of this call, between hosts that share no memory, see engine.ranks.nodes.links. It has no answer."""
+
+    # Between the worker and the process of another host, see engine.ranks.nodes.
+    CHALLENGE = 48
+    HELLO = 49
+    WELCOME = 50
+    START = 51
+    """The arguments of the node's ranks, as JSON."""
+    PULSE = 52
+    """A sign of life; to the worker, with those of the node's ranks."""
+    MODEL = 53
+    """To the worker: the fingerprint of the node's model folder."""
+    END = 54
+    """The worker ends as it was asked to."""
 
 
 class EngineEnd:

@@ -3,6 +3,7 @@
     python -m diptych.engine.ranks.process MODULE:CALLABLE ARGUMENTS_AS_JSON
 
 Its standard input is the socket to the engine, see engine.ranks.frames. It ends when that is closed.
+Where the engine is on another host, it is the socket to this host's node (engine.ranks.nodes), which says where the engine is.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import NoReturn
 
+import msgspec
+
 from diptych.common.collector import hold_collector, set_collector
 from diptych.common.errors import ConfigError
 from diptych.common.observe.logging import setup_logging
@@ -29,7 +32,18 @@ from diptych.engine.progress import count_at, progress
 from diptych.engine.ranks import step_codec
 from diptych.engine.ranks.adapters import AdaptersOfRank
 from diptych.engine.ranks.board import Agreement, Board
-from diptych.engine.ranks.frames import DRAW, MAY_GIVE_UP, RANGE, STEP, WITH_LAYERS, WITH_RESULT, Kind, RankEnd
+from diptych.engine.ranks.frames import (
+    DRAW,
+    ELSEWHERE,
+    MAY_GIVE_UP,
+    RANGE,
+    STEP,
+    WITH_LAYERS,
+    WITH_RESULT,
+    Kind,
+    RankEnd,
+)
+from diptych.engine.ranks.nodes.links import Place, RemoteRankEnd, join_as_rank
 from diptych.engine.runner import ModelRunner, OutOfDeviceMemory, RunnerLost, StepAborted, StepInFlight
 
 _log = logging.getLogger(__name__)
@@ -75,7 +89,6 @@ class Rank:
             Kind.READY: lambda body: _declared(runner),
             Kind.COPY: lambda body: runner.copy_blocks(step_codec.decode_copies(body)),
             Kind.FORGET_AREAS: self._forget_areas,
-            Kind.PACK: self._pack,
             Kind.UNPACK: self._unpack,
             Kind.PULLED: lambda body: runner.note_pulled(*json.loads(body)),
             Kind.READ_ADAPTER: self._adapters.begin,
@@ -120,6 +133,8 @@ class Rank:
                 self._execute(call, body)
             case Kind.LAUNCH:
                 self._launch(call, body)
+            case Kind.PACK:
+                self._answer(call, lambda: self._pack(call, body))
             case Kind.DRAW:
                 self._draw(body)
             case Kind.RESULT:
@@ -207,9 +222,12 @@ class Rank:
 
     # ---- KV ----
 
-    def _pack(self, body: bytes) -> bytes:
+    def _pack(self, call: int, body: bytes) -> bytes:
         blocks, num_tokens, view, layers, group = self._range(body)
-        return self._runner.pack(blocks, num_tokens, view, layers, group).to_bytes(8, "little")
+        checksum = self._runner.pack(blocks, num_tokens, view, layers, group)
+        if isinstance(self._link, RemoteRankEnd):
+            self._link.send_bytes(call, view)
+        return checksum.to_bytes(8, "little")
 
     def _unpack(self, body: bytes) -> None:
         blocks, num_tokens, view, layers, group = self._range(body)
@@ -221,7 +239,11 @@ class Rank:
         number, group, offset, size, first, end, num_tokens = RANGE.unpack_from(body)
         blocks = array("i")
         blocks.frombytes(body[RANGE.size :])
-        view = memoryview(self._areas[number].memory)[offset : offset + size]
+        if number == ELSEWHERE:
+            assert isinstance(self._link, RemoteRankEnd)
+            view = self._link.room(size)
+        else:
+            view = memoryview(self._areas[number].memory)[offset : offset + size]
         return blocks.tolist(), num_tokens, view, None if first < 0 else range(first, end), group
 
     def _forget_areas(self, body: bytes) -> None:
@@ -252,10 +274,13 @@ def main(factory: str, arguments: str) -> None:
     try:
         kind, _, body, descriptor = link.receive()
         assert kind == Kind.BOARD, f"a frame of kind {kind} came first"
-        num_ranks, number = json.loads(body)
+        num_ranks, number, *elsewhere = json.loads(body)
         board = Board(num_ranks, attached(descriptor))
         count_at(board.words, board.place_of(number))
-        setup_logging(rank=number)
+        place = msgspec.convert(elsewhere[0], Place) if elsewhere else None
+        setup_logging(rank=number if place is None else place.hello.rank)
+        if place is not None:
+            link = join_as_rank(place)
         module, _, name = factory.partition(":")
         hold_collector()
         make = getattr(importlib.import_module(module), name)

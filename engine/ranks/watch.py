@@ -9,7 +9,7 @@ A rank that waits for another one sleeps.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -54,11 +54,28 @@ class Watch:
         self._cpu_s = 0.0
         self._silent_s = 0.0
         self._stopped_s: dict[int, float] = {}
+        self._pulses: dict[int, int] = {}
+        self._node_silent_s: dict[int, float] = {}
 
-    def look(self, now: float, *, busy: bool, counters: Sequence[int], processes: Sequence[ProcessState]) -> str:
-        """Args: busy: something that is watched is to be done. Returns: why the ranks are lost; empty: they are not."""
+    def look(
+        self,
+        now: float,
+        *,
+        busy: bool,
+        counters: Sequence[int],
+        processes: Sequence[ProcessState],
+        pulses: Mapping[int, int] | None = None,
+    ) -> str:
+        """Args: busy: something that is watched is to be done. pulses: by the other hosts' numbers, how many signs of life came
+        from each. Returns: why the ranks are lost; empty: they are not."""
         elapsed = 0.0 if self._looked_at is None else now - self._looked_at
         self._looked_at, counted = now, min(elapsed, _MOST_S)
+        for node, count in (pulses or {}).items():
+            silent = count == self._pulses.get(node)
+            self._node_silent_s[node] = self._node_silent_s.get(node, 0.0) + counted if silent else 0.0
+            self._pulses[node] = count
+            if self._node_silent_s[node] >= self._silence_s:
+                return f"node {node} gave no sign of life for {self._silence_s:g} s"
         for rank, process in enumerate(processes):
             if process.ended:
                 return f"rank {rank} ended"

@@ -19,7 +19,8 @@ from diptych.common.errors import WorkerLostError
 from diptych.common.kv_format import full_format
 from diptych.common.kv_parts import split
 from diptych.engine.executor import ExecutorLost
-from diptych.engine.ranks.executor import RanksExecutor, RankSpec
+from diptych.engine.ranks.executor import RanksExecutor
+from diptych.engine.ranks.starting import RankSpec
 from diptych.worker.model import LoadedModel
 from diptych_tests import pd
 

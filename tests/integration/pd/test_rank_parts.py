@@ -12,7 +12,8 @@ import pytest
 from diptych.common.compat import Compat, identified
 from diptych.common.kv_format import full_format
 from diptych.common.kv_parts import split
-from diptych.engine.ranks.executor import RanksExecutor, RankSpec
+from diptych.engine.ranks.executor import RanksExecutor
+from diptych.engine.ranks.starting import RankSpec
 from diptych.worker.model import LoadedModel
 
 pytestmark = pytest.mark.multiproc

@@ -20,7 +20,8 @@ from diptych.common.errors import ConfigError
 from diptych.common.kv_format import full_format
 from diptych.common.kv_parts import split
 from diptych.common.store.memory import MemoryStore
-from diptych.engine.ranks.executor import RanksExecutor, RankSpec
+from diptych.engine.ranks.executor import RanksExecutor
+from diptych.engine.ranks.starting import RankSpec
 from diptych.engine.sched.lifecycle import restores
 from diptych.engine.stats import TierStats
 from diptych.router.placement.block_table import as_keys

@@ -24,6 +24,7 @@ from diptych.cli.settings.options import add_settings_command
 from diptych.common.errors import DiptychError
 
 SERVERS = ("up", "serve", "router", "prefill", "decode")
+NODE = ["--master-addr", "127.0.0.1", "--node-rank", "1", "--secret-file", "s"]
 OTHERS: list[tuple[str, list[str], str, tuple[str, str, str]]] = [
     ("chat", [], "max_tokens", ("3", "4", "5")),
     ("explain", ["some-id"], "address", ("a:1", "b:2", "c:3")),
@@ -80,7 +81,13 @@ def said(result: Result, key: str) -> str:
     return dict(part.split("=", 1) for part in line.partition(": ")[2].split(", ") if "=" in part)[key]
 
 
-ALL = [(name, [], "max_model_len", ("256", "512", "1024")) for name in SERVERS] + OTHERS
+ALL = [
+    *((name, list[str](), "max_model_len", ("256", "512", "1024")) for name in SERVERS),
+    ("rank", NODE, "threads", ("2", "3", "4")),
+    *OTHERS,
+]
+WITH_CLASS = (*SERVERS, "rank")
+"""Whose settings are a class, by variables without the command's name."""
 
 
 @pytest.mark.parametrize(("command", "needed", "key", "values"), ALL, ids=[case[0] for case in ALL])
@@ -93,7 +100,7 @@ def test_four_places_in_their_order(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     in_file, in_environment, in_flag = values
-    own = command in SERVERS
+    own = command in WITH_CLASS
     prefix = "DIPTYCH_" if own else f"DIPTYCH_{command.replace(' ', '_').replace('-', '_').upper()}_"
     file = tmp_path / "settings.toml"
     file.write_text(f'{key.replace("_", "-")} = "{in_file}"\n')
@@ -121,7 +128,7 @@ def test_unknown_keys_are_refused_by_name(
     assert "max_tokesn" in refused.stderr
     assert "unknown setting in the config file; known: " in refused.stderr
     assert run(command, *needed, "--max-tokesn", "3").exit_code == 2
-    prefix = "" if command in SERVERS else command.replace(" ", "_").replace("-", "_").upper() + "_"
+    prefix = "" if command in WITH_CLASS else command.replace(" ", "_").replace("-", "_").upper() + "_"
     monkeypatch.setenv(f"DIPTYCH_{prefix}MAX_TOKESN", "3")
     refused = run(command, *needed)
     assert refused.exit_code == 2
@@ -134,7 +141,7 @@ def test_settings_are_printed_with_v_only(command: str, needed: list[str]) -> No
     assert "=" not in run(command, *needed).stderr
     for flag in ("-v", "--verbose"):
         first = run(command, *needed, flag).stderr.splitlines()[0]
-        if command in SERVERS and command != "up":  # a line of its log like every other
+        if command in WITH_CLASS and command != "up":  # a line of its log like every other
             assert json.loads(first).items() >= {"event": "settings", "command": command}.items()
         else:
             assert first.startswith(f"{command}: ")

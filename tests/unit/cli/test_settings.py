@@ -11,6 +11,8 @@ from diptych.cli.settings import merge as settings
 from diptych.cli.settings.options import add_settings_command
 from diptych.cli.up.config import UpConfig
 from diptych.common.errors import ConfigError
+from diptych.worker.config import WorkerConfig
+from diptych.worker.rank_config import RankConfig
 
 
 @dataclass(frozen=True)
@@ -140,3 +142,23 @@ def test_a_list_is_given_by_one_flag_with_commas_or_by_several() -> None:
     assert settings.merge(Listed, {"lora_dir": ["a"]}, environ=environ) == Listed(("a",))
     assert settings.merge(Listed, {}, environ={"DIPTYCH_LORA_DIR": ""}) == Listed()
     assert CliRunner().invoke(app, ["run", "--sizes", "x"]).exit_code == 2
+
+
+def test_23_variables_of_other_tools_come_last_and_only_where_they_are_meant() -> None:
+    usual = {"MASTER_ADDR": "10.0.0.7", "MASTER_PORT": "29600", "NODE_RANK": "3", "NNODES": "4"}
+    rank = {"secret_file": "/s", "insecure": True}
+    config = settings.merge(RankConfig, rank, environ=usual)
+    assert (config.master_addr, config.master_port, config.node_rank, config.nnodes) == ("10.0.0.7", 29600, 3, 4)
+    own = {"DIPTYCH_MASTER_PORT": "29700"}
+    config = settings.merge(
+        RankConfig, {**rank, "node_rank": "2"}, environ=usual | own, file={"master_addr": "10.0.0.9"}
+    )
+    assert (config.master_addr, config.master_port, config.node_rank) == ("10.0.0.9", 29700, 2)
+    with pytest.raises(ConfigError, match="master_port='tcp://10.0.0.7:80': must be an integer .from MASTER_PORT"):
+        settings.merge(RankConfig, rank, environ=usual | {"MASTER_PORT": "tcp://10.0.0.7:80"})
+
+    several = {"tensor_parallel_size": 2, "nnodes": 2, "insecure": True}
+    worker = settings.merge(WorkerConfig, several, environ=usual)
+    assert (worker.nnodes, worker.master_addr, worker.master_port) == (2, "10.0.0.7", 29600)
+    alone = settings.merge(WorkerConfig, {}, environ=usual | {"MASTER_PORT": "tcp://10.0.0.7:80"})
+    assert (alone.nnodes, alone.master_addr, alone.master_port) == (1, "", 29500)

@@ -16,8 +16,9 @@ from diptych.cli.up.config import UpConfig
 from diptych.common.errors import ConfigError
 from diptych.router.config import RouterConfig
 from diptych.worker.config import WorkerConfig
+from diptych.worker.rank_config import RankConfig
 
-CONFIGS = (UpConfig, ServeConfig, RouterConfig, WorkerConfig)
+CONFIGS = (UpConfig, ServeConfig, RouterConfig, WorkerConfig, RankConfig)
 FIELDS = [(cls, field.name) for cls in CONFIGS for field in dataclasses.fields(cls)]
 HUGE_IS_FINE = {"kv_memory_bytes", "disk_kv_bytes", "fault_corrupt_every"}
 WRONG: list[Any] = [
@@ -32,13 +33,12 @@ def hint_of(cls: type, name: str) -> Any:
 
 
 def needed(cls: type) -> dict[str, Any]:
-    return (
-        {"model": "/m", "secret_file": "/s"}
-        if cls is RouterConfig
-        else {"role": "decode"}
-        if cls is WorkerConfig
-        else {}
-    )
+    known: dict[type, dict[str, Any]] = {
+        RouterConfig: {"model": "/m", "secret_file": "/s"},
+        WorkerConfig: {"role": "decode"},
+        RankConfig: {"master_addr": "127.0.0.1", "node_rank": 1, "secret_file": "/s"},
+    }
+    return known.get(cls, {})
 
 
 @pytest.mark.parametrize(("cls", "name"), FIELDS, ids=[f"{cls.__name__}.{name}" for cls, name in FIELDS])

@@ -66,6 +66,18 @@ def test_a_pause_of_the_watching_process_is_no_silence_of_the_ranks():
     assert looks(watch, 3.0, start=100_010)[0] == "no rank made progress for 3 s"
 
 
+def test_23_a_host_that_says_nothing_is_lost_also_when_nothing_is_computed():
+    """Its cable was taken out: no connection ends."""
+    watch = Watch(3.0)
+
+    def look(n, pulses):
+        return watch.look(n * POLL_S, busy=False, counters=[0, 0], processes=IDLE, pulses=pulses)
+
+    assert not any(look(n, {1: n, 2: n // 25}) for n in range(600))
+    assert not any(look(n, {1: n, 2: 24}) for n in range(600, 629))
+    assert look(630, {1: 630, 2: 24}) == "node 2 gave no sign of life for 3 s"
+
+
 def test_the_state_of_a_process():
     child = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(60)"])
     try:

@@ -39,7 +39,8 @@ from diptych.engine.messages import (
 )
 from diptych.engine.offline import OfflineEngine
 from diptych.engine.ranks import executor as executor_module
-from diptych.engine.ranks.executor import RanksExecutor, RankSpec
+from diptych.engine.ranks.executor import RanksExecutor
+from diptych.engine.ranks.starting import RankSpec
 from diptych.engine.runner import StepAborted
 from diptych_tests.waiting import until, wait_until
 

@@ -17,7 +17,8 @@ from diptych.engine.exec.model_runner import TorchModelRunner
 from diptych.engine.executor import LocalExecutor
 from diptych.engine.messages import EngineRequest
 from diptych.engine.offline import OfflineEngine
-from diptych.engine.ranks.executor import RanksExecutor, RankSpec
+from diptych.engine.ranks.executor import RanksExecutor
+from diptych.engine.ranks.starting import RankSpec
 from diptych_tests.rank_threads import places
 
 pytestmark = pytest.mark.multiproc
