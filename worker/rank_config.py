@@ -6,8 +6,9 @@ import math
 from dataclasses import dataclass, field
 
 from diptych.common.checkpoint.modes import CHANGED, VERIFY_MODES
+from diptych.common.degrees import MOST_RANKS
 from diptych.common.errors import ConfigError
-from diptych.worker.degrees import MASTER_PORT, MOST_RANKS, check_master, check_master_port, device_numbers
+from diptych.worker.degrees import MASTER_PORT, check_master, check_master_port, device_numbers
 
 
 @dataclass(frozen=True, slots=True)
