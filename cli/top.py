@@ -63,9 +63,9 @@ def _gpu(worker: dict[str, Any], prefix: str = "") -> str:
 
 
 def _ranks(worker: dict[str, Any]) -> str:
-    """As "3x2", stages second; empty: one rank."""
-    degrees = Degrees(worker.get("tensor_parallel", 1), worker.get("pipeline", 1))
-    return degrees.short if degrees.num_ranks > 1 else ""
+    """As "3x2", stages second, or "3x2@2" on two hosts; empty: one rank."""
+    degrees, nodes = Degrees(worker.get("tensor_parallel", 1), worker.get("pipeline", 1)), worker.get("nodes", 1)
+    return degrees.short + (f"@{nodes}" if nodes > 1 else "") if degrees.num_ranks > 1 else ""
 
 
 def models_of(status: dict[str, Any]) -> list[tuple[str, list[dict[str, Any]]]]:

@@ -185,6 +185,7 @@ class WorkerRuntime:
             kernels=compat.backend,
             tensor_parallel=config.tensor_parallel_size,
             pipeline=config.pipeline_parallel_size,
+            nodes=config.nnodes,
         )
         self.metrics.block_bytes, self.metrics.block_size = model.compat.kv.block_bytes, config.block_size
         self.library: AdapterLibrary | None = None
@@ -445,6 +446,7 @@ class WorkerRuntime:
             max_lora_rank=self._lora_sizes[1],
             tensor_parallel=self.config.tensor_parallel_size,
             pipeline=self.config.pipeline_parallel_size,
+            nodes=self.config.nnodes,
             num_blocks=self.model.runner.capabilities.num_blocks,
             block_size=self.config.block_size,
             max_model_len=self.model.runner.capabilities.max_model_len,

@@ -26,7 +26,7 @@ SETTINGS = (
         "max_step_time_s",
     ),
     *("mixed_step_time_s", "max_mixed_prefill_tokens", "num_host_blocks", "disk_kv_dir", "kv_store", "preemption_mode"),
-    *("tensor_parallel_size", "pipeline_parallel_size"),
+    *("tensor_parallel_size", "pipeline_parallel_size", "nnodes"),
     *("transport", "slab_bytes", "num_slabs", "enable_prefix_caching"),
     *("enable_lora", "max_loras", "max_lora_rank", "max_cpu_loras"),
 )

@@ -98,6 +98,15 @@ class Worker:
         return self.setting("tensor_parallel_size", 1) * self.setting("pipeline_parallel_size", 1)
 
     @property
+    def num_nodes(self) -> int:
+        return max(1, self.setting("nnodes", 1))
+
+    @property
+    def ranks_here(self) -> int:
+        """Those on the host of the worker's process."""
+        return self.num_ranks // self.num_nodes
+
+    @property
     def on_gpu(self) -> bool:
         return self.settings.get("device", "cpu").startswith("cuda")
 

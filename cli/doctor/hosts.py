@@ -257,12 +257,12 @@ def cores(facts: Facts) -> Iterator[Verdict]:
     for name, workers in by_host.items():
         host = workers[0].host
         on_cpu = any(not worker.on_gpu for worker in workers)
-        threads = sum(max(worker.setting("threads", 1), worker.num_ranks) for worker in workers)
+        threads = sum(max(worker.setting("threads", 1), worker.ranks_here) for worker in workers)
         if on_cpu and threads > host.cpus:
             # Each rank has at least one thread, whatever --threads says.
             ways = (
                 ["lower --threads"]
-                if any(worker.setting("threads", 1) > worker.num_ranks for worker in workers)
+                if any(worker.setting("threads", 1) > worker.ranks_here for worker in workers)
                 else []
             )
             if any(worker.num_ranks > 1 for worker in workers):

@@ -86,6 +86,7 @@ def decode_record(raw: bytes) -> WorkerRecord:
         ("max_lora_rank", 0),
         ("tensor_parallel", 1),
         ("pipeline", 1),
+        ("nodes", 1),
     ):
         if not least <= getattr(record, name) <= MAX_COUNT:
             raise BadRowError(f"{name}: out of range")

@@ -77,6 +77,8 @@ class WorkerRecord(msgspec.Struct, frozen=True):
     """Ranks of each of its pipeline stages."""
     pipeline: int = 1
     """Its pipeline stages."""
+    nodes: int = 1
+    """Hosts that its ranks are on."""
 
     @property
     def event_sequences(self) -> tuple[int, ...]:

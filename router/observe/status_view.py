@@ -82,6 +82,7 @@ def _record(member: Member[WorkerLink], loads: Mapping[str, WorkerLoad]) -> dict
         "max_num_seqs": record.max_num_seqs,
         "tensor_parallel": record.tensor_parallel,
         "pipeline": record.pipeline,
+        "nodes": record.nodes,
         "kv_usage": load.kv_usage,
         "running": load.num_running,
         "waiting": load.num_waiting,

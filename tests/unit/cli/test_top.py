@@ -53,17 +53,20 @@ def test_the_terminal_view_names_workers_and_reasons() -> None:
 
 
 def test_23_ranks_are_a_column_where_a_worker_has_several() -> None:
-    many = [{**WORKER, "tensor_parallel": 2, "pipeline": 3}, {**WORKER, "id": "prefill-0", "tensor_parallel": 4}]
+    many = [
+        {**WORKER, "tensor_parallel": 2, "pipeline": 3, "nodes": 3},
+        {**WORKER, "id": "prefill-0", "tensor_parallel": 4, "nodes": 1},
+    ]
     shown = []
     for workers in (many, [WORKER]):
         out = io.StringIO()
         Console(file=out, width=160).print(view({**STATUS, "cluster": {"workers": workers}}, 160))
         shown.append(out.getvalue())
     assert "ranks" in shown[0]
-    assert [row.split()[-2] for row in shown[0].splitlines() if "EXACT" in row] == ["2x3", "4x1"]
+    assert [row.split()[-2] for row in shown[0].splitlines() if "EXACT" in row] == ["2x3@3", "4x1"]
     assert "ranks" not in shown[1]
     lines = [line_of({**STATUS, "cluster": {"workers": workers}}, "12:00:00") for workers in (many, [WORKER])]
-    assert "decode-0=3r/1w/25%kv/ranks:2x3" in lines[0]
+    assert "decode-0=3r/1w/25%kv/ranks:2x3@3" in lines[0]
     assert "ranks" not in lines[1]
 
 

@@ -24,6 +24,7 @@ RECORD = worker_record(
     max_lora_rank=16,
     tensor_parallel=2,
     pipeline=3,
+    nodes=2,
     load=WorkerLoad(
         prefill_tokens_per_s=3.5,
         link_bytes_per_s={"p1": 2.0},
@@ -92,6 +93,7 @@ def test_broken_pending_rows_are_refused(fields):
         ({"max_lora_rank": 2**60}, "max_lora_rank"),
         ({"tensor_parallel": 0}, "tensor_parallel"),
         ({"pipeline": 2**60}, "pipeline"),
+        ({"nodes": 0}, "nodes"),
         ({"load": WorkerLoad(adapters={"french": 1})}, "load.adapters"),
         ({"load": WorkerLoad(adapters={"0f" * 16: -1})}, "load.adapters"),
         ({"load": WorkerLoad(adapters={f"{i:032x}": 0 for i in range(1025)})}, "load.adapters"),

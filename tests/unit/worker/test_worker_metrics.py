@@ -151,7 +151,7 @@ def test_the_caches_constants_are_labels() -> None:
 
 def test_the_method_of_the_weights_is_a_label() -> None:
     metrics = WorkerMetrics("decode", stats=EngineStats, clock=FakeClock())
-    metrics.describe_model(method="int4", dtype="float32", kernels="native", tensor_parallel=2, pipeline=1)
+    metrics.describe_model(method="int4", dtype="float32", kernels="native", tensor_parallel=2, pipeline=1, nodes=2)
     assert (
         value(
             metrics,
@@ -161,6 +161,7 @@ def test_the_method_of_the_weights_is_a_label() -> None:
             kernels="native",
             tensor_parallel="2",
             pipeline="1",
+            nodes="2",
         )
         == 1
     )
