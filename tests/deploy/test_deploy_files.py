@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
@@ -35,6 +36,7 @@ from diptych.worker.config import WorkerConfig
 from diptych.worker.fake_nvml import UUID, FakeNvml
 from diptych.worker.gpu import GpuMonitor
 from diptych.worker.metrics import WorkerMetrics
+from diptych.worker.rank_config import RankConfig
 from diptych_tests.scripts import load_script
 
 Parsed = Callable[[Sequence[str], Mapping[str, str]], Any]
@@ -412,3 +414,29 @@ def test_23_the_gpu_profile_may_have_a_worker_of_ranks(parsed: Parsed) -> None:
         assert config.transport == "ucx", "the same one, through host memory"
         degrees[config.role] = config.tensor_parallel_size
     assert degrees == {"prefill": 1, "decode": 2}
+
+
+def test_23_a_decode_worker_may_have_ranks_in_two_containers() -> None:
+    """With the variables as each container has them, the second one joins the first."""
+    more = yaml.safe_load((ROOT / "deploy" / "compose.nodes.yaml").read_text())["services"]
+    worker, node = COMPOSE["services"]["decode-0"], more["decode-0-node-1"]
+
+    def settings(cls: type, *environments: Mapping[str, Any], flags: Sequence[str] = ()) -> Any:
+        given = {key: default(value) for one in environments for key, value in one.items() if value}
+        given.pop("DIPTYCH_CONFIG", None)
+        names = [flag.removeprefix("--").replace("-", "_") for flag in flags[::2]]
+        known = frozenset(field.name for field in dataclasses.fields(WorkerConfig))
+        return merge(cls, dict(zip(names, flags[1::2], strict=True)), environ=given, known_elsewhere=known)
+
+    first = settings(
+        WorkerConfig, worker["environment"], more["decode-0"]["environment"], flags=["--role", *worker["command"]]
+    )
+    second = settings(RankConfig, node["environment"])
+    assert node["command"] == ["rank"]
+    assert (first.nnodes, first.degrees.num_ranks, first.master_addr) == (2, 2, worker["hostname"])
+    assert (second.master_addr, second.master_port) == (first.master_addr, first.master_port)
+    assert (second.node_rank, second.nnodes) == (1, first.nnodes)
+    assert (second.model, second.insecure) == (first.model, True)
+    for name in ("image", "networks", "profiles", "restart", "stop_grace_period"):
+        assert node[name] == worker[name], name
+    assert set(node["secrets"]) < set(worker["secrets"])

@@ -18,6 +18,7 @@ from diptych.cli.settings.merge import merge, read_file
 from diptych.router.config import RouterConfig
 from diptych.router.observe.metrics import RouterMetrics
 from diptych.worker.config import WorkerConfig
+from diptych.worker.rank_config import RankConfig
 from diptych_tests.scripts import load_script
 
 Parsed = Callable[[Sequence[str], Mapping[str, str]], Any]
@@ -73,14 +74,21 @@ def pod(objects: dict[tuple[str, str], dict[str, Any]], name: str) -> dict[str, 
     return dict(objects["Deployment", name]["spec"]["template"]["spec"])
 
 
-@pytest.mark.parametrize("values", [SCALED, GUARDED, GPU, GATEWAY])
+@pytest.mark.parametrize(
+    "values", [SCALED, GUARDED, GPU, GATEWAY, (*OPEN, "decode.nodes=2", "decode.pipelineParallel=2")]
+)
 def test_it_lints_and_fits_kubernetes(values: tuple[str, ...]) -> None:
     flags = [flag for value in values for flag in ("--set", value)]
     done = helm("lint", "--strict", str(CHART), *flags)
     assert done.returncode == 0, done.stdout
     validate = pytest.importorskip("kubernetes_validate")
     for (kind, _), each in render(*values).items():
-        if kind not in ("PodMonitor", "PrometheusRule", "InferencePool"):  # custom resources
+        if kind == "LeaderWorkerSet":  # its pods
+            for name in ("leaderTemplate", "workerTemplate"):
+                template = each["spec"]["leaderWorkerTemplate"][name]
+                named = {"metadata": {"name": "one", **template["metadata"]}, "spec": template["spec"]}
+                validate.validate({"apiVersion": "v1", "kind": "Pod", **named}, KUBERNETES, strict=True)
+        elif kind not in ("PodMonitor", "PrometheusRule", "InferencePool"):  # custom resources
             validate.validate(each, KUBERNETES, strict=True)
 
 
@@ -271,6 +279,94 @@ def test_23_a_worker_of_ranks_gets_its_degrees_and_a_gpu_for_each_rank(parsed: P
     done = helm("template", "one", str(CHART), "--set", ",".join([*OPEN, "prefill.gpus=2", "prefill.tensorParallel=4"]))
     assert done.returncode != 0
     assert "prefill: tensorParallel times pipelineParallel is 4, and gpus 2" in done.stderr
+
+
+GROUPED = (
+    "decode.nodes=2",
+    "decode.gpus=2",
+    "decode.tensorParallel=2",
+    "decode.pipelineParallel=2",
+    "decode.extraArgs={--device,cuda,--transport,ucx}",
+)
+
+
+def pods_of_group(objects: dict[tuple[str, str], dict[str, Any]]) -> list[dict[str, Any]]:
+    template = objects["LeaderWorkerSet", "decode"]["spec"]["leaderWorkerTemplate"]
+    return [template[name]["spec"] for name in ("leaderTemplate", "workerTemplate")]
+
+
+def in_pod(spec: dict[str, Any], **more: str) -> tuple[list[str], dict[str, str]]:
+    """Arguments and variables of a pod's container, as Kubernetes and LeaderWorkerSet fill them in."""
+    (found,) = spec["containers"]
+    known = {"POD_NAME": "d-1", "LWS_LEADER_ADDRESS": "d-1.d.serving", **more}
+    words = [re.sub(r"\$\((\w+)\)", lambda name: known[name[1]], word) for word in found["args"]]
+    return words, variables(found)
+
+
+@pytest.mark.parametrize("guard", [OPEN, GUARDED])
+def test_23_a_worker_on_several_nodes_is_a_group_whose_pods_meet(guard: tuple[str, ...], parsed: Parsed) -> None:
+    objects = render(*guard, *GROUPED)
+    assert ("Deployment", "decode") not in objects
+    spec = objects["LeaderWorkerSet", "decode"]["spec"]["leaderWorkerTemplate"]
+    assert (spec["size"], spec["restartPolicy"]) == (2, "RecreateGroupOnPodRestart")
+    leader, node = pods_of_group(objects)
+    worker = parsed(*in_pod(leader, POD_IP="10.0.0.7"))
+    words, given = in_pod(node, POD_IP="10.0.0.8")
+    config = merge(
+        RankConfig,
+        {word.partition("=")[0][2:].replace("-", "_"): word.partition("=")[2] or True for word in words[1:]},
+        environ=given | {"NODE_RANK": "1"},
+        known_elsewhere=frozenset({"cluster", "served_model_name"}),
+    )
+    assert words[0] == "rank"
+    assert (worker.nnodes, worker.master_addr, worker.degrees.num_ranks) == (2, "10.0.0.7", 4)
+    assert (config.master_addr, config.master_port) == ("d-1.d.serving", worker.master_port)
+    assert (config.nnodes, config.tensor_parallel_size, config.pipeline_parallel_size) == (2, 2, 2)
+    assert (config.host, config.node_rank, config.model) == ("10.0.0.8", 1, worker.model)
+    assert (config.cluster_cert, config.insecure) == (worker.cluster_cert, worker.insecure)
+    (rank,) = node["containers"]
+    assert rank["resources"]["limits"]["nvidia.com/gpu"] == 2
+    assert "readinessProbe" not in rank
+    secrets = next(volume["secret"] for volume in node["volumes"] if volume["name"] == "secrets")
+    assert [item["key"] for item in secrets["items"]] == ["cluster_secret"], "no password of Redis"
+    [index] = [entry["valueFrom"]["fieldRef"]["fieldPath"] for entry in rank["env"] if entry["name"] == "NODE_RANK"]
+    assert index == "metadata.labels['leaderworkerset.sigs.k8s.io/worker-index']"
+
+
+def test_23_a_group_is_scaled_as_a_whole_and_reached_by_its_own_pods() -> None:
+    objects = render(*SCALED, *GROUPED)
+    scaled = {
+        name: objects["HorizontalPodAutoscaler", name]["spec"]["scaleTargetRef"]["kind"]
+        for name in ("prefill", "decode")
+    }
+    assert scaled == {"prefill": "Deployment", "decode": "LeaderWorkerSet"}
+    template = objects["LeaderWorkerSet", "decode"]["spec"]["leaderWorkerTemplate"]
+    inside = objects["NetworkPolicy", "inside"]["spec"]["podSelector"]
+    for name in ("leaderTemplate", "workerTemplate"):
+        labels = template[name]["metadata"]["labels"]
+        assert inside["matchLabels"].items() <= labels.items()
+        assert labels["app.kubernetes.io/component"] in inside["matchExpressions"][0]["values"]
+    for values, words in (
+        (("decode.gpus=4",), "decode: tensorParallel times pipelineParallel is 4, and gpus 8"),
+        (("decode.gpus=0", "decode.nodes=3"), "decode: nodes is 3, and tensorParallel times pipelineParallel 4"),
+    ):
+        done = helm("template", "one", str(CHART), "--set", ",".join([*OPEN, *GROUPED[:-1], *values]))
+        assert done.returncode != 0
+        assert words in done.stderr
+
+
+def test_no_variables_of_services_are_in_the_pods() -> None:
+    """A release called diptych has a service diptych-redis: DIPTYCH_REDIS_PORT was in every pod, and no setting of ours."""
+    for objects in (render(*OPEN), render(*OPEN, *GROUPED)):
+        pods = [
+            each["spec"]["template"]["spec"]
+            for (kind, _), each in objects.items()
+            if kind in ("Deployment", "StatefulSet")
+        ]
+        if ("LeaderWorkerSet", "decode") in objects:
+            pods += pods_of_group(objects)
+        assert len(pods) >= 4
+        assert all(pod["enableServiceLinks"] is False for pod in pods)
 
 
 def test_a_misspelt_value_is_refused() -> None:

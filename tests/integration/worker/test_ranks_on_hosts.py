@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -16,6 +15,7 @@ from typing import Any
 import psutil
 import pytest
 
+from diptych.cli.up.processes import free_port, require_free_port
 from diptych.common.errors import ConfigError
 from diptych.common.sampling import SamplingParams
 from diptych.engine.executor import ExecutorLost
@@ -34,13 +34,12 @@ PROMPT = list(range(40, 80))
 def free_ports() -> int:
     """A port that is free, like the one after it."""
     for _ in range(100):
-        with socket.create_server((MASTER, 0)) as first:
-            port = int(first.getsockname()[1])
-            try:
-                socket.create_server((MASTER, port + 1)).close()
-            except OSError:
-                continue
-            return port
+        port = free_port(MASTER)
+        try:
+            require_free_port("master_port", MASTER, port + 1)
+        except ConfigError:
+            continue
+        return port
     raise AssertionError("no two ports in a row are free")
 
 

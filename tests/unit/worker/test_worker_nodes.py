@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from diptych.cli.up.processes import free_port
 from diptych.common.degrees import Degrees
 from diptych.common.errors import ConfigError
 from diptych.engine.ranks.nodes.joining import Welcome
@@ -109,8 +110,7 @@ def test_23_the_port_of_the_ranks_is_free_before_any_host_is_waited_for() -> Non
 
 
 def test_23_too_few_hosts_until_the_deadline() -> None:
-    with socket.create_server(("127.0.0.2", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port("127.0.0.2")
     config = WorkerConfig(**TWO, master_port=port, secret_file=str(SECRET_FILE), join_timeout_s=0.01)
     with pytest.raises(ConfigError, match=rf"nnodes=2: nodes \[1\] did not join at 127.0.0.2:{port} within 0.01 s"):
         gathered_nodes(config, NodeStart({}, 1, 0.0))

@@ -52,7 +52,9 @@ prometheus.io/path: /metrics
 {{- end -}}
 
 {{- define "diptych.environment" -}}
-- {name: DIPTYCH_CONFIG, value: /run/secrets/diptych/{{ .toml }}}
+{{- with .toml }}
+- {name: DIPTYCH_CONFIG, value: /run/secrets/diptych/{{ . }}}
+{{- end }}
 - {name: DIPTYCH_SECRET_FILE, value: /run/secrets/diptych/cluster_secret}
 - {name: DIPTYCH_CLUSTER, value: {{ .root.Values.cluster | quote }}}
 - {name: DIPTYCH_MODEL, value: {{ .root.Values.model | quote }}}
