@@ -88,23 +88,25 @@ def pytest_unconfigure() -> None:
     _main_loop.close()
 
 
-_CLUSTER = re.compile(
-    r"^(?:(?:async )?def test_|@pytest\.fixture.*\n(?:async )?def )\w*\([^)]*\b(?:cluster|cluster_to_end|colocated)\b",
-    re.MULTILINE,
-)
-"""A test or a fixture with this argument."""
-SHARED = ("cluster", "colocated", "gated_cluster")
-"""Fixtures that start processes which tests of several files share."""
+GROUPS = {
+    "cluster": ("cluster", "cluster_to_end", "colocated", "colocated_to_end"),
+    "gated": ("gated_cluster",),
+    "detached": ("detached_cluster", "detached_cluster_to_end"),
+}
+"""Fixtures that start processes which tests of several files share. A fixture with _to_end is for the tests that end them."""
+SHARED = [name for names in GROUPS.values() for name in names if not name.endswith("_to_end")]
 
 
 @cache
 def _group(file: str) -> str:
-    """Group of tests that run in one process and share its fixtures: all files that use the shared cluster, all that
-    use the gated one, and each other file separately."""
+    """Group of tests that run in one process and share its fixtures: all files with a test or a fixture that uses one of
+    GROUPS, and each other file separately."""
     text = (ROOT / file).read_text(encoding="utf-8")
-    if _CLUSTER.search(text):
-        return "cluster"
-    return "gated" if "gated_cluster" in text else file
+    for group, names in GROUPS.items():
+        function = r"^(?:(?:async )?def test_|@pytest\.fixture.*\n(?:async )?def )\w*\([^)]*"
+        if re.search(rf"{function}\b(?:{'|'.join(names)})\b", text, re.MULTILINE):
+            return group
+    return file
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -129,17 +131,17 @@ _last_user: dict[str, pytest.Item] = {}
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests of shared clusters come first, one cluster's after the other's: where several processes share the tests, they take
-    longest. Of those of `cluster`, files that use `colocated`, too, come first, and tests that end it last."""
+    longest. Of those of `cluster`, files that use `colocated`, too, come first. Tests that end one come last."""
     colocated = {item.path for item in items if "colocated" in _fixtures(item)}
+    ranks = {group: rank for rank, group in enumerate(GROUPS)}
 
     def order(item: pytest.Item) -> tuple[int, bool, bool]:
         group = _group(item.nodeid.partition("::")[0])
         used = [name for name in SHARED if name in _fixtures(item)]
-        allowed = {"cluster": SHARED[:2], "gated": SHARED[2:]}.get(group, ())
-        if not set(used) <= set(allowed):
+        if not set(used) <= set(GROUPS.get(group, ())):
             raise pytest.UsageError(f"{item.nodeid} uses {used}, but its file is in the group {group!r}")
-        rank = {"cluster": 0, "gated": 1}.get(group, 2)
-        return rank, "cluster_to_end" in _fixtures(item), rank == 0 and item.path not in colocated
+        ends = any(name.endswith("_to_end") for name in _fixtures(item))
+        return ranks.get(group, len(ranks)), ends, group == "cluster" and item.path not in colocated
 
     items.sort(key=order)  # stable
     _last_user.update((name, item) for item in items for name in SHARED if name in _fixtures(item))
@@ -282,8 +284,41 @@ def gated_cluster(
 
 
 @pytest.fixture(scope="session")
+def shared_memory_before() -> set[Path]:
+    """What there was before the detached cluster."""
+    return set(Path("/dev/shm").iterdir())
+
+
+@pytest.fixture(scope="session")
+def detached_cluster(
+    cluster_module: ModuleType, shared_memory_before: set[Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[object]:
+    """A third one: `up --detach` where there is nothing but IPv6. Its workers keep KV in files, and may be killed by a test
+    that waits until they are back."""
+    root = tmp_path_factory.mktemp("detached")
+    flags = ("--host", "::1", "--worker-args", f"--disk-kv-dir {root / 'kv'}")
+    with cluster_module.detached_cluster(root, *flags) as running:
+        yield running
+
+
+@pytest.fixture
+def detached_cluster_to_end(detached_cluster: object) -> object:
+    """See cluster_to_end."""
+    return detached_cluster
+
+
+@pytest.fixture(scope="session")
 def colocated(cluster_module: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Iterator[object]:
-    """One `diptych serve` process of the same model: what disaggregated answers must equal."""
-    flags = ("--num-blocks", "256", "--max-model-len", "2048")
+    """One `diptych serve` process of the same model: what disaggregated answers must equal. It has the trained adapters, and a
+    slot for one."""
+    from diptych_tests import golden_adapters
+
+    flags = ("--num-blocks", "256", "--max-model-len", "2048", "--max-loras", "1", *golden_adapters.flags())
     with cluster_module.running_serve(tmp_path_factory.mktemp("colocated"), *flags) as running:
         yield running
+
+
+@pytest.fixture
+def colocated_to_end(colocated: object) -> object:
+    """See cluster_to_end."""
+    return colocated

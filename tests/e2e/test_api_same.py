@@ -45,9 +45,7 @@ def tickets_used(cluster) -> float:
 async def over_http(url: str, body: dict[str, Any]) -> Answer:
     """Asserts that a whole answer and a stream are the same."""
     async with httpx.AsyncClient(base_url=url, timeout=300.0) as http:
-        answered = await http.post("/v1/completions", json=body | {"return_token_ids": True})
-        assert answered.status_code == 200, answered.text
-        whole = answered.json()["choices"][0]
+        asked = asyncio.create_task(http.post("/v1/completions", json=body | {"return_token_ids": True}))
         ids, parts, finish = [], [], ""
         async with http.stream(
             "POST", "/v1/completions", json=body | {"return_token_ids": True, "stream": True}
@@ -58,6 +56,9 @@ async def over_http(url: str, body: dict[str, Any]) -> Answer:
                         ids += choice.get("token_ids", [])
                         parts.append(choice["text"])
                         finish = choice["finish_reason"] or finish
+        answered = await asked
+    assert answered.status_code == 200, answered.text
+    whole = answered.json()["choices"][0]
     said = [part for part in parts if part]
     assert "\ufffd" not in "".join(said[:-1])  # no piece ends within a character, unless the answer was cut there
     assert (ids, "".join(parts), finish) == (whole["token_ids"], whole["text"], whole["finish_reason"])
@@ -78,9 +79,11 @@ async def over_grpc(address: str, request: router_pb2.GenerateRequest) -> Answer
 
 async def over_sdk(client: AsyncClient, ask: dict[str, Any]) -> Answer:
     """Asserts that a whole answer and a stream are the same."""
-    whole = await client.generate(**ask)
-    stream = client.stream(**ask)
-    deltas = [delta async for delta in stream]
+
+    async def streamed() -> list[Any]:
+        return [delta async for delta in client.stream(**ask)]
+
+    whole, deltas = await asyncio.gather(client.generate(**ask), streamed())
     reported = ([token for delta in deltas for token in delta.token_ids], "".join(delta.text for delta in deltas))
     assert reported == (list(whole.token_ids), whole.text)
     return *reported, whole.finish_reason
@@ -100,7 +103,6 @@ async def test_the_same_through_every_api(cluster, text, options) -> None:
     ask = {"prompt": text, "max_tokens": 14, "seed": 11, "local_prefill_max_tokens": 0}
     sampling = {name: value for name, value in options.items() if name != "choice"}
     body = ask | sampling | ({"guided_choice": options["choice"]} if "choice" in options else {})
-    expected = await over_http(cluster.http_url, body)
     request = router_pb2.GenerateRequest(
         prompt=text,
         local_prefill_max_tokens=0,
@@ -109,12 +111,7 @@ async def test_the_same_through_every_api(cluster, text, options) -> None:
     if "choice" in options:
         request.sampling.grammar.kind = types_pb2.GRAMMAR_KIND_CHOICE
         request.sampling.grammar.source = json.dumps(options["choice"])
-    assert await over_grpc(cluster.grpc_address, request) == expected
-    async with AsyncClient(cluster.grpc_address, timeout_s=300.0) as client:
-        assert await over_sdk(client, ask | options) == expected
     before = await asyncio.to_thread(tickets_used, cluster)
-    async with AsyncClient(cluster.grpc_address, timeout_s=300.0, lookaside=True) as client:
-        assert await over_sdk(client, ask | options) == expected
 
     def synchronous(lookaside: bool) -> Answer:
         with Client(cluster.grpc_address, timeout_s=300.0, lookaside=lookaside) as client:
@@ -123,8 +120,20 @@ async def test_the_same_through_every_api(cluster, text, options) -> None:
             ids = [token for delta in deltas for token in delta.token_ids]
             return ids, "".join(delta.text for delta in deltas), stream.result.finish_reason
 
-    for lookaside in (False, True):
-        assert await asyncio.to_thread(synchronous, lookaside) == expected
+    address = cluster.grpc_address
+    async with (
+        AsyncClient(address, timeout_s=300.0) as client,
+        AsyncClient(address, timeout_s=300.0, lookaside=True) as direct,
+    ):
+        expected, *others = await asyncio.gather(  # at once: a step of several is hardly dearer than that of one
+            over_http(cluster.http_url, body),
+            over_grpc(address, request),
+            over_sdk(client, ask | options),
+            asyncio.to_thread(synchronous, False),
+        )
+        others.append(await over_sdk(direct, ask | options))
+        others.append(await asyncio.to_thread(synchronous, True))
+    assert others == [expected] * 5
 
     async def reported() -> bool:
         return await asyncio.to_thread(tickets_used, cluster) - before >= 3
@@ -144,13 +153,19 @@ async def test_a_cut_stream_goes_on_byte_for_byte(cluster, local) -> None:
             stream = client.stream(**case, local_prefill_max_tokens=local)
             deltas = [delta async for delta in stream]
             ids, text, seed = list(stream.result.token_ids), stream.result.text, stream.seed
-            for cut in range(1, len(ids) + 1):
-                sent = "".join(delta.text for delta in deltas if delta.offset < cut)
-                if any(delta.offset < cut < delta.offset + len(delta.token_ids) for delta in deltas):
-                    continue  # these tokens arrived in one message
-                rest = await client.generate(
-                    **case | {"seed": seed}, resume_after=ids[:cut], local_prefill_max_tokens=local
+            cuts = [  # but not where tokens arrived in one message
+                cut
+                for cut in range(1, len(ids) + 1)
+                if not any(delta.offset < cut < delta.offset + len(delta.token_ids) for delta in deltas)
+            ]
+            rests = await asyncio.gather(
+                *(
+                    client.generate(**case | {"seed": seed}, resume_after=ids[:cut], local_prefill_max_tokens=local)
+                    for cut in cuts
                 )
+            )
+            for cut, rest in zip(cuts, rests, strict=True):
+                sent = "".join(delta.text for delta in deltas if delta.offset < cut)
                 assert ids[:cut] + list(rest.token_ids) == ids
                 assert sent + rest.text == text, (cut, sent, rest.text)
                 assert rest.finish_reason == stream.result.finish_reason

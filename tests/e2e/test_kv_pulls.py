@@ -10,6 +10,8 @@ import pytest
 
 BLOCK = 16
 NEW = 80
+FEW = 8
+"""Tokens of an answer of which only its beginning matters."""
 
 pytestmark = pytest.mark.multiproc
 
@@ -32,7 +34,7 @@ async def test_turn_2_computes_at_most_a_block_and_the_new_tokens(cluster, fresh
                 history = [*first["choices"][0]["prompt_token_ids"], *first["choices"][0]["token_ids"]]
                 held = (len(history) - 1) // BLOCK * BLOCK
                 turn_2 = [*history, *fresh_prompt(NEW)]
-                second = await ask(turn_2)
+                second = await ask(turn_2, max_tokens=FEW)
                 why = second["diptych"]
                 if why["cached_tokens_prefill"] == held:
                     break
@@ -43,7 +45,7 @@ async def test_turn_2_computes_at_most_a_block_and_the_new_tokens(cluster, fresh
         [planned] = [terms["pull"] for terms in why["placement"] if terms["chosen"]]
         assert planned["pull_ms"] < planned["compute_ms"]
         assert planned["pays_from_tokens"] <= pull["num_tokens"]
-        alone = await ask(turn_2, cache_salt="alone")
+        alone = await ask(turn_2, max_tokens=FEW, cache_salt="alone")
         assert alone["diptych"]["cached_tokens"] == 0
         assert alone["choices"][0]["token_ids"] == second["choices"][0]["token_ids"]
         print(

@@ -4,14 +4,13 @@ disaggregated cluster and from one process, whole and streamed."""
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from dataclasses import dataclass
 from typing import Any
 
 import httpx
 import pytest
+
+from diptych.cli.models.store import default_model_path
 
 pytestmark = pytest.mark.multiproc
 
@@ -24,27 +23,6 @@ TEXTS = [
     "x",
 ]
 TOLERANCE = 2e-4
-
-REFERENCE = """
-import json, sys, torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
-from diptych.cli.models.store import default_model_path
-torch.set_num_threads(1)
-tokenizer = AutoTokenizer.from_pretrained(default_model_path())
-model = AutoModelForCausalLM.from_pretrained(default_model_path(), dtype=torch.float32).eval()
-out = []
-for text in json.load(sys.stdin):
-    encoded = tokenizer(text, return_offsets_mapping=True)
-    ids = encoded.input_ids
-    with torch.no_grad():
-        logprobs = model(torch.tensor([ids])).logits[0].log_softmax(-1)
-    own = [logprobs[i, token].item() for i, token in enumerate(ids[1:])]
-    top = [row.topk(3) for row in logprobs]
-    out.append({"ids": ids, "offsets": [begin for begin, _ in encoded.offset_mapping], "own": own,
-                "top": [[row.indices.tolist(), row.values.tolist()] for row in top],
-                "text": tokenizer.decode(ids, skip_special_tokens=True)})
-json.dump(out, sys.stdout)
-"""
 
 
 @dataclass(frozen=True)
@@ -60,17 +38,29 @@ class Expected:
 
 @pytest.fixture(scope="module")
 def expected() -> list[Expected]:
-    environment = os.environ | {"PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": "1"}
-    result = subprocess.run(
-        [sys.executable, "-c", REFERENCE],
-        input=json.dumps(TEXTS),
-        capture_output=True,
-        text=True,
-        timeout=240,
-        env=environment,
-    )
-    assert result.returncode == 0, result.stderr
-    return [Expected(**one) for one in json.loads(result.stdout)]
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    path = default_model_path()
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    found = []
+    for text in TEXTS:
+        encoded = tokenizer(text, return_offsets_mapping=True)
+        ids = encoded.input_ids
+        with torch.no_grad():
+            logprobs = model(torch.tensor([ids])).logits[0].log_softmax(-1)
+        top = [row.topk(3) for row in logprobs]
+        found.append(
+            Expected(
+                ids=ids,
+                offsets=[begin for begin, _ in encoded.offset_mapping],
+                own=[logprobs[i, token].item() for i, token in enumerate(ids[1:])],
+                top=[(row.indices.tolist(), row.values.tolist()) for row in top],
+                text=tokenizer.decode(ids, skip_special_tokens=True),
+            )
+        )
+    return found
 
 
 @pytest.fixture(scope="module", params=["cluster", "colocated"])

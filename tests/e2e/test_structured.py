@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import json
 import re
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -63,24 +64,40 @@ def ask(http: httpx.Client, body: dict[str, Any]) -> dict[str, Any]:
     return answer.json()
 
 
-@pytest.mark.parametrize(("fields", "fits"), [case[1:] for case in CASES], ids=[case[0] for case in CASES])
-def test_answers_fit_apart_as_together(http, fields, fits) -> None:
-    for drawing in ({"temperature": 0}, {"temperature": 1.0, "seed": 5, "n": 2}):
-        apart = ask(http, fields | drawing | {"local_prefill_max_tokens": 0})
-        together = ask(http, fields | drawing | {"local_prefill_max_tokens": 4000})
+def streamed(http: httpx.Client, fields: dict[str, Any]) -> str:
+    """The text of a greedy answer."""
+    body = {"messages": ASK, "max_tokens": 64, "temperature": 0, "stream": True, "local_prefill_max_tokens": 0}
+    with http.stream("POST", "/v1/chat/completions", json=body | fields) as answer:
+        parts = [json.loads(line[6:]) for line in answer.iter_lines() if line.startswith("data: {")]
+    return "".join(c["delta"].get("content") or "" for part in parts for c in part["choices"])
+
+
+@pytest.fixture(scope="module")
+def asked(http) -> Iterator[Callable[[str], list[Future[Any]]]]:
+    """Of a case: whole answers, apart and together in turn, and a streamed text. All cases are asked at once: a step of
+    several is hardly dearer than that of one."""
+    futures: dict[str, list[Future[Any]]] = {}
+    with ThreadPoolExecutor(12) as threads:
+        for name, fields, _ in CASES:
+            bodies = [
+                fields | drawing | {"local_prefill_max_tokens": local}
+                for drawing in ({"temperature": 0}, {"temperature": 1.0, "seed": 5, "n": 2})
+                for local in (0, 4000)
+            ]
+            futures[name] = [threads.submit(ask, http, body) for body in bodies]
+            futures[name].append(threads.submit(streamed, http, fields))
+        yield futures.__getitem__
+
+
+@pytest.mark.parametrize(("name", "fits"), [case[::2] for case in CASES], ids=[case[0] for case in CASES])
+def test_answers_fit_apart_as_together(asked, name, fits) -> None:
+    *whole, joined = [future.result() for future in asked(name)]
+    for apart, together in zip(whole[::2], whole[1::2], strict=True):
         assert apart["diptych"]["local_prefill"] is False
         for one, other in zip(apart["choices"], together["choices"], strict=True):
             assert one["token_ids"] == other["token_ids"]
             assert one["finish_reason"] == "stop", one
             assert fits(one["message"]["content"]), one
-    with http.stream(
-        "POST",
-        "/v1/chat/completions",
-        json={"messages": ASK, "max_tokens": 64, "temperature": 0, "stream": True, "local_prefill_max_tokens": 0}
-        | fields,
-    ) as answer:
-        parts = [json.loads(line[6:]) for line in answer.iter_lines() if line.startswith("data: {")]
-    joined = "".join(c["delta"].get("content") or "" for part in parts for c in part["choices"])
     assert fits(joined), joined
 
 

@@ -198,9 +198,24 @@ async def test_promised_calls(cluster, tmp_path, monkeypatch, name, thorough) ->
     async with face(cluster, name, tmp_path, monkeypatch) as here:
         assert here.frontend.features().tool_parser == name
         ask: dict[str, Any] = {"tools": tools(), "temperature": 0, "parallel_tool_calls": False}
-        required = await whole(here, tool_choice="required", **ask)
+        # With a format an answer is valid calls or valid JSON, wherever the prompt was computed. The same over gRPC and in
+        # /v1/responses.
+        form: Any = {"type": "json_schema", "json_schema": {"name": "sum", "schema": ADD}}
+        flat: list[Any] = [{"type": "function", **tool["function"]} for tool in tools()]
+        required, required_stream, either, either_stream, either_local, answer, reported = await asyncio.gather(
+            whole(here, tool_choice="required", **ask),
+            streamed(here, tool_choice="required", **ask),
+            whole(here, response_format=form, **ask),
+            streamed(here, response_format=form, **ask),
+            whole(here, response_format=form, local=4000, **ask),
+            here.sdk.generate(messages=ASK, tools=tools(), tool_choice="add", seed=5, temperature=0, max_tokens=96),
+            here.http.responses.create(
+                model=here.model, input="Add!", tools=flat, tool_choice={"type": "function", "name": "add"},
+                max_output_tokens=96, temperature=0,
+            ),
+        )  # fmt: skip
         check_calls(required, most=1)
-        assert await streamed(here, tool_choice="required", **ask) == required
+        assert required_stream == required
         for wanted in SCHEMAS if thorough else ():  # "add" is sent over gRPC and in responses below
             choice = {"type": "function", "function": {"name": wanted}}
             named = await whole(here, tool_choice=choice, **ask)
@@ -210,28 +225,15 @@ async def test_promised_calls(cluster, tmp_path, monkeypatch, name, thorough) ->
         if thorough:
             assert await whole(here, tool_choice="required", local=4000, **ask) == required
             check_calls(await whole(here, tool_choice="required", **ask | {"temperature": 1.0}), most=1)
-        # With a format an answer is valid calls or valid JSON, wherever the prompt was computed.
-        form: Any = {"type": "json_schema", "json_schema": {"name": "sum", "schema": ADD}}
-        either = await whole(here, response_format=form, **ask)
         if either[1]:
             check_calls(either, most=1)
         else:
             assert jsonschema_rs.is_valid(ADD, json.loads(either[0])), either
-        assert await streamed(here, response_format=form, **ask) == either
-        assert await whole(here, response_format=form, local=4000, **ask) == either
-        # The same over gRPC and in /v1/responses.
-        answer = await here.sdk.generate(
-            messages=ASK, tools=tools(), tool_choice="add", seed=5, temperature=0, max_tokens=96
-        )
+        assert either_stream == either_local == either
         assert answer.finish_reason == "tool_calls"
         assert [(call.name, jsonschema_rs.is_valid(ADD, json.loads(call.arguments))) for call in answer.tool_calls] == [
             ("add", True)
         ]
-        flat: list[Any] = [{"type": "function", **tool["function"]} for tool in tools()]
-        reported = await here.http.responses.create(
-            model=here.model, input="Add!", tools=flat, tool_choice={"type": "function", "name": "add"}, max_output_tokens=96,
-            temperature=0,
-        )  # fmt: skip
         assert [(item.type, jsonschema_rs.is_valid(ADD, json.loads(item.arguments))) for item in reported.output] == [
             ("function_call", True)
         ]
@@ -263,13 +265,16 @@ def history() -> list[dict[str, Any]]:
 async def test_calls_that_the_model_may_make(cluster, tmp_path, monkeypatch, name, thorough) -> None:
     async with face(cluster, name, tmp_path, monkeypatch) as here:
         ask = {"messages": history(), "tools": tools(), "temperature": 0}
-        said = await whole(here, tool_choice="auto", **ask)
-        assert await streamed(here, tool_choice="auto", **ask) == said
+        said, said_stream, silent = await asyncio.gather(
+            whole(here, tool_choice="auto", **ask),
+            streamed(here, tool_choice="auto", **ask),
+            whole(here, tool_choice="none", max_tokens=12, **ask),
+        )
+        assert said_stream == said
         content, calls, finish = said
         assert (finish, content, [call[0] for call in calls]) == ("tool_calls", "", ["get_weather"]), said
         assert json.loads(calls[0][1])["city"]
         # Nothing is read as a call where none may be: it is the answer's text.
-        silent = await whole(here, tool_choice="none", max_tokens=12, **ask)
         assert silent[1] == []
         assert silent[2] in ("stop", "length")
         if thorough and name != "llama3-json":  # there a call is only distinguished from text at its end

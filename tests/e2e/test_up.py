@@ -1,13 +1,10 @@
-"""`diptych up` and `diptych down`, as a person uses them."""
+"""`diptych up`, as a person uses it."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import signal
 import subprocess
-import sys
 from pathlib import Path
 
 import psutil
@@ -16,24 +13,6 @@ import pytest
 from diptych.common.compiled import LANES_VARIABLE
 
 pytestmark = pytest.mark.multiproc
-
-
-SHARED_MEMORY = Path("/dev/shm")
-
-
-def mapped() -> set[Path]:
-    """Shared memory that a process holds."""
-    found = set()
-    for maps in Path("/proc").glob("[0-9]*/maps"):
-        with contextlib.suppress(OSError):  # it has ended, or is not ours
-            found |= {Path(line.split(maxsplit=5)[5]) for line in maps.read_text().splitlines() if "/dev/shm/" in line}
-    return found
-
-
-def diptych(cluster_module, run_root: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-P", "-m", "diptych.cli", *arguments]
-    env = cluster_module.environment(run_root)
-    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=240)
 
 
 def test_it_says_where_it_serves_and_what_it_served(cluster):
@@ -95,30 +74,6 @@ def test_everything_listens_on_loopback_only_and_secrets_stay_private(cluster):
         assert hosts or child.role == "redis"
         assert secret not in " ".join(process.cmdline())
         assert secret not in Path(child.log).read_text(errors="replace")
-
-
-def test_detached_up_then_down_leaves_logs_only(cluster_module, tmp_path: Path):
-    shared_memory = set(SHARED_MEMORY.iterdir())
-    command, _, _ = cluster_module.up_command("--detach")
-    env = cluster_module.environment(tmp_path)
-    started = subprocess.run(command, env=env, capture_output=True, text=True, timeout=240)
-    assert started.returncode == 0, started.stdout + started.stderr
-    folder = cluster_module.RunFolder(tmp_path)
-    state = folder.read_state()
-    try:
-        assert "first tokens served" in started.stdout
-        stopped = diptych(cluster_module, tmp_path, "down")
-        assert stopped.returncode == 0, stopped.stderr
-        assert stopped.stdout.strip() == "stopped"
-    finally:
-        cluster_module.ProcessIdentity(state.pid, state.start_time).send(signal.SIGKILL)
-    all_workers = [cluster_module.ProcessIdentity(one.pid, one.start_time) for one in (state, *state.children)]
-    assert not [process for process in all_workers if process.alive()]
-    assert [path.name for path in tmp_path.iterdir()] == ["logs"]
-    # What others on this machine make meanwhile is theirs, and goes.
-    cluster_module.wait_until(
-        lambda: not (set(SHARED_MEMORY.iterdir()) - shared_memory - mapped()), what="no shared memory is left behind"
-    )
 
 
 def test_5_4_logs_are_json_lines_and_nothing_else(cluster):

@@ -7,11 +7,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import grpc
 import httpx
 import psutil
 import pytest
 
 from diptych.cli.up.processes import ProcessIdentity
+from diptych.rpc.v1 import router_pb2, router_pb2_grpc
 
 pytestmark = pytest.mark.multiproc
 TIMEOUT_S = 300.0
@@ -23,6 +25,13 @@ def ask(cluster) -> dict:
     answer = httpx.post(f"{cluster.http_url}/v1/completions", json=body, timeout=TIMEOUT_S)
     assert answer.status_code == 200, answer.text
     return answer.json()
+
+
+def explained(cluster, request_id: str) -> router_pb2.ExplainResponse:
+    """Over a connection of its own."""
+    with grpc.insecure_channel(cluster.grpc_address, options=[("grpc.use_local_subchannel_pool", 1)]) as channel:
+        question = router_pb2.ExplainRequest(request_id=request_id)
+        return router_pb2_grpc.RouterStub(channel).Explain(question, timeout=TIMEOUT_S)
 
 
 def answering(cluster) -> int:
@@ -43,10 +52,12 @@ def test_answers_go_on_without_a_process_and_come_back_without_the_parent(cluste
         answers = [ask(cluster) for _ in range(8)]
         texts = {answer["choices"][0]["text"] for answer in answers}
         assert len(texts) == 1
+        for answer in answers:  # whichever of the processes has the connection
+            said = explained(cluster, answer["id"])
+            assert (said.outcome, said.prompt_tokens) == ("finished", 5)
         command = [sys.executable, "-P", "-m", "diptych.cli", "explain", "--address", cluster.grpc_address]
-        for answer in answers:
-            said = subprocess.run([*command, answer["id"]], capture_output=True, text=True, timeout=TIMEOUT_S)
-            assert said.stdout.startswith("finished, 5 prompt tokens"), said.stderr
+        done = subprocess.run([*command, answers[0]["id"]], capture_output=True, text=True, timeout=TIMEOUT_S)
+        assert done.stdout.startswith("finished, 5 prompt tokens"), done.stderr
         dead, other = router_processes(cluster)
         dead.send(signal.SIGKILL)
         wait_until(lambda: not dead.alive(), what="it has ended")

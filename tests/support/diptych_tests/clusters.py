@@ -233,6 +233,24 @@ def running_cluster(root: Path, *flags: str, extra_env: Mapping[str, str] | None
         end(process)
 
 
+@contextlib.contextmanager
+def detached_cluster(root: Path, *flags: str) -> Iterator[Cluster]:
+    """As running_cluster, by `up --detach`, whose output is in `root / "detach.log"`. Killed at the end if a test has not
+    stopped it."""
+    command, _, _ = up_command("--detach", *flags)
+    folder, said = RunFolder(root / "run"), root / "detach.log"
+    with said.open("wb") as output:
+        env = environment(folder.root)
+        done = subprocess.run(command, env=env, cwd=root, stdout=output, stderr=output, timeout=START_DEADLINE_S)
+    assert done.returncode == 0, said.read_text(errors="replace")[-6000:]
+    running = Cluster(None, folder, folder.logs / "up.log")  # type: ignore[arg-type]
+    state = running.state
+    try:
+        yield running
+    finally:
+        ProcessIdentity(state.pid, state.start_time).send(signal.SIGKILL)
+
+
 def end(process: subprocess.Popen[bytes], within_s: float = 20.0) -> None:
     """Send SIGTERM, then SIGKILL after `within_s`; no effect when it has ended."""
     if process.poll() is not None:
@@ -252,6 +270,7 @@ class Serving:
     process: subprocess.Popen[bytes]
     http_url: str
     grpc_address: str
+    metrics_url: str
     output: Path
 
     def log(self) -> str:
@@ -261,11 +280,13 @@ class Serving:
 @contextlib.contextmanager
 def running_serve(root: Path, *flags: str, extra_env: Mapping[str, str] | None = None) -> Iterator[Serving]:
     """One colocated process, until it is ready; ended by its pid if the test has not done so."""
-    http, rpc = free_port("127.0.0.1"), free_port("127.0.0.1")
-    command = [sys.executable, "-P", "-m", "diptych.cli", "serve", "--http-port", str(http), "--grpc-port", str(rpc)]
+    ports = {name: free_port("127.0.0.1") for name in ("http", "grpc", "metrics")}
+    http, rpc, metrics = (f"127.0.0.1:{port}" for port in ports.values())
+    command = [sys.executable, "-P", "-m", "diptych.cli", "serve"]
+    command += [text for name, port in ports.items() for text in (f"--{name}-port", str(port))]
     env = environment(root / "run") | dict(extra_env or {})
     process = spawn([*command, *flags], log=root / "serve.log", env=env, cwd=root)
-    serving = Serving(process, f"http://127.0.0.1:{http}", f"127.0.0.1:{rpc}", root / "serve.log")
+    serving = Serving(process, f"http://{http}", rpc, f"http://{metrics}/metrics", root / "serve.log")
 
     def ready() -> bool:
         assert process.poll() is None, serving.log()[-6000:]

@@ -62,11 +62,9 @@ NAMES = [
 
 def run(folder: Path, *flags: str, names: list[tuple[str, str]] = NAMES) -> list[str]:
     """By the hooks of our own conftest, in a run of its own. Returns: what was said, line by line."""
-    hooks = (
-        CONFTEST.read_text(encoding="utf-8").partition("_CLUSTER = ")[2].partition("@pytest.fixture(autouse=True)")[0]
-    )
+    hooks = CONFTEST.read_text(encoding="utf-8").partition("GROUPS = ")[2].partition("@pytest.fixture(autouse=True)")[0]
     head = "from __future__ import annotations\nimport gc, re, pathlib, pytest\nfrom functools import cache\n"
-    (folder / "conftest.py").write_text(f"{head}ROOT = pathlib.Path(__file__).parent\n{SHARED}\n_CLUSTER = {hooks}")
+    (folder / "conftest.py").write_text(f"{head}ROOT = pathlib.Path(__file__).parent\n{SHARED}\nGROUPS = {hooks}")
     (folder / "pytest.ini").write_text("[pytest]\n")
     (folder / "t").mkdir()
     for name, fixture in names:
