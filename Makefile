@@ -38,7 +38,7 @@ PIP := $(BIN)/python -m pip --quiet
 STEP := .ci/with_progress.sh
 PROTO_SOURCES := $(wildcard proto/diptych/rpc/v1/*.proto)
 
-.PHONY: help check sdk-reference test test-full test-hostile up down proto model golden adapters golden-adapters chaos chaos-kill chaos-kill-ranks redis-away soak sim fuzz audit sdk-wheel bench quality bench-router bench-beside bench-overload bench-overload-http bench-router-processes bench-peers bench-engine bench-quantized bench-lora bench-kv bench-vllm test-gpu bench-gpu bench-gpu-batch-invariant bench-gpu-pair bench-gpu-http wheels wheels-gpu secrets images charts test-clients test-containers clean
+.PHONY: help check sdk-reference test test-full test-hostile up down proto model golden adapters golden-adapters chaos chaos-kill chaos-kill-ranks redis-away soak sim fuzz audit sdk-wheel bench quality bench-router bench-beside bench-overload bench-overload-http bench-router-processes bench-peers bench-engine bench-quantized bench-lora bench-kv bench-vllm test-gpu bench-gpu bench-gpu-batch-invariant bench-gpu-pair bench-gpu-http bench-gpu-vllm wheels wheels-gpu secrets images charts test-clients test-containers clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 27
@@ -191,6 +191,9 @@ sdk-wheel: $(VENV)/.serve ## dist/diptych_client-*.whl: the gRPC SDK without the
 
 bench-gpu-http: ## `diptych up --device cuda` and `serve` as a user has them, over HTTP: streams, hand-off, closed loop, Poisson, identity
 	@PYTHONPATH="src$${PYTHONPATH:+:$$PYTHONPATH}" TRITON_INTERPRET=0 $(GPU_PYTHON) -m diptych.bench.gpu.over_http --users 1,8,32,64 $(ARGS)
+
+bench-gpu-vllm: ## `diptych serve` beside `vllm serve` on one GPU over HTTP, with and without adapters; VLLM= a folder with vLLM's packages
+	@PYTHONPATH="src$${PYTHONPATH:+:$$PYTHONPATH}" TRITON_INTERPRET=0 $(GPU_PYTHON) -P -m diptych.bench.gpu.beside_vllm --vllm "$(VLLM)" --out bench-out/gpu-vllm.json $(ARGS)
 
 wheels: $(VENV)/.serve ## wheels of all that an image needs, so that it can be built without a package index
 	@$(BIN)/python deploy/requirements.py pyproject.toml cli router worker loadtest otel > deploy/wheels/requirements.txt
