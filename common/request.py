@@ -16,6 +16,8 @@ CHOICE = "choice"
 """The same: the number of the choice that an attempt continues."""
 RESUME = "resume"
 """The same: a decode worker keeps attempts whose stream broke, and takes Command.resume."""
+IDEMPOTENCY = "idempotency"
+"""The same: a decode worker finds what it keeps by the hash of an idempotency key (Decode.Find)."""
 
 
 class Prompt(msgspec.Struct, frozen=True):

@@ -7,6 +7,8 @@ An attempt of Submit.keep has a Transcript before its outbox, and outlives its s
 attached --stream breaks--> detached --Resume on another stream--> attached
                                |--detach_s, Cancel, its deadline--> ended
 ended well --detach_s--> forgotten; until then it can be resumed, too
+
+A router that was asked with an idempotency key, and knows no more, asks for the ref of the attempt that has it (`find`).
 """
 
 from __future__ import annotations
@@ -99,11 +101,14 @@ class Session:
 
 @dataclass(slots=True)
 class _Kept:
-    """An attempt of Submit.keep. `session`: None: it is detached. `timer`: ends its keeping."""
+    """An attempt of Submit.keep. `session`: None: it is detached. `key`, `ref`: see find; b"": it has none. `timer`: ends its
+    keeping."""
 
     transcript: Transcript
     cache_salt: bytes
     session: Session | None
+    key: bytes = b""
+    ref: str = ""
     timer: asyncio.TimerHandle | None = None
 
 
@@ -143,6 +148,8 @@ class AttemptManager:
         self._attempts: dict[str, tuple[Attempt, Session]] = {}
         self._detach_s = detach_s
         self._kept: dict[str, _Kept] = {}
+        self._by_key: dict[bytes, str] = {}
+        """The latest attempt of each idempotency key."""
         self._budget = Budget(max_kept_bytes)
         self._sessions: set[Session] = set()
         self._routers: set[Session] = set()
@@ -206,7 +213,10 @@ class AttemptManager:
         if message.keep and self._detach_s:
             on_full = partial(self._on_full, submission.attempt)
             outbox = Transcript(submission.attempt, outbox, self._budget, on_full)
-            self._kept[submission.attempt] = _Kept(outbox, message.cache_salt, session)
+            key, ref = submission.idempotency, submission.resume_ref
+            self._kept[submission.attempt] = _Kept(outbox, message.cache_salt, session, key, ref)
+            if key:
+                self._by_key[key] = submission.attempt
         attempt = Attempt(
             submission,
             outbox,
@@ -243,6 +253,11 @@ class AttemptManager:
         detached = kept is not None and kept.session is None and session in self._routers
         if attempt in session.attempts or detached:
             self.end(attempt, RequestCancelledError("cancelled by the router"))
+
+    def find(self, key: bytes) -> str:
+        """The ref of the attempt of this idempotency key; "": none is kept. `key`: a hash, which only routers can make."""
+        name = self._by_key.get(key)
+        return self._kept[name].ref if name is not None else ""
 
     def resume(self, session: Session, message: decode_pb2.Resume) -> None:
         """Give the attempt to this session, with all its events so far; one that had it loses it."""
@@ -287,6 +302,8 @@ class AttemptManager:
         kept = self._kept.pop(attempt)
         if kept.timer is not None:
             kept.timer.cancel()
+        if self._by_key.get(kept.key) == attempt:
+            del self._by_key[kept.key]
         kept.transcript.drop()
         if kept.session is None:
             self.end(attempt, RequestCancelledError("its router is gone, and no other one went on with it"))

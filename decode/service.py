@@ -29,6 +29,9 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
             reader.cancel()
             session.detach()
 
+    async def Find(self, request: decode_pb2.FindRequest, context: grpc.aio.ServicerContext) -> decode_pb2.FindResponse:
+        return decode_pb2.FindResponse(resume_ref=self._intake.find(request.idempotency))
+
 
 async def _read(commands: AsyncIterator[decode_pb2.Command], session: Session) -> None:
     """Read until the stream ends. A router that stops closes its side, a killed one does not; either way another one may

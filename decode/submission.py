@@ -16,6 +16,8 @@ from diptych.worker.refs import WorkerRef
 
 MAX_ATTEMPT_ID = 128
 MAX_CANDIDATES = 16
+MAX_KEY_BYTES, MAX_REF_CHARS = 64, 1024
+"""Of what an attempt is found by, and of what is found."""
 
 _POLICIES = {
     router_pb2.FAILURE_POLICY_UNSPECIFIED: FailurePolicy.RETRY,
@@ -44,6 +46,9 @@ class Submission:
     choice: int = 0
     """Which choice they are of."""
     claim: CacheClaim | None = None
+    idempotency: bytes = b""
+    resume_ref: str = ""
+    """What another router finds by it."""
 
 
 def parse_submit(message: decode_pb2.Submit, limits: Limits) -> Submission:
@@ -70,6 +75,10 @@ def parse_submit(message: decode_pb2.Submit, limits: Limits) -> Submission:
         raise InvalidRequestError(f"failure_policy {message.failure_policy} is unknown", param="failure_policy")
     if len(message.placement.prefill) > MAX_CANDIDATES:
         raise InvalidRequestError(f"at most {MAX_CANDIDATES} prefill candidates", param="placement.prefill")
+    if len(message.idempotency) > MAX_KEY_BYTES:
+        raise InvalidRequestError(f"idempotency has more than {MAX_KEY_BYTES} bytes", param="idempotency")
+    if len(message.resume_ref) > MAX_REF_CHARS:
+        raise InvalidRequestError(f"resume_ref has more than {MAX_REF_CHARS} characters", param="resume_ref")
     return Submission(
         attempt=message.attempt,
         request_id=message.request_id,
@@ -91,6 +100,8 @@ def parse_submit(message: decode_pb2.Submit, limits: Limits) -> Submission:
         output_token_ids=outputs,
         choice=message.choice,
         claim=convert.claim_from_proto(message),
+        idempotency=message.idempotency,
+        resume_ref=message.resume_ref,
     )
 
 

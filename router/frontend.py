@@ -354,8 +354,8 @@ class Frontend:
 
         Raises (while iterating): a DiptychError; before StartedEvent no token was generated.
         """
-        # A resumed request is the one that has its key.
-        once = request.idempotency_key and request.resume is None
+        # A request that goes on with an id is the one that has its key.
+        once = request.idempotency_key and (request.resume is None or request.found_by_key)
         return self._generate_once(request) if once else self._generate(request)
 
     async def _generate_once(self, request: ValidatedRequest) -> AsyncGenerator[GenerateEvent, None]:

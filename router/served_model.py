@@ -209,6 +209,7 @@ def make_model(
         rng=around.rng,
         unpack=unpack if around.library is None else around.library.unpack,
         refs=refs,
+        find=cluster.find,
         retention=RetentionLimits(config.cache_ttl_s, lambda tenant: config.max_cache_ttl_s),
     )
     lookaside = None

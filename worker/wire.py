@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 
 from diptych.common.addresses import host_port
 from diptych.common.errors import IncompatibleWorkersError, InvalidRequestError, TransferError
-from diptych.common.request import ADAPTER, ADAPTER_FOLDER, CHOICE, RESUME
+from diptych.common.request import ADAPTER, ADAPTER_FOLDER, CHOICE, IDEMPOTENCY, RESUME
 from diptych.common.sampling import LATER_FIELDS
 from diptych.common.tiers import TierState
 from diptych.engine.messages import BlockCounts
@@ -23,7 +23,7 @@ SOURCE = "source"
 """It takes KV from the holder that a request names, and others may take its own."""
 RANKS = "ranks"
 """It sends the KV of those of its ranks that a request names."""
-MESSAGE_FIELDS = (ADAPTER, ADAPTER_FOLDER, REUSABLE, CHOICE, SOURCE, RESUME, RANKS)
+MESSAGE_FIELDS = (ADAPTER, ADAPTER_FOLDER, REUSABLE, CHOICE, SOURCE, RESUME, RANKS, IDEMPOTENCY)
 REQUEST_FIELDS = (*LATER_FIELDS, *MESSAGE_FIELDS)
 """Fields of requests, later than the first version, that this one knows: sampling parameters, and those of the messages."""
 

@@ -17,7 +17,7 @@ from diptych.common.clock import Clock
 from diptych.common.errors import DiptychError, NoWorkerError, WorkerLostError
 from diptych.common.grammar import Grammar
 from diptych.common.ids import new_incarnation
-from diptych.common.request import RESUME, Prompt
+from diptych.common.request import IDEMPOTENCY, RESUME, Prompt
 from diptych.common.store.interface import Store, StoreError
 from diptych.common.store.worker_record import WorkerRecord
 from diptych.common.tls import ClusterTls
@@ -449,6 +449,24 @@ class Cluster:
             if record.role == "decode" and worker_mark(record.worker_id, record.incarnation) == mark:
                 return (record.worker_id, record.incarnation) if RESUME in record.request_fields else None
         return None
+
+    async def find(self, key: bytes) -> str:
+        """The ref of an answer that a decode worker keeps under this hash of an idempotency key (Decode.Find); "": none has
+        said so within FIND_S."""
+        links = [
+            member.link
+            for member in self._members.all()
+            if member.link.decode is not None and member.link.decode.up and IDEMPOTENCY in member.record.request_fields
+        ]
+        asked = [asyncio.ensure_future(link.find(key)) for link in links]
+        try:
+            for answer in asyncio.as_completed(asked):
+                if ref := await answer:
+                    return ref
+        finally:
+            for one in asked:
+                one.cancel()
+        return ""
 
     def only(self, incarnation: Incarnation) -> frozenset[Incarnation]:
         """All decode incarnations but this one: to be excluded from a placement that must choose it."""

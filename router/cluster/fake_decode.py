@@ -64,6 +64,7 @@ class FakeDecode(decode_pb2_grpc.DecodeServicer, worker_pb2_grpc.WorkerServicer)
     lengths: dict[int, int] = field(default_factory=dict)
     forgets: bool = False
     resumes: list[str] = field(default_factory=list)
+    finds: list[bytes] = field(default_factory=list)
     kept: dict[str, _Kept] = field(default_factory=dict)
     words: Sequence[str] = ()
     dump: tuple[int, int, tuple[bytes, ...]] = (0, 0, ())
@@ -204,6 +205,16 @@ class FakeDecode(decode_pb2_grpc.DecodeServicer, worker_pb2_grpc.WorkerServicer)
         if out.client:
             self.tell(decode_pb2.TicketStatus(attempt=submit.attempt, taken=True))
             task.add_done_callback(lambda done: self._left(submit.attempt) if done.cancelled() else None)
+
+    async def Find(self, request: decode_pb2.FindRequest, context: grpc.aio.ServicerContext) -> decode_pb2.FindResponse:
+        self.finds.append(request.idempotency)
+        await self.answer_gate.wait()
+        refs = [
+            one.resume_ref
+            for one in self.submits
+            if one.attempt in self.kept and one.idempotency == request.idempotency
+        ]
+        return decode_pb2.FindResponse(resume_ref=refs[-1] if refs else "")
 
     def drop(self, attempt: str, out: _Out) -> None:
         self.cancels.append(attempt)

@@ -24,7 +24,7 @@ from diptych.router.cluster.patience import Patience
 from diptych.router.cluster.token_pace import TokenPace
 from diptych.rpc.channels import closed_is_an_error, open_channel
 from diptych.rpc.errors import from_rpc_error, typed_error
-from diptych.rpc.v1 import decode_pb2, worker_pb2, worker_pb2_grpc
+from diptych.rpc.v1 import decode_pb2, decode_pb2_grpc, worker_pb2, worker_pb2_grpc
 
 log = structlog.get_logger(__name__)
 
@@ -33,6 +33,8 @@ _RELEASE_TIMEOUT_S = 2.0
 _LOAD_TIMEOUT_S = 40.0
 """A little longer than a worker's own limit."""
 _RETRY_AFTER_S = 1.0
+FIND_S = 0.5
+"""For a look into a table: a worker that is stopped must not hold a request for long."""
 _MAX_DUMP_KEYS = 4_000_000
 
 
@@ -191,6 +193,17 @@ class WorkerLink:
         except grpc.aio.UsageError:
             return None  # the channel was closed
         return int(answer.freed_tokens)
+
+    async def find(self, key: bytes) -> str:
+        """The ref of the answer that this decode worker keeps under the hash of an idempotency key; "": none, or it does not
+        answer within FIND_S."""
+        stub = decode_pb2_grpc.DecodeStub(self._channel)  # type: ignore[no-untyped-call]
+        try:
+            with closed_is_an_error():
+                answer = await stub.Find(decode_pb2.FindRequest(idempotency=key), timeout=FIND_S)
+        except (grpc.aio.AioRpcError, grpc.aio.UsageError):
+            return ""
+        return str(answer.resume_ref)
 
     async def load_adapter(self, folder: str) -> LoadedAdapter | DiptychError:
         """What the worker finds in the folder, or why it cannot load it. NoWorkerError: it cannot be asked, does not answer

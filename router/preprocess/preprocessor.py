@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -17,7 +17,14 @@ from typing import Any, Protocol
 import msgspec
 
 from diptych.common.clock import Clock
-from diptych.common.errors import InvalidRequestError, ModelNotFoundError, PromptTooLongError, RequestDeadlineError
+from diptych.common.errors import (
+    DiptychError,
+    DuplicateRequestError,
+    InvalidRequestError,
+    ModelNotFoundError,
+    PromptTooLongError,
+    RequestDeadlineError,
+)
 from diptych.common.ids import new_request_id
 from diptych.common.request import Prompt
 from diptych.common.sampling import SamplingParams, with_seed
@@ -43,7 +50,7 @@ from diptych.router.preprocess.checks import (
 from diptych.router.preprocess.retention import RetentionLimits, retention_of
 from diptych.router.preprocess.text_bound import TextBound
 from diptych.router.requests.messages import FAILURE_POLICIES, UncheckedRequest, ValidatedRequest
-from diptych.router.requests.resume import Refs, ResumePoint, digest_of
+from diptych.router.requests.resume import Refs, ResumePoint, Seen, SeenChoice, digest_of
 from diptych.router.tools.reasoning import CLOSE, OPEN
 
 _MAX_KNOWN = 1024
@@ -119,7 +126,7 @@ class PreprocessLimits:
 
 class RequestPreprocessor:
     """Checks and tokenizes the requests of one model. `salt`: of a tenant's block identities. `unpack`: see
-    router.packed_ids."""
+    router.packed_ids. `find`: the ref of an answer that a worker keeps, by Refs.key_of; "": there is none."""
 
     def __init__(
         self,
@@ -132,10 +139,12 @@ class RequestPreprocessor:
         rng: random.Random,
         unpack: Unpack = unpack,
         refs: Refs | None = None,
+        find: Callable[[bytes], Awaitable[str]] | None = None,
         retention: RetentionLimits | None = None,
         wall: Callable[[], float] = time.time,
     ) -> None:
         self._refs = refs
+        self._find = find
         self.retention = retention or RetentionLimits()
         self._wall = wall
         self._unpack = unpack
@@ -171,6 +180,9 @@ class RequestPreprocessor:
         if spec.prefetch:
             spec = _prompt_alone(spec)
         point = None if spec.resume_id is None else self._point(spec.resume_id, owner)  # before any work for it
+        begun: ResumePoint | None = None
+        if point is None and key and spec.resumable and spec.resume_after is None and not spec.prefetch:
+            begun = await self._begun(key, owner)
         timeout_s = min(timeout(spec.timeout_s, limits.request_timeout_s), limits.request_timeout_s)
         param = input_name(spec)
         waits = param != "token_ids" or "bad_words" in spec.sampling
@@ -184,7 +196,11 @@ class RequestPreprocessor:
             raise RequestDeadlineError("the deadline passed while the prompt was being tokenized") from None
         room = self._room(len(token_ids), param)
         sampling = self._sampling(spec, self._what_fits(spec, len(token_ids), room), bad_words)
+        if begun is not None:
+            point = replace(begun, seen=Seen((SeenChoice(),) * sampling.n))
         if point is not None:
+            if "seed" in spec.sampling and sampling.seed % 2**64 != point.seed:
+                raise _other_request(begun is not None)
             sampling = with_seed(sampling, point.seed)
             if "max_tokens" not in spec.sampling:  # the rest of the pools may be another one now
                 sampling = replace(sampling, max_tokens=point.max_tokens)
@@ -201,7 +217,10 @@ class RequestPreprocessor:
             chosen = adapter.of_request(request_id)
             prompt = msgspec.structs.replace(prompt, adapter=chosen.adapter_id)
         if point is not None:
-            chosen, prompt = _of_point(point, prompt, sampling, adapter)
+            found = _of_point(point, prompt, sampling, adapter)
+            if found is None:
+                raise _other_request(begun is not None)
+            chosen, prompt = found
         return ValidatedRequest(
             request_id=request_id,
             adapter=chosen,
@@ -224,6 +243,7 @@ class RequestPreprocessor:
             resume_after=self._resume_after(spec, sampling),
             resume=point,
             resumable=spec.resumable,
+            found_by_key=begun is not None,
             created=int(self._wall()) if point is None else point.created,
             retention=retention,
             prefetch=bool(spec.prefetch),
@@ -283,6 +303,13 @@ class RequestPreprocessor:
         if self._refs is None:
             raise InvalidRequestError("resume_id: no answer goes on here", param="resume_id")
         return self._refs.read(resume_id, owner, "resume_id")
+
+    async def _begun(self, key: str, owner: bytes) -> ResumePoint | None:
+        """The answer that a worker keeps under the caller's idempotency key: its router may be gone."""
+        if self._refs is None or self._find is None:
+            return None
+        ref = await self._find(self._refs.key_of(key, owner))
+        return self._refs.begun(ref, owner, Seen(())) if ref else None
 
     def _resume_after(self, spec: UncheckedRequest, sampling: SamplingParams) -> tuple[int, ...]:
         """Raises: InvalidRequestError when the continuation could differ from the original answer."""
@@ -471,11 +498,17 @@ def _default_max_tokens(spec: UncheckedRequest, room: int) -> int:
 
 def _of_point(
     point: ResumePoint, prompt: Prompt, sampling: SamplingParams, adapter: AdapterChoice | None
-) -> tuple[ChosenAdapter | None, Prompt]:
+) -> tuple[ChosenAdapter | None, Prompt] | None:
     """The version of the adapter with which the answer began, and the prompt with it: the registry may have changed since.
-    Raises: InvalidRequestError where this is not the request of the point."""
+    None: this is not the request of the point."""
     for chosen in (None,) if adapter is None else adapter.likely(point.request_id):
         began = prompt if chosen is None else msgspec.structs.replace(prompt, adapter=chosen.adapter_id)
         if (point.digest, len(point.seen.choices)) == (digest_of(began, sampling), sampling.n):
             return chosen, began
-    raise InvalidRequestError("resume_id: the request is not the one of this id", param="resume_id")
+    return None
+
+
+def _other_request(by_key: bool) -> DiptychError:
+    if by_key:
+        return DuplicateRequestError("another request has this idempotency key", param="idempotency_key")
+    return InvalidRequestError("resume_id: the request is not the one of this id", param="resume_id")

@@ -9,7 +9,7 @@ from diptych.common.request import CacheClaim, Prompt
 from diptych.common.sampling import FinishReason, SamplingParams, TokenLogprobs
 from diptych.common.store.adapters import ChosenAdapter
 from diptych.router.api.packed_ids import PackedIds
-from diptych.router.requests.resume import ResumePoint
+from diptych.router.requests.resume import ResumePoint, Seen
 from diptych.rpc.v1 import router_pb2, types_pb2
 
 Explanation = types_pb2.Explanation
@@ -78,7 +78,8 @@ class UncheckedRequest:
         idempotency_key: printable ASCII of at most 128 bytes.
         resume_after: the answer's first tokens, which the caller has: it continues after them. Needs a seed.
         resume_id: of an answer whose stream broke: this request goes on with it, see resume.py. None: a new one.
-        resumable: its caller learns such ids, so that the answer is kept for a while when this router dies.
+        resumable: its caller learns such ids, or has an idempotency key, so that the answer is kept for a while when this
+            router dies.
         tenant: whose cache is used; set by the server, never from the body.
         traceparent: the caller's W3C trace context.
         sampling_key: determines `sampling`; b"": unknown.
@@ -143,6 +144,7 @@ class ValidatedRequest:
             the echo is the tokens' own text.
         resume_after: tokens of the answer that the caller has already.
         resume: this request goes on with an answer whose stream broke. resumable: as in UncheckedRequest.
+        found_by_key: `resume` was found by the idempotency key; its caller has nothing of the answer.
         created: Unix seconds; of a resumed one those of the first request. 0: nobody asked.
         retention: None: it claims nothing of the caches.
         prefetch: its tokens are not sent.
@@ -172,12 +174,19 @@ class ValidatedRequest:
     resume_after: tuple[int, ...] = ()
     resume: ResumePoint | None = None
     resumable: bool = False
+    found_by_key: bool = False
     created: int = 0
     repeated: SamplingParams | None = None
     packed: PackedIds | None = None
     retention: Retention | None = None
     prefetch: bool = False
     owner: bytes = b""
+
+    @property
+    def seen(self) -> Seen | None:
+        """What the caller has of the answer; None: nothing, it gets all messages."""
+        return None if self.resume is None or self.found_by_key else self.resume.seen
+
     adapter: ChosenAdapter | None = None
 
     @property

@@ -29,7 +29,7 @@ from diptych.common.errors import (
     WorkerLostError,
 )
 from diptych.common.ids import new_attempt_id
-from diptych.common.request import CHOICE, RESUME
+from diptych.common.request import CHOICE, IDEMPOTENCY, RESUME
 from diptych.router.cluster.cluster import RETRY_AFTER_S, Cluster
 from diptych.router.cluster.decode_stream import Attempt
 from diptych.router.fairness.admission import AdmissionDecision
@@ -344,6 +344,10 @@ class Relay:
         """Raises: as Cluster.open."""
         submit = submit_of(request, placement, new_attempt_id(), left_s, self.traceparent)
         submit.keep = self._is_kept(request, placement)
+        if submit.keep and request.idempotency_key and IDEMPOTENCY in placement.decode.record.request_fields:
+            assert self._refs is not None
+            submit.idempotency = self._refs.key_of(request.idempotency_key, request.owner)
+            submit.resume_ref = self._ref(submit.attempt, placement)
         if choice:
             submit.choice = choice
         return self._cluster.open(placement, submit, request.tenant)
@@ -629,19 +633,24 @@ class Relay:
             self._attaching, self.attached, ref = None, True, request.resume.ref
             self._metrics.resumes.labels("attached").inc()
             self._trace.notes.append("begun at another router, whose attempt went on")
-        elif self._refs is not None and self._is_kept(request, placement):
-            record = placement.decode.record
-            ref = self._refs.issue(
-                request.request_id,
-                attempt.id,
-                worker_mark(record.worker_id, record.incarnation),
-                request.prompt,
-                request.sampling,
-                created=request.created,
-                owner=request.owner,
-            )
+        elif self._is_kept(request, placement):
+            ref = self._ref(attempt.id, placement)
         num_prompt = len(request.prompt.token_ids)
         return StartedEvent(request.request_id, request.model, num_prompt, ref, self.attached, request.adapter)
+
+    def _ref(self, attempt: str, placement: Placement) -> str:
+        """Of the request's answer, in this attempt at the placement's decode worker."""
+        assert self._refs is not None
+        request, record = self._request, placement.decode.record
+        return self._refs.issue(
+            request.request_id,
+            attempt,
+            worker_mark(record.worker_id, record.incarnation),
+            request.prompt,
+            request.sampling,
+            created=request.created,
+            owner=request.owner,
+        )
 
     def num_new(self, event: TokenEvent) -> int:
         """Of its tokens, those that another router has not counted."""

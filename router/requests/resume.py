@@ -6,6 +6,9 @@
 A router that gets one needs nothing from the one that issued it: the body of the request comes again with it, and the ref
 has the rest. The MAC is over the caller's tenant, too, so that another tenant's key makes of it what it makes of an id that
 does not exist. The claims are no secret.
+
+A caller without a ref, since its answer would have come whole, has its idempotency key. Decode keeps the ref under a hash of key
+and tenant (`Refs.key_of`), and a router that is asked with the key looks there.
 """
 
 from __future__ import annotations
@@ -29,7 +32,8 @@ PURPOSE = "resuming of answers"
 """Purpose of the derived key, see common.secret.derive_key."""
 _CLAIMS = struct.Struct(">12s12s4sQIQ8s")
 """Request id, attempt id, worker, seed, max_tokens, creation time, digest of the request."""
-_MAC_BYTES = 12
+_MAC_BYTES, _KEY_BYTES = 12, 16
+_KEY_DOMAIN = b"idempotency key\0"
 MAX_ID_CHARS = 4096
 _NUMBERS = re.compile(r"\d{1,12}(?:-\d{1,12})*", re.ASCII)
 _HEX = re.compile(r"(req|att)-([0-9a-f]{24})", re.ASCII)
@@ -185,22 +189,31 @@ class Refs:
         claims = _CLAIMS.pack(first, second, worker, sampling.seed % 2**64, sampling.max_tokens, created, digest)
         return urlsafe_b64encode(claims + self._mac(claims, owner)).decode().rstrip("=")
 
+    def key_of(self, idempotency_key: str, owner: bytes) -> bytes:
+        """What decode finds an answer by. It tells nobody the key."""
+        return blake3(_KEY_DOMAIN + owner + idempotency_key.encode(), key=self._key).digest(_KEY_BYTES)
+
     def read(self, value: object, owner: bytes, param: str) -> ResumePoint:
         """Raises: InvalidRequestError, with the same text whether it was never issued or to another tenant."""
         error = InvalidRequestError(f"{param}: there is no answer of yours with this id that could go on", param=param)
         if not isinstance(value, str) or len(value) > MAX_ID_CHARS:
             raise error
         ref, _, rest = value.partition(".")
+        seen = parse_seen(rest)
+        point = self.begun(ref, owner, seen or Seen(()))
+        if point is None or seen is None:
+            raise error
+        return point
+
+    def begun(self, ref: str, owner: bytes, seen: Seen) -> ResumePoint | None:
+        """The answer of this ref; None: it was never issued, or to another tenant."""
         try:
             sealed = urlsafe_b64decode(ref.encode("ascii") + b"=" * (-len(ref) % 4))
         except ValueError:
-            raise error from None
+            return None
         claims, mac = sealed[: _CLAIMS.size], sealed[_CLAIMS.size :]
         if not hmac.compare_digest(mac, self._mac(claims, owner)) or len(claims) != _CLAIMS.size:
-            raise error
-        seen = parse_seen(rest)
-        if seen is None:
-            raise error
+            return None
         first, second, worker, seed, max_tokens, created, digest = _CLAIMS.unpack(claims)
         return ResumePoint(
             ref, f"req-{first.hex()}", f"att-{second.hex()}", worker, seed, max_tokens, created, digest, seen

@@ -26,7 +26,7 @@ from diptych.rpc.v1 import router_pb2 as diptych_dot_rpc_dot_v1_dot_router__pb2
 from diptych.rpc.v1 import types_pb2 as diptych_dot_rpc_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1b\x64iptych/rpc/v1/decode.proto\x12\x0e\x64iptych.rpc.v1\x1a\x1b\x64iptych/rpc/v1/router.proto\x1a\x1a\x64iptych/rpc/v1/types.proto\"H\n\x0eTicketCommands\x12&\n\x06redeem\x18\x01 \x03(\x0b\x32\x16.diptych.rpc.v1.Redeem\x12\x0e\n\x06\x63\x61ncel\x18\x02 \x03(\t\">\n\x06Redeem\x12\x0f\n\x07\x61ttempt\x18\x01 \x01(\t\x12\x0e\n\x06ticket\x18\x02 \x01(\x0c\x12\x13\n\x0bremaining_s\x18\x03 \x01(\x01\"E\n\x0cTicketClaims\x12&\n\x06submit\x18\x01 \x01(\x0b\x32\x16.diptych.rpc.v1.Submit\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\"D\n\x0e\x44irectEndpoint\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12\x0b\n\x03tls\x18\x02 \x01(\x08\x12\x14\n\x0cticket_epoch\x18\x03 \x01(\x04\"\xbe\x01\n\x07\x43ommand\x12(\n\x06submit\x18\x01 \x01(\x0b\x32\x16.diptych.rpc.v1.SubmitH\x00\x12(\n\x06\x63\x61ncel\x18\x02 \x01(\x0b\x32\x16.diptych.rpc.v1.CancelH\x00\x12*\n\x07prepare\x18\n \x01(\x0b\x32\x17.diptych.rpc.v1.PrepareH\x00\x12(\n\x06resume\x18\x03 \x01(\x0b\x32\x16.diptych.rpc.v1.ResumeH\x00\x42\t\n\x07\x63ommand\"-\n\x06Resume\x12\x0f\n\x07\x61ttempt\x18\x01 \x01(\t\x12\x12\n\ncache_salt\x18\x02 \x01(\x0c\"\xfe\x01\n\tPlacement\x12)\n\x06\x64\x65\x63ode\x18\x01 \x01(\x0b\x32\x19.diptych.rpc.v1.WorkerRef\x12*\n\x07prefill\x18\x02 \x03(\x0b\x32\x19.diptych.rpc.v1.WorkerRef\x12\x15\n\rlocal_prefill\x18\x03 \x01(\x08\x12 \n\x18local_prefill_max_tokens\x18\x04 \x01(\r\x12\x30\n\x0eprefill_source\x18\x05 \x01(\x0b\x32\x18.diptych.rpc.v1.KvSource\x12/\n\rdecode_source\x18\x06 \x01(\x0b\x32\x18.diptych.rpc.v1.KvSource\"\xba\x03\n\x06Submit\x12\x0f\n\x07\x61ttempt\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x03 \x03(\r\x12\x30\n\x08sampling\x18\x04 \x01(\x0b\x32\x1e.diptych.rpc.v1.SamplingParams\x12,\n\tplacement\x18\x05 \x01(\x0b\x32\x19.diptych.rpc.v1.Placement\x12\x13\n\x0bremaining_s\x18\x06 \x01(\x01\x12\x12\n\ncache_salt\x18\x07 \x01(\x0c\x12\x35\n\x0e\x66\x61ilure_policy\x18\x08 \x01(\x0e\x32\x1d.diptych.rpc.v1.FailurePolicy\x12\x0f\n\x07\x61\x64\x61pter\x18\t \x01(\t\x12\x16\n\x0e\x61\x64\x61pter_folder\x18\n \x01(\t\x12\x18\n\x10output_token_ids\x18\x14 \x03(\r\x12\x0e\n\x06\x63hoice\x18\x15 \x01(\r\x12\x0c\n\x04keep\x18\x16 \x01(\x08\x12)\n\x05\x63laim\x18\x17 \x01(\x0b\x32\x1a.diptych.rpc.v1.CacheClaim\x12\x13\n\x0btraceparent\x18\x1e \x01(\t\x12\x10\n\x08priority\x18( \x01(\x11\"\x19\n\x06\x43\x61ncel\x12\x0f\n\x07\x61ttempt\x18\x01 \x01(\t\"\xa0\x01\n\tStepBatch\x12%\n\x06\x65vents\x18\x01 \x03(\x0b\x32\x15.diptych.rpc.v1.Event\x12\x37\n\x0f\x64irect_endpoint\x18\x02 \x01(\x0b\x32\x1e.diptych.rpc.v1.DirectEndpoint\x12\x33\n\rticket_status\x18\x03 \x03(\x0b\x32\x1c.diptych.rpc.v1.TicketStatus\"\xf6\x01\n\x0cTicketStatus\x12\x0f\n\x07\x61ttempt\x18\x01 \x01(\t\x12\x13\n\x0b\x66irst_token\x18\x02 \x01(\x08\x12\r\n\x05\x65nded\x18\x03 \x01(\x08\x12\x19\n\x11\x63ompletion_tokens\x18\x04 \x01(\r\x12\x0e\n\x06reason\x18\x05 \x01(\t\x12\r\n\x05taken\x18\x06 \x01(\x08\x12*\n\x08\x66inished\x18\x07 \x01(\x0b\x32\x18.diptych.rpc.v1.Finished\x12\x34\n\x0eprefill_faults\x18\x08 \x03(\x0b\x32\x1c.diptych.rpc.v1.PrefillFault\x12\x15\n\rcached_tokens\x18\t \x01(\r\"\xae\x02\n\x05\x45vent\x12\x0f\n\x07\x61ttempt\x18\x01 \x01(\t\x12,\n\x08\x61\x63\x63\x65pted\x18\x02 \x01(\x0b\x32\x18.diptych.rpc.v1.AcceptedH\x00\x12,\n\x06tokens\x18\x03 \x01(\x0b\x32\x1a.diptych.rpc.v1.TokenDeltaH\x00\x12\"\n\x03\x65nd\x18\x04 \x01(\x0b\x32\x13.diptych.rpc.v1.EndH\x00\x12\x39\n\x0f\x63hoice_finished\x18\x05 \x01(\x0b\x32\x1e.diptych.rpc.v1.ChoiceFinishedH\x00\x12\x39\n\x0fprompt_logprobs\x18\x06 \x01(\x0b\x32\x1e.diptych.rpc.v1.PromptLogprobsH\x00\x12\x15\n\rcached_tokens\x18\x07 \x01(\rB\x07\n\x05\x65vent\"3\n\x07Prepare\x12(\n\x07grammar\x18\x01 \x01(\x0b\x32\x17.diptych.rpc.v1.Grammar\"\n\n\x08\x41\x63\x63\x65pted\"1\n\x0cPrefillFault\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\"\x91\x01\n\x03\x45nd\x12(\n\x07\x66\x61ilure\x18\x01 \x01(\x0b\x32\x17.diptych.rpc.v1.Failure\x12*\n\x08\x66inished\x18\x02 \x01(\x0b\x32\x18.diptych.rpc.v1.Finished\x12\x34\n\x0eprefill_faults\x18\x03 \x03(\x0b\x32\x1c.diptych.rpc.v1.PrefillFault2J\n\x06\x44\x65\x63ode\x12@\n\x06\x41ttach\x12\x17.diptych.rpc.v1.Command\x1a\x19.diptych.rpc.v1.StepBatch(\x01\x30\x01\x32T\n\tLookaside\x12G\n\x06\x41ttach\x12\x1e.diptych.rpc.v1.TicketCommands\x1a\x19.diptych.rpc.v1.StepBatch(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1b\x64iptych/rpc/v1/decode.proto\x12\x0e\x64iptych.rpc.v1\x1a\x1b\x64iptych/rpc/v1/router.proto\x1a\x1a\x64iptych/rpc/v1/types.proto\"H\n\x0eTicketCommands\x12&\n\x06redeem\x18\x01 \x03(\x0b\x32\x16.diptych.rpc.v1.Redeem\x12\x0e\n\x06\x63\x61ncel\x18\x02 \x03(\t\">\n\x06Redeem\x12\x0f\n\x07\x61ttempt\x18\x01 \x01(\t\x12\x0e\n\x06ticket\x18\x02 \x01(\x0c\x12\x13\n\x0bremaining_s\x18\x03 \x01(\x01\"E\n\x0cTicketClaims\x12&\n\x06submit\x18\x01 \x01(\x0b\x32\x16.diptych.rpc.v1.Submit\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\"D\n\x0e\x44irectEndpoint\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12\x0b\n\x03tls\x18\x02 \x01(\x08\x12\x14\n\x0cticket_epoch\x18\x03 \x01(\x04\"\xbe\x01\n\x07\x43ommand\x12(\n\x06submit\x18\x01 \x01(\x0b\x32\x16.diptych.rpc.v1.SubmitH\x00\x12(\n\x06\x63\x61ncel\x18\x02 \x01(\x0b\x32\x16.diptych.rpc.v1.CancelH\x00\x12*\n\x07prepare\x18\n \x01(\x0b\x32\x17.diptych.rpc.v1.PrepareH\x00\x12(\n\x06resume\x18\x03 \x01(\x0b\x32\x16.diptych.rpc.v1.ResumeH\x00\x42\t\n\x07\x63ommand\"-\n\x06Resume\x12\x0f\n\x07\x61ttempt\x18\x01 \x01(\t\x12\x12\n\ncache_salt\x18\x02 \x01(\x0c\"\"\n\x0b\x46indRequest\x12\x13\n\x0bidempotency\x18\x01 \x01(\x0c\"\"\n\x0c\x46indResponse\x12\x12\n\nresume_ref\x18\x01 \x01(\t\"\xfe\x01\n\tPlacement\x12)\n\x06\x64\x65\x63ode\x18\x01 \x01(\x0b\x32\x19.diptych.rpc.v1.WorkerRef\x12*\n\x07prefill\x18\x02 \x03(\x0b\x32\x19.diptych.rpc.v1.WorkerRef\x12\x15\n\rlocal_prefill\x18\x03 \x01(\x08\x12 \n\x18local_prefill_max_tokens\x18\x04 \x01(\r\x12\x30\n\x0eprefill_source\x18\x05 \x01(\x0b\x32\x18.diptych.rpc.v1.KvSource\x12/\n\rdecode_source\x18\x06 \x01(\x0b\x32\x18.diptych.rpc.v1.KvSource\"\xe3\x03\n\x06Submit\x12\x0f\n\x07\x61ttempt\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x03 \x03(\r\x12\x30\n\x08sampling\x18\x04 \x01(\x0b\x32\x1e.diptych.rpc.v1.SamplingParams\x12,\n\tplacement\x18\x05 \x01(\x0b\x32\x19.diptych.rpc.v1.Placement\x12\x13\n\x0bremaining_s\x18\x06 \x01(\x01\x12\x12\n\ncache_salt\x18\x07 \x01(\x0c\x12\x35\n\x0e\x66\x61ilure_policy\x18\x08 \x01(\x0e\x32\x1d.diptych.rpc.v1.FailurePolicy\x12\x0f\n\x07\x61\x64\x61pter\x18\t \x01(\t\x12\x16\n\x0e\x61\x64\x61pter_folder\x18\n \x01(\t\x12\x18\n\x10output_token_ids\x18\x14 \x03(\r\x12\x0e\n\x06\x63hoice\x18\x15 \x01(\r\x12\x0c\n\x04keep\x18\x16 \x01(\x08\x12\x13\n\x0bidempotency\x18\x18 \x01(\x0c\x12\x12\n\nresume_ref\x18\x19 \x01(\t\x12)\n\x05\x63laim\x18\x17 \x01(\x0b\x32\x1a.diptych.rpc.v1.CacheClaim\x12\x13\n\x0btraceparent\x18\x1e \x01(\t\x12\x10\n\x08priority\x18( \x01(\x11\"\x19\n\x06\x43\x61ncel\x12\x0f\n\x07\x61ttempt\x18\x01 \x01(\t\"\xa0\x01\n\tStepBatch\x12%\n\x06\x65vents\x18\x01 \x03(\x0b\x32\x15.diptych.rpc.v1.Event\x12\x37\n\x0f\x64irect_endpoint\x18\x02 \x01(\x0b\x32\x1e.diptych.rpc.v1.DirectEndpoint\x12\x33\n\rticket_status\x18\x03 \x03(\x0b\x32\x1c.diptych.rpc.v1.TicketStatus\"\xf6\x01\n\x0cTicketStatus\x12\x0f\n\x07\x61ttempt\x18\x01 \x01(\t\x12\x13\n\x0b\x66irst_token\x18\x02 \x01(\x08\x12\r\n\x05\x65nded\x18\x03 \x01(\x08\x12\x19\n\x11\x63ompletion_tokens\x18\x04 \x01(\r\x12\x0e\n\x06reason\x18\x05 \x01(\t\x12\r\n\x05taken\x18\x06 \x01(\x08\x12*\n\x08\x66inished\x18\x07 \x01(\x0b\x32\x18.diptych.rpc.v1.Finished\x12\x34\n\x0eprefill_faults\x18\x08 \x03(\x0b\x32\x1c.diptych.rpc.v1.PrefillFault\x12\x15\n\rcached_tokens\x18\t \x01(\r\"\xae\x02\n\x05\x45vent\x12\x0f\n\x07\x61ttempt\x18\x01 \x01(\t\x12,\n\x08\x61\x63\x63\x65pted\x18\x02 \x01(\x0b\x32\x18.diptych.rpc.v1.AcceptedH\x00\x12,\n\x06tokens\x18\x03 \x01(\x0b\x32\x1a.diptych.rpc.v1.TokenDeltaH\x00\x12\"\n\x03\x65nd\x18\x04 \x01(\x0b\x32\x13.diptych.rpc.v1.EndH\x00\x12\x39\n\x0f\x63hoice_finished\x18\x05 \x01(\x0b\x32\x1e.diptych.rpc.v1.ChoiceFinishedH\x00\x12\x39\n\x0fprompt_logprobs\x18\x06 \x01(\x0b\x32\x1e.diptych.rpc.v1.PromptLogprobsH\x00\x12\x15\n\rcached_tokens\x18\x07 \x01(\rB\x07\n\x05\x65vent\"3\n\x07Prepare\x12(\n\x07grammar\x18\x01 \x01(\x0b\x32\x17.diptych.rpc.v1.Grammar\"\n\n\x08\x41\x63\x63\x65pted\"1\n\x0cPrefillFault\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\"\x91\x01\n\x03\x45nd\x12(\n\x07\x66\x61ilure\x18\x01 \x01(\x0b\x32\x17.diptych.rpc.v1.Failure\x12*\n\x08\x66inished\x18\x02 \x01(\x0b\x32\x18.diptych.rpc.v1.Finished\x12\x34\n\x0eprefill_faults\x18\x03 \x03(\x0b\x32\x1c.diptych.rpc.v1.PrefillFault2\x8d\x01\n\x06\x44\x65\x63ode\x12@\n\x06\x41ttach\x12\x17.diptych.rpc.v1.Command\x1a\x19.diptych.rpc.v1.StepBatch(\x01\x30\x01\x12\x41\n\x04\x46ind\x12\x1b.diptych.rpc.v1.FindRequest\x1a\x1c.diptych.rpc.v1.FindResponse2T\n\tLookaside\x12G\n\x06\x41ttach\x12\x1e.diptych.rpc.v1.TicketCommands\x1a\x19.diptych.rpc.v1.StepBatch(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -45,28 +45,32 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_COMMAND']._serialized_end=574
   _globals['_RESUME']._serialized_start=576
   _globals['_RESUME']._serialized_end=621
-  _globals['_PLACEMENT']._serialized_start=624
-  _globals['_PLACEMENT']._serialized_end=878
-  _globals['_SUBMIT']._serialized_start=881
-  _globals['_SUBMIT']._serialized_end=1323
-  _globals['_CANCEL']._serialized_start=1325
-  _globals['_CANCEL']._serialized_end=1350
-  _globals['_STEPBATCH']._serialized_start=1353
-  _globals['_STEPBATCH']._serialized_end=1513
-  _globals['_TICKETSTATUS']._serialized_start=1516
-  _globals['_TICKETSTATUS']._serialized_end=1762
-  _globals['_EVENT']._serialized_start=1765
-  _globals['_EVENT']._serialized_end=2067
-  _globals['_PREPARE']._serialized_start=2069
-  _globals['_PREPARE']._serialized_end=2120
-  _globals['_ACCEPTED']._serialized_start=2122
-  _globals['_ACCEPTED']._serialized_end=2132
-  _globals['_PREFILLFAULT']._serialized_start=2134
-  _globals['_PREFILLFAULT']._serialized_end=2183
-  _globals['_END']._serialized_start=2186
-  _globals['_END']._serialized_end=2331
-  _globals['_DECODE']._serialized_start=2333
-  _globals['_DECODE']._serialized_end=2407
-  _globals['_LOOKASIDE']._serialized_start=2409
-  _globals['_LOOKASIDE']._serialized_end=2493
+  _globals['_FINDREQUEST']._serialized_start=623
+  _globals['_FINDREQUEST']._serialized_end=657
+  _globals['_FINDRESPONSE']._serialized_start=659
+  _globals['_FINDRESPONSE']._serialized_end=693
+  _globals['_PLACEMENT']._serialized_start=696
+  _globals['_PLACEMENT']._serialized_end=950
+  _globals['_SUBMIT']._serialized_start=953
+  _globals['_SUBMIT']._serialized_end=1436
+  _globals['_CANCEL']._serialized_start=1438
+  _globals['_CANCEL']._serialized_end=1463
+  _globals['_STEPBATCH']._serialized_start=1466
+  _globals['_STEPBATCH']._serialized_end=1626
+  _globals['_TICKETSTATUS']._serialized_start=1629
+  _globals['_TICKETSTATUS']._serialized_end=1875
+  _globals['_EVENT']._serialized_start=1878
+  _globals['_EVENT']._serialized_end=2180
+  _globals['_PREPARE']._serialized_start=2182
+  _globals['_PREPARE']._serialized_end=2233
+  _globals['_ACCEPTED']._serialized_start=2235
+  _globals['_ACCEPTED']._serialized_end=2245
+  _globals['_PREFILLFAULT']._serialized_start=2247
+  _globals['_PREFILLFAULT']._serialized_end=2296
+  _globals['_END']._serialized_start=2299
+  _globals['_END']._serialized_end=2444
+  _globals['_DECODE']._serialized_start=2447
+  _globals['_DECODE']._serialized_end=2588
+  _globals['_LOOKASIDE']._serialized_start=2590
+  _globals['_LOOKASIDE']._serialized_end=2674
 # @@protoc_insertion_point(module_scope)

@@ -64,6 +64,18 @@ class Resume(_message.Message):
     cache_salt: bytes
     def __init__(self, attempt: _Optional[str] = ..., cache_salt: _Optional[bytes] = ...) -> None: ...
 
+class FindRequest(_message.Message):
+    __slots__ = ("idempotency",)
+    IDEMPOTENCY_FIELD_NUMBER: _ClassVar[int]
+    idempotency: bytes
+    def __init__(self, idempotency: _Optional[bytes] = ...) -> None: ...
+
+class FindResponse(_message.Message):
+    __slots__ = ("resume_ref",)
+    RESUME_REF_FIELD_NUMBER: _ClassVar[int]
+    resume_ref: str
+    def __init__(self, resume_ref: _Optional[str] = ...) -> None: ...
+
 class Placement(_message.Message):
     __slots__ = ("decode", "prefill", "local_prefill", "local_prefill_max_tokens", "prefill_source", "decode_source")
     DECODE_FIELD_NUMBER: _ClassVar[int]
@@ -81,7 +93,7 @@ class Placement(_message.Message):
     def __init__(self, decode: _Optional[_Union[_types_pb2.WorkerRef, _Mapping]] = ..., prefill: _Optional[_Iterable[_Union[_types_pb2.WorkerRef, _Mapping]]] = ..., local_prefill: _Optional[bool] = ..., local_prefill_max_tokens: _Optional[int] = ..., prefill_source: _Optional[_Union[_types_pb2.KvSource, _Mapping]] = ..., decode_source: _Optional[_Union[_types_pb2.KvSource, _Mapping]] = ...) -> None: ...
 
 class Submit(_message.Message):
-    __slots__ = ("attempt", "request_id", "prompt_token_ids", "sampling", "placement", "remaining_s", "cache_salt", "failure_policy", "adapter", "adapter_folder", "output_token_ids", "choice", "keep", "claim", "traceparent", "priority")
+    __slots__ = ("attempt", "request_id", "prompt_token_ids", "sampling", "placement", "remaining_s", "cache_salt", "failure_policy", "adapter", "adapter_folder", "output_token_ids", "choice", "keep", "idempotency", "resume_ref", "claim", "traceparent", "priority")
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -95,6 +107,8 @@ class Submit(_message.Message):
     OUTPUT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     CHOICE_FIELD_NUMBER: _ClassVar[int]
     KEEP_FIELD_NUMBER: _ClassVar[int]
+    IDEMPOTENCY_FIELD_NUMBER: _ClassVar[int]
+    RESUME_REF_FIELD_NUMBER: _ClassVar[int]
     CLAIM_FIELD_NUMBER: _ClassVar[int]
     TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
@@ -111,10 +125,12 @@ class Submit(_message.Message):
     output_token_ids: _containers.RepeatedScalarFieldContainer[int]
     choice: int
     keep: bool
+    idempotency: bytes
+    resume_ref: str
     claim: _types_pb2.CacheClaim
     traceparent: str
     priority: int
-    def __init__(self, attempt: _Optional[str] = ..., request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., placement: _Optional[_Union[Placement, _Mapping]] = ..., remaining_s: _Optional[float] = ..., cache_salt: _Optional[bytes] = ..., failure_policy: _Optional[_Union[_router_pb2.FailurePolicy, str]] = ..., adapter: _Optional[str] = ..., adapter_folder: _Optional[str] = ..., output_token_ids: _Optional[_Iterable[int]] = ..., choice: _Optional[int] = ..., keep: _Optional[bool] = ..., claim: _Optional[_Union[_types_pb2.CacheClaim, _Mapping]] = ..., traceparent: _Optional[str] = ..., priority: _Optional[int] = ...) -> None: ...
+    def __init__(self, attempt: _Optional[str] = ..., request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., placement: _Optional[_Union[Placement, _Mapping]] = ..., remaining_s: _Optional[float] = ..., cache_salt: _Optional[bytes] = ..., failure_policy: _Optional[_Union[_router_pb2.FailurePolicy, str]] = ..., adapter: _Optional[str] = ..., adapter_folder: _Optional[str] = ..., output_token_ids: _Optional[_Iterable[int]] = ..., choice: _Optional[int] = ..., keep: _Optional[bool] = ..., idempotency: _Optional[bytes] = ..., resume_ref: _Optional[str] = ..., claim: _Optional[_Union[_types_pb2.CacheClaim, _Mapping]] = ..., traceparent: _Optional[str] = ..., priority: _Optional[int] = ...) -> None: ...
 
 class Cancel(_message.Message):
     __slots__ = ("attempt",)

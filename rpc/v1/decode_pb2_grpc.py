@@ -41,6 +41,11 @@ class DecodeStub:
                 request_serializer=diptych_dot_rpc_dot_v1_dot_decode__pb2.Command.SerializeToString,
                 response_deserializer=diptych_dot_rpc_dot_v1_dot_decode__pb2.StepBatch.FromString,
                 _registered_method=True)
+        self.Find = channel.unary_unary(
+                '/diptych.rpc.v1.Decode/Find',
+                request_serializer=diptych_dot_rpc_dot_v1_dot_decode__pb2.FindRequest.SerializeToString,
+                response_deserializer=diptych_dot_rpc_dot_v1_dot_decode__pb2.FindResponse.FromString,
+                _registered_method=True)
 
 
 class DecodeServicer:
@@ -55,6 +60,14 @@ class DecodeServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Find(self, request, context):
+        """The answer that is kept under an idempotency key, if there is one. Asked only of workers that announce it as
+        "idempotency", see GetInfoResponse.request_fields.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_DecodeServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -62,6 +75,11 @@ def add_DecodeServicer_to_server(servicer, server):
                     servicer.Attach,
                     request_deserializer=diptych_dot_rpc_dot_v1_dot_decode__pb2.Command.FromString,
                     response_serializer=diptych_dot_rpc_dot_v1_dot_decode__pb2.StepBatch.SerializeToString,
+            ),
+            'Find': grpc.unary_unary_rpc_method_handler(
+                    servicer.Find,
+                    request_deserializer=diptych_dot_rpc_dot_v1_dot_decode__pb2.FindRequest.FromString,
+                    response_serializer=diptych_dot_rpc_dot_v1_dot_decode__pb2.FindResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -93,6 +111,33 @@ class Decode:
             '/diptych.rpc.v1.Decode/Attach',
             diptych_dot_rpc_dot_v1_dot_decode__pb2.Command.SerializeToString,
             diptych_dot_rpc_dot_v1_dot_decode__pb2.StepBatch.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Find(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/diptych.rpc.v1.Decode/Find',
+            diptych_dot_rpc_dot_v1_dot_decode__pb2.FindRequest.SerializeToString,
+            diptych_dot_rpc_dot_v1_dot_decode__pb2.FindResponse.FromString,
             options,
             channel_credentials,
             insecure,

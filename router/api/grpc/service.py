@@ -110,7 +110,7 @@ class RouterService:
         access.asked(spec)
         prepared = await self._router_api.prepare(spec)
         splitter = Splitter.of(request, offer, prepared, features)
-        seam = None if prepared.resume is None else Seam(prepared.resume.seen)
+        seam = None if prepared.seen is None else Seam(prepared.seen)
         finished = False
         async with accepted(self._router_api, prepared) as (started, events):
             response = response_from(started)

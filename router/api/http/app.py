@@ -210,9 +210,9 @@ def _add_generation(
         with parsing():
             call = await bodies.object_of(await read_body(request), made)
         _add_headers(request, call)
-        # A whole answer has no ids: its caller asks again.
-        call.spec.resumable = event_ids and call.stream and not call.more
-        return GenerationResponse(router_api, call, extra_headers=limits)
+        # A whole answer has no ids: its caller asks again with its idempotency key.
+        call.spec.resumable = not call.more and bool((event_ids and call.stream) or call.spec.idempotency_key)
+        return GenerationResponse(router_api, call, event_ids=event_ids, extra_headers=limits)
 
     async def chat_completions(request: Request) -> Response:
         return await answer(request, chat_call)

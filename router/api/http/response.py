@@ -42,6 +42,7 @@ class GenerationResponse(Response):
     """Runs the generation inside the response, which can watch the connection.
 
     Args:
+        event_ids: messages of a stream have ids.
         extra_headers: called when the response starts; headers of the tenant.
         ping_s: seconds without output after which a stream sends a comment line.
         send_timeout_s: seconds after which a client that does not read is disconnected.
@@ -52,6 +53,7 @@ class GenerationResponse(Response):
         router_api: RouterApi,
         call: ParsedRequest,
         *,
+        event_ids: bool = True,
         now: Callable[[], float] = time.time,
         extra_headers: Callable[[str], dict[str, str]] = lambda _: {},
         ping_s: float = PING_S,
@@ -60,6 +62,7 @@ class GenerationResponse(Response):
         super().__init__()
         self._router_api = router_api
         self._call = call
+        self._event_ids = event_ids
         self._now = now
         self._limit_headers = partial(extra_headers, call.spec.tenant)
         self._warning = warning_headers(call.warnings)
@@ -138,9 +141,8 @@ class GenerationResponse(Response):
                 if call.stream:
                     if scope.get("http_version") == "1.1":  # HTTP/1.0 has no chunks
                         self._chunks = scope.get("state", {}).get(CHUNKS)
-                    seen = None if prepared.resume is None else prepared.resume.seen
-                    ref = "" if started is None else started.resume_ref
-                    ids = EventIds(form, ref, context.num_choices, seen)
+                    ref = started.resume_ref if started is not None and self._event_ids else ""
+                    ids = EventIds(form, ref, context.num_choices, prepared.seen)
                     await self._stream(ids, request_id, events, send)
                 else:
                     answer = await self._collect(form, request_id, events)

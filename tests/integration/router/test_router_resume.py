@@ -24,6 +24,8 @@ from diptych_tests.router_fleet import other_router, running
 NUM_TOKENS, AT = 8, 3
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 KEEPS = {"request_fields": ("resume",)}
+FINDS = {"request_fields": ("resume", "idempotency")}
+KEY = {"idempotency-key": "mine"}
 
 
 @asynccontextmanager
@@ -140,7 +142,7 @@ async def test_a_whole_answer_of_a_broken_stream_and_by_the_body(fleet) -> None:
         assert len(worker.submits) == 1
 
 
-@pytest.mark.parametrize("what", ["forged", "position", "body", "seed", "salt", "junk", "huge"])
+@pytest.mark.parametrize("what", ["forged", "position", "body", "temperature", "seed", "salt", "junk", "huge"])
 async def test_an_id_that_is_not_of_this_answer_is_refused(fleet, what) -> None:
     worker = await fleet.add("d0", **KEEPS)
     await fleet.until_ready()
@@ -154,9 +156,12 @@ async def test_an_id_that_is_not_of_this_answer_is_refused(fleet, what) -> None:
             "junk": "x\N{LATIN SMALL LETTER E WITH ACUTE}".encode("latin-1").decode("latin-1"),
             "huge": f"{ref}.{'1-' * 3000}1",
         }.get(what, seen[2][1])
-        changed = {"body": {"max_tokens": 5}, "seed": {"temperature": 0.5}, "salt": {"cache_salt": "other"}}.get(
-            what, {}
-        )
+        changed = {
+            "body": {"max_tokens": 5},
+            "temperature": {"temperature": 0.5},
+            "seed": {"seed": 7},
+            "salt": {"cache_salt": "other"},
+        }.get(what, {})
         answer = await client.post(CHAT, json=body | changed, headers={"last-event-id": event_id.encode("latin-1")})
         assert answer.status_code == 400, answer.text
         error = answer.json()["error"]
@@ -339,3 +344,169 @@ async def test_whole_answers_are_not_kept(fleet) -> None:
         refused = await client.post(COMPLETIONS, json=several | {"resume_after": "x.1"})
         assert refused.json()["error"]["param"] == "resume_after"
     assert not any(submit.keep for submit in worker.submits)
+
+
+# ---- by the idempotency key: a caller that has no id of the answer ----
+
+
+def text_of(path, answer):
+    if path == RESPONSES:
+        return {0: answer["output"][-1]["content"][0]["text"]}
+    return {one["index"]: one["message"]["content"] if path == CHAT else one["text"] for one in answer["choices"]}
+
+
+def spoken(n=1):
+    return {i: "".join(f"{f'c{i}' if i else ''}t{k} " for k in range(NUM_TOKENS)) for i in range(n)}
+
+
+@pytest.mark.parametrize("when", ["running", "ended"])
+@pytest.mark.parametrize(("path", "changes"), [(CHAT, {}), (CHAT, {"n": 3}), (COMPLETIONS, {}), (RESPONSES, {})])
+async def test_a_whole_answer_is_found_at_another_router_by_its_key(fleet, path, changes, when) -> None:
+    """It is computed once, whether its router dies before its end or after."""
+    worker = await fleet.add("d0", **FINDS)
+    await fleet.until_ready()
+    worker.hold_from = AT if when == "running" else -1
+    body = body_of(path, **changes) | {"stream": False}
+    n = changes.get("n", 1)
+    async with served(fleet.frontend) as first, other_router(fleet) as frontend, served(frontend) as second:
+        before = asyncio.create_task(first.post(path, json=body, headers=KEY))
+        tokens = (AT if when == "running" else NUM_TOKENS) * n
+        await waiting.until(lambda: worker.submits and worker.sent.get(worker.submits[0].attempt) == tokens)
+        if when == "ended":
+            assert (await before).status_code == 200
+        again = asyncio.create_task(second.post(path, json=body, headers=KEY))
+        await waiting.until(lambda: worker.resumes == [worker.submits[0].attempt])
+        worker.go.set()
+        answer = await again
+        assert answer.status_code == 200, answer.text
+        assert text_of(path, answer.json()) == spoken(n)
+        assert len(worker.submits) == 1
+        assert worker.submits[0].request_id.removeprefix("req-") in answer.json()["id"]
+        assert frontend.metrics.totals()["resumes"] == {"attached": 1}
+        if when == "ended":
+            assert text_of(path, (await before).json()) == spoken(n)
+        else:
+            assert (await before).status_code >= 400, "its router lives: it learns that another one has the answer"
+
+
+async def test_a_stream_without_an_id_begins_again_by_its_key(fleet) -> None:
+    """Its router died before the first message, so that there is no id: it gets all messages."""
+    worker = await fleet.add("d0", **FINDS)
+    await fleet.until_ready()
+    body = body_of(CHAT)
+    async with served(fleet.frontend) as first, other_router(fleet) as frontend, served(frontend) as second:
+        worker.hold_from = AT
+        request = first.build_request("POST", CHAT, json=body, headers=KEY)
+        before = await first.send(request, stream=True)
+        worker.hold_from = -1
+        attempt = worker.submits[-1].attempt
+        again = asyncio.create_task(second.post(CHAT, json=body, headers=KEY))
+        await waiting.until(lambda: worker.resumes == [attempt])
+        worker.go.set()
+        events = [event.split("data: ", 1)[1] for event in (await again).text.split("\n\n") if event]
+        await before.aclose()
+        assert events[-1] == "[DONE]"
+        chunks = [json.loads(event) for event in events[:-1]]
+        assert chunks[0]["choices"][0]["delta"]["role"] == "assistant"
+        text = "".join(one["choices"][0]["delta"].get("content") or "" for one in chunks if one["choices"])
+        assert text == spoken()[0]
+
+
+async def test_a_key_whose_answer_is_lost_is_computed_again(fleet) -> None:
+    worker = await fleet.add("d0", **FINDS)
+    await fleet.until_ready()
+    body = body_of(CHAT) | {"stream": False}
+    async with served(fleet.frontend) as first, other_router(fleet) as frontend, served(frontend) as second:
+        assert (await first.post(CHAT, json=body, headers=KEY)).status_code == 200
+        worker.forgets = True
+        assert text_of(CHAT, (await second.post(CHAT, json=body, headers=KEY)).json()) == spoken()
+        assert len(worker.submits) == 2
+        assert worker.submits[0].sampling.seed == worker.submits[1].sampling.seed
+        worker.kept.clear()
+        other = {"idempotency-key": "another"}
+        assert text_of(CHAT, (await second.post(CHAT, json=body, headers=other)).json()) == spoken()
+        assert len(worker.submits) == 3
+
+
+@pytest.mark.parametrize("changes", [{"max_tokens": 5}, {"seed": 7}, {"n": 2}, {"cache_salt": "other"}])
+async def test_a_key_with_another_body_is_refused(fleet, changes) -> None:
+    worker = await fleet.add("d0", **FINDS)
+    await fleet.until_ready()
+    body = body_of(CHAT) | {"stream": False}
+    async with served(fleet.frontend) as first, other_router(fleet) as frontend, served(frontend) as second:
+        assert (await first.post(CHAT, json=body, headers=KEY)).status_code == 200
+        answer = await second.post(CHAT, json=body | changes, headers=KEY)
+        assert answer.status_code == 409, answer.text
+        assert answer.json()["error"]["message"] == "another request has this idempotency key"
+        assert len(worker.submits) == 1
+
+
+async def test_a_key_of_another_tenant_finds_nothing(fleet) -> None:
+    from diptych.router.requests.messages import UncheckedRequest
+
+    worker = await fleet.add("d0", **FINDS)
+    await fleet.until_ready()
+    spec = {"token_ids": [1] * 20, "sampling": {"max_tokens": 3}, "idempotency_key": "k", "resumable": True}
+    async with other_router(fleet) as frontend:
+        for router, tenant in ((fleet.frontend, "a"), (frontend, "b"), (frontend, "a")):
+            prepared = await router.prepare(UncheckedRequest(**spec, tenant=tenant))
+            assert prepared.found_by_key == (router is frontend and tenant == "a")
+            assert [event async for event in router.generate(prepared)]
+    mine, theirs = (submit.idempotency for submit in worker.submits)
+    assert len(mine) == len(theirs) == 16
+    assert mine != theirs
+    assert worker.finds == [mine, theirs, mine]
+
+
+async def test_a_router_that_has_the_key_refuses_it_as_before(fleet) -> None:
+    """Also while it runs: it is not taken away from itself."""
+    worker = await fleet.add("d0", **FINDS)
+    await fleet.until_ready()
+    worker.hold_from = AT
+    body = body_of(CHAT) | {"stream": False}
+    async with served(fleet.frontend) as client:
+        running = asyncio.create_task(client.post(CHAT, json=body, headers=KEY))
+        await waiting.until(lambda: worker.submits and worker.sent.get(worker.submits[0].attempt) == AT)
+        assert (await client.post(CHAT, json=body, headers=KEY)).status_code == 409
+        worker.go.set()
+        assert text_of(CHAT, (await running).json()) == spoken()
+        assert (await client.post(CHAT, json=body, headers=KEY)).status_code == 409
+    assert not worker.resumes
+    assert len(worker.submits) == 1
+
+
+async def test_a_worker_that_does_not_say_what_it_keeps_holds_nobody_up(fleet, monkeypatch) -> None:
+    from diptych.router.cluster import worker_link
+
+    monkeypatch.setattr(worker_link, "FIND_S", 0.01)
+    worker = await fleet.add("d0", **FINDS)
+    await fleet.until_ready()
+    worker.answer_gate.clear()
+    async with served(fleet.frontend) as client:
+        answer = await client.post(CHAT, json=body_of(CHAT) | {"stream": False}, headers=KEY)
+    assert text_of(CHAT, answer.json()) == spoken()
+    assert len(worker.finds) == 1
+
+
+@pytest.mark.parametrize("what", ["an older worker", "no key", "several prompts"])
+async def test_workers_are_asked_only_for_keys_that_they_may_have(fleet, what) -> None:
+    worker = await fleet.add("d0", **(KEEPS if what == "an older worker" else FINDS))
+    await fleet.until_ready()
+    body = body_of(COMPLETIONS) | {"stream": False}
+    if what == "several prompts":
+        body["prompt"] = [[1] * 20, [2] * 20]
+    async with served(fleet.frontend) as client:
+        answer = await client.post(COMPLETIONS, json=body, headers={} if what == "no key" else KEY)
+    assert answer.status_code == 200, answer.text
+    assert not worker.finds
+    assert {submit.idempotency for submit in worker.submits} == {b""}
+    assert {submit.keep for submit in worker.submits} == {what == "an older worker"}
+
+
+async def test_a_key_makes_no_ids_where_they_are_left_out(fleet) -> None:
+    worker = await fleet.add("d0", **FINDS)
+    await fleet.until_ready()
+    async with served(fleet.frontend, HttpOptions(event_ids=False)) as client:
+        answer = await client.post(CHAT, json=body_of(CHAT), headers=KEY)
+    assert "id: " not in answer.text
+    assert worker.submits[0].keep

@@ -883,7 +883,10 @@ def _close(one: Sequence[float], other: Sequence[float]) -> bool:
 def flags(root: Path, model: str, *, tensor_parallel: int = 1, pipeline: int = 1) -> tuple[str, ...]:
     """Of `diptych up`."""
     folder = model_folder(root / "model", model)
-    ranks = ("--tensor-parallel-size", str(tensor_parallel), "--pipeline-parallel-size", str(pipeline))
+    ranks = (
+        "--tensor-parallel-size", str(tensor_parallel), "--pipeline-parallel-size", str(pipeline),
+        "--startup-timeout-s", f"{clusters.START_DEADLINE_S:.0f}",  # twenty processes begin at once
+    )  # fmt: skip
     return (
         "--model", str(folder), "--served-model-name", "smollm2", "--prefill-workers", "2", "--decode-workers", "3",
         *(ranks if tensor_parallel * pipeline > 1 else ()),
