@@ -114,9 +114,42 @@ async def test_plain_clients_go_on_by_their_last_event(tmp_path: Path) -> None:
             path, body = BODIES[0]
             again = await undisturbed_after(second, path, body, seen[0][0][1])
             assert said([seen[0][0], *again]) == expected[0]
-        cluster.start("router")
-        await cluster.until_usable()
+            cluster.start("router")
+            await cluster.until_usable()
+            await whole_answer_goes_on(cluster, second, "router-2", first)
         await cluster.idle_again()
+
+
+async def whole_answer_goes_on(
+    cluster: FakeModelCluster, at: httpx.AsyncClient, name: str, other: httpx.AsyncClient
+) -> None:
+    """`name`: the router at which a whole answer is asked for, and which is killed. Its caller has an idempotency key."""
+    path, body = BODIES[1]
+    body = {key: value for key, value in body.items() if key not in ("stream", "stream_options")}
+    expected = (await at.post(path, json=body)).json()
+    for worker in ("decode-0", "decode-1"):
+        await cluster.hold(worker, after_steps=25)
+    named = {"idempotency-key": "whole", "x-request-id": "whole"}
+    lost = asyncio.create_task(at.post(path, json=body, headers=named))
+
+    async def begun() -> bool:
+        placements = (await at.get("/status.json")).json()["cluster"]["placements"]
+        return any(one["label"] == "whole" and one["ttft_s"] > 0 for one in placements)
+
+    await waiting.until(begun)
+    cluster.kill_hard(name)
+    with pytest.raises(httpx.TransportError):
+        await lost
+    found = asyncio.create_task(other.post(path, json=body, headers=named))
+    await waiting.until(lambda: attached(other, 1))
+    for worker in ("decode-0", "decode-1"):
+        cluster.gates.open(worker)
+    answer = (await found).json()
+    for choices in (answer["choices"], expected["choices"]):
+        choices.sort(key=lambda choice: choice["index"])
+    assert answer["choices"] == expected["choices"]
+    assert answer["usage"]["completion_tokens"] == expected["usage"]["completion_tokens"] == 3 * NUM_TOKENS
+    assert await outcomes(other) == {"attached": 1.0}
 
 
 async def outcomes(http: httpx.AsyncClient) -> dict[str, float]:

@@ -7,7 +7,7 @@ from types import ModuleType
 
 import pytest
 
-from diptych.common.errors import RequestCancelledError, StaleReferenceError
+from diptych.common.errors import InvalidRequestError, RequestCancelledError, StaleReferenceError
 from diptych_tests import waiting
 
 NUM_TOKENS = 8
@@ -25,6 +25,7 @@ async def held(pd: ModuleType):
         async with pd.FakeRouter(cluster.decode.address) as first:
             submit = cluster.submit_message(attempt="a", prompt=pd.PROMPT)
             submit.keep, submit.cache_salt = True, b"mine"
+            submit.idempotency, submit.resume_ref = b"key", "ref of a"
             first.submit(submit)
             await gate.wait()
             await first.first_token("a")
@@ -133,3 +134,36 @@ async def test_a_worker_that_stops_ends_them(pd: ModuleType, held) -> None:
     async with asyncio.timeout(pd.DEADLINE_S):
         await intake(cluster).drained()
     assert not intake(cluster)._kept
+
+
+async def test_an_attempt_is_found_by_its_key_while_it_is_kept(pd: ModuleType, held) -> None:
+    """The latest one of a key; until it is cancelled, here by the router that has it."""
+    cluster, first = held
+    async with pd.FakeRouter(cluster.decode.address) as second:
+        assert await second.find(b"key") == "ref of a"
+        assert [await second.find(key) for key in (b"", b"other", b"key" * 10)] == ["", "", ""]
+        again = cluster.submit_message(attempt="b", prompt=pd.PROMPT)
+        again.keep, again.idempotency, again.resume_ref = True, b"key", "ref of b"
+        second.submit(again)
+        await waiting.until(lambda: "b" in intake(cluster)._kept)
+        assert await second.find(b"key") == "ref of b"
+        first.cancel("a")
+        cluster.gate.open()
+        await second.ended("b")
+        assert await second.find(b"key") == "ref of b", "it has ended well, and is kept"
+        intake(cluster)._drop("b")
+        assert await second.find(b"key") == ""
+        assert not intake(cluster)._by_key
+
+
+@pytest.mark.parametrize(("field", "value"), [("idempotency", b"k" * 65), ("resume_ref", "r" * 1025)])
+async def test_what_is_kept_for_a_key_is_bounded(pd: ModuleType, held, field: str, value: object) -> None:
+    cluster, first = held
+    submit = cluster.submit_message(attempt="b", prompt=pd.PROMPT)
+    submit.keep, submit.idempotency = True, b"k"
+    setattr(submit, field, value)
+    answer = first.submit(submit)
+    await first.ended("b")
+    assert isinstance(answer.error, InvalidRequestError)
+    assert answer.error.param == field
+    assert "b" not in intake(cluster)._kept

@@ -182,6 +182,10 @@ class FakeRouter:
     def cancel(self, attempt: str) -> None:
         self._commands.put_nowait(decode_pb2.Command(cancel=decode_pb2.Cancel(attempt=attempt)))
 
+    async def find(self, key: bytes) -> str:
+        answer = await DecodeStub(self._channel).Find(decode_pb2.FindRequest(idempotency=key), timeout=DEADLINE_S)
+        return str(answer.resume_ref)
+
     def resume(self, attempt: str, cache_salt: bytes = b"") -> Answer:
         answer = Answer()
         self._answers[attempt] = (answer, asyncio.Event(), asyncio.Event())
