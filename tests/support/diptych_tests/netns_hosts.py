@@ -11,7 +11,7 @@ import shutil
 import subprocess
 import sys
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ MARKS = [
     pytest.mark.skipif(importlib.util.find_spec("ucxx") is None, reason="UCXX is not installed"),
 ]
 START_S = 240.0
+COMMAND = (sys.executable, "-P", "-m", "diptych.cli")
 
 
 def ip(*words: str) -> None:
@@ -80,7 +81,8 @@ class Hosts:
         self.network = network
         self._stack, self._folder = stack, folder
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
-        self.secret = create_secret(folder / "secret")
+        self.secret_file = folder / "secret"
+        self.secret = create_secret(self.secret_file)
         env = {name: value for name, value in os.environ.items() if not name.startswith("DIPTYCH_")}
         self._env = env | {"PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": "1"}
 
@@ -101,19 +103,29 @@ class Hosts:
             process.kill()
             process.wait(timeout=300)
 
-    def start_all(self) -> None:
+    def namespace(self, address: str) -> str:
+        """Of the host with this address."""
+        return self._names[address]
+
+    def start_all(self, *, more: Mapping[str, Sequence[str]] | None = None, without: Container[str] = ()) -> None:
+        """Args: more: flags of workers, by name. without: names of workers that are not started."""
         redis = [str(server_binary()), "--bind", self.router, "--port", "6379", "--protected-mode", "no"]
         self.start("redis", self.router, *redis, "--save", "", "--appendonly", "no")
         model = str(resolve_model("smollm2"))
-        common = ["--model", model, "--redis-url", f"redis://{self.router}:6379/0", "--insecure"]
-        common += ["--secret-file", str(self._folder / "secret"), "--max-model-len", "1024"]
+        self._common = ["--model", model, "--redis-url", f"redis://{self.router}:6379/0", "--insecure"]
+        self._common += ["--secret-file", str(self.secret_file), "--max-model-len", "1024"]
         workers = [("prefill", 0, self.prefill), *(("decode", i, address) for i, address in enumerate(self.decodes))]
         for role, number, address in workers:
-            own = ["--worker-id", f"{role}-{number}", "--host", address, "--port", "50051", "--num-blocks", "128"]
-            own += ["--transport", "ucx", "--require-transport", "ucx:tcp", "--threads", "1", "--drain-s", "1"]
-            self.start(f"{role}-{number}", address, sys.executable, "-P", "-m", "diptych.cli", role, *common, *own)
+            if (name := f"{role}-{number}") not in without:
+                self.start_worker(name, address, *(more or {}).get(name, ()))
         ports = ["--host", self.router, "--http-port", "8000", "--grpc-port", "50050"]
-        self.start("router", self.router, sys.executable, "-P", "-m", "diptych.cli", "router", *common, *ports)
+        self.start("router", self.router, *COMMAND, "router", *self._common, *ports)
+
+    def start_worker(self, name: str, address: str, *flags: str) -> None:
+        """Args: name: role-number."""
+        own = ["--worker-id", name, "--host", address, "--port", "50051", "--num-blocks", "128"]
+        own += ["--transport", "ucx", "--require-transport", "ucx:tcp", "--threads", "1", "--drain-s", "1"]
+        self.start(name, address, *COMMAND, name.partition("-")[0], *self._common, *own, *flags)
 
     def logs(self) -> str:
         tails = {path.stem: path.read_text(errors="replace")[-1500:] for path in self._folder.glob("*.log")}
