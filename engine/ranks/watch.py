@@ -41,6 +41,22 @@ def read_process(pid: int) -> ProcessState:
     return ProcessState(state in "ZX", state in "Tt", state in "RD", (int(fields[11]) + int(fields[12])) * _TICK_S)
 
 
+class Silence:
+    """Of one source of signs of life. Pauses of the process that looks do not count. Args: most_s: then it is lost."""
+
+    def __init__(self, most_s: float) -> None:
+        self.most_s = most_s
+        self._silent_s = 0.0
+        self._looked_at: float | None = None
+
+    def lasts(self, now: float, *, came: bool) -> bool:
+        """Args: came: a sign of life, since the last look. Returns: whether it is lost."""
+        elapsed = 0.0 if self._looked_at is None else now - self._looked_at
+        self._looked_at = now
+        self._silent_s = 0.0 if came else self._silent_s + min(elapsed, _MOST_S)
+        return self._silent_s >= self.most_s
+
+
 class Watch:
     """Args:
     silence_s: without a sign of life, while something is to be done; half of it for a process that is stopped.
@@ -55,7 +71,7 @@ class Watch:
         self._silent_s = 0.0
         self._stopped_s: dict[int, float] = {}
         self._pulses: dict[int, int] = {}
-        self._node_silent_s: dict[int, float] = {}
+        self._nodes: dict[int, Silence] = {}
 
     def look(
         self,
@@ -71,10 +87,9 @@ class Watch:
         elapsed = 0.0 if self._looked_at is None else now - self._looked_at
         self._looked_at, counted = now, min(elapsed, _MOST_S)
         for node, count in (pulses or {}).items():
-            silent = count == self._pulses.get(node)
-            self._node_silent_s[node] = self._node_silent_s.get(node, 0.0) + counted if silent else 0.0
-            self._pulses[node] = count
-            if self._node_silent_s[node] >= self._silence_s:
+            silence = self._nodes.setdefault(node, Silence(self._silence_s))
+            came, self._pulses[node] = count != self._pulses.get(node), count
+            if silence.lasts(now, came=came):
                 return f"node {node} gave no sign of life for {self._silence_s:g} s"
         for rank, process in enumerate(processes):
             if process.ended:

@@ -108,20 +108,44 @@ def listen(host: str, port: int) -> socket.socket:
 
 def connect(host: str, port: int, named: str, tls: TlsFiles | None, timeout_s: float) -> socket.socket:
     """Raises: OSError (ssl.SSLError is one)."""
+    until = time.monotonic() + timeout_s
     sock = socket.create_connection((host, port), timeout_s)
     try:
         prepare(sock)
-        if tls is not None:
-            sock = tls.context(server=False).wrap_socket(sock, server_hostname=tls.name or named)
+        if tls is None:
+            return sock
+        context = tls.context(server=False)
+        wrapped = context.wrap_socket(sock, server_hostname=tls.name or named, do_handshake_on_connect=False)
+        return _shake_hands(wrapped, until)
     except BaseException:
         sock.close()
         raise
-    return sock
 
 
-def accept_tls(sock: socket.socket, context: ssl.SSLContext | None) -> socket.socket:
-    """The handshake, within the socket's timeout. Raises: OSError."""
-    return sock if context is None else context.wrap_socket(sock, server_side=True)
+def accept_tls(sock: socket.socket, context: ssl.SSLContext | None, timeout_s: float) -> socket.socket:
+    """The worker's side of the handshake. Raises: OSError."""
+    if context is None:
+        return sock
+    until = time.monotonic() + timeout_s
+    return _shake_hands(context.wrap_socket(sock, server_side=True, do_handshake_on_connect=False), until)
+
+
+def _shake_hands(sock: ssl.SSLSocket, until: float) -> ssl.SSLSocket:
+    """In this time, however slowly the other side sends. Raises: OSError."""
+    sock.setblocking(False)
+    try:
+        while True:
+            try:
+                sock.do_handshake()
+                return sock
+            except (ssl.SSLWantReadError, ssl.SSLWantWriteError) as wants:
+                poll = select.poll()
+                poll.register(sock, select.POLLIN if isinstance(wants, ssl.SSLWantReadError) else select.POLLOUT)
+                if not poll.poll(1000.0 * max(0.0, until - time.monotonic())):
+                    raise TimeoutError("the TLS handshake took too long") from None
+    except BaseException:
+        sock.close()
+        raise
 
 
 # ---- greeting: both sides block, with a deadline ----
@@ -246,6 +270,21 @@ class RemoteEnd:
         self._queue.append(memoryview(HEAD.pack(kind, call, len(body)) + body))
         self.send()
 
+    def wait(self, timeout_s: float) -> None:
+        """Until something came, or can be sent."""
+        poll = select.poll()
+        poll.register(self._sock, select.POLLIN | (select.POLLOUT if self._queue else 0))
+        poll.poll(1000.0 * timeout_s)
+
+    def flush(self, timeout_s: float) -> None:
+        """Send all of it, before the end; within this time. Raises: OSError."""
+        until = time.monotonic() + timeout_s
+        while self._queue and time.monotonic() < until:
+            poll = select.poll()
+            poll.register(self._sock, select.POLLOUT)
+            poll.poll(1000.0 * max(0.0, until - time.monotonic()))
+            self.send()
+
     def send(self) -> None:
         """What can be sent without waiting. Raises: OSError."""
         try:
@@ -313,7 +352,9 @@ class RemoteRankEnd(RankEnd):
         """See RankEnd."""
         if isinstance(self._link, ssl.SSLSocket) and self._link.pending():
             return True
-        return bool(select.select((self._link,), (), (), timeout_s)[0])
+        poll = select.poll()
+        poll.register(self._link, select.POLLIN)
+        return bool(poll.poll(1000.0 * timeout_s))
 
     def receive(self) -> tuple[int, int, bytes, int]:
         """See RankEnd. There are no descriptors."""

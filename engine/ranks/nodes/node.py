@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import select
 import ssl
 import subprocess
 import threading
@@ -28,13 +27,12 @@ from diptych.engine.ranks.nodes.joining import RANK, Hello, Refusal, Welcome, re
 from diptych.engine.ranks.nodes.links import GREETING_S, Place, RemoteEnd, TlsFiles, connect, greet_worker
 from diptych.engine.ranks.nodes.nodes import RankPulse, encode_pulse
 from diptych.engine.ranks.starting import RankSpec, StartedRank
-from diptych.engine.ranks.watch import POLL_S, read_process
+from diptych.engine.ranks.watch import POLL_S, Silence, read_process
 
 _log = logging.getLogger(__name__)
 _RETRY_S = 0.5
 _LEAST_SILENCE_S = 10.0
 """Of the worker, after which this host's ranks end: it may be busy, and loses nothing by waiting."""
-_MOST_PAUSE_S = 2 * POLL_S
 _END_S = 2.0
 """From a rank's end to that of the connection."""
 
@@ -132,10 +130,9 @@ class Node:
             time.sleep(_RETRY_S)
 
     def _serve(self, link: RemoteEnd, welcome: Welcome, own: str, worker: str) -> int:
-        silence_s = max(_LEAST_SILENCE_S, welcome.silence_s)
-        silent_s, looked_at = 0.0, time.monotonic()
+        silence = Silence(max(_LEAST_SILENCE_S, welcome.silence_s))
         while True:
-            select.select((link,), (link,) if link.outgoing else (), (), POLL_S)
+            link.wait(POLL_S)
             link.send()
             came = False
             for kind, _, body in link.receive():
@@ -148,10 +145,8 @@ class Node:
                 if kind == Kind.START:
                     self._start(link, json.loads(body), welcome, own, worker)
             now = time.monotonic()
-            silent_s = 0.0 if came else silent_s + min(now - looked_at, _MOST_PAUSE_S)
-            looked_at = now
-            if silent_s >= silence_s:
-                raise EOFError(f"it gave no sign of life for {silence_s:g} s")
+            if silence.lasts(now, came=came):
+                raise EOFError(f"it gave no sign of life for {silence.most_s:g} s")
             if self._asked > (1 if self._ranks else 0):
                 _log.info("ending at once, as asked")
                 return 1
@@ -189,10 +184,7 @@ class Node:
     def _refuse(self, link: RemoteEnd, error: ConfigError) -> None:
         with contextlib.suppress(OSError):
             link.put(Kind.REFUSED, 0, msgspec.json.encode(refusal_of(error)))
-            until = time.monotonic() + _END_S
-            while link.outgoing and time.monotonic() < until:
-                select.select((), (link,), (), POLL_S)
-                link.send()
+            link.flush(_END_S)
 
     def _report(self, link: RemoteEnd, now: float) -> None:
         """Raises: ConfigError; EOFError when a rank has ended, and the worker does not end either."""

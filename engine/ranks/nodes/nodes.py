@@ -311,7 +311,11 @@ class Nodes:
         try:
             listener.setblocking(False)
             sock, address = listener.accept()
-        except OSError:
+        except BlockingIOError:
+            return
+        except OSError as error:  # too many open files
+            _log.warning("a host could not be accepted: %s", error)
+            self._closing.wait(POLL_S)
             return
         with self._changed:
             if self._num_greetings >= _MOST_GREETINGS:
@@ -337,7 +341,7 @@ class Nodes:
         try:
             sock.settimeout(GREETING_S)
             prepare(sock)
-            sock = accept_tls(sock, self._context)
+            sock = accept_tls(sock, self._context, GREETING_S)
             greet_other(sock, self._key, admit)
             self._welcomed(admitted[0], RemoteEnd(sock))
         except RefusedError as refused:
@@ -381,12 +385,9 @@ class Nodes:
         for one in (listener, *unused):
             if one is not None:
                 one.close()
-        until = time.monotonic() + _END_S
         for link in links:
             with contextlib.suppress(OSError):
                 if self._orderly and not self._lost:
                     link.put(Kind.END, 0, b"")
-                    while link.outgoing and time.monotonic() < until:
-                        select.select((), (link,), (), POLL_S)
-                        link.send()
+                    link.flush(_END_S)
             link.close()

@@ -3,6 +3,7 @@ are loopback addresses; a node runs in a thread of this process, and its ranks i
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
 import threading
@@ -23,6 +24,7 @@ from diptych.common.request import Prompt
 from diptych.common.sampling import SamplingParams
 from diptych.engine.config import EngineConfig
 from diptych.engine.executor import ExecutorLost, LocalExecutor
+from diptych.engine.fake_device import FakeDeviceRunner
 from diptych.engine.fake_runner import FakeRunner
 from diptych.engine.messages import EngineRequest, ScheduledSeq
 from diptych.engine.offline import OfflineEngine
@@ -42,6 +44,7 @@ MASTER, OTHER = "127.0.0.2", "127.0.0.3"
 KEY = b"k" * 32
 FACTORY = "diptych.engine.fake_runner:FakeRunner"
 POOL = {"num_blocks": 24, "block_size": 4, "vocab_size": 300, "num_host_blocks": 8}
+ENV = {**os.environ, "PYTHONPATH": f"{Path(__file__).parent}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
 GROUP = Group("1.0", 2, 2, 1, "this start", 3.0)
 HELLO = Hello(NODE, "1.0", 1)
 RANK_HELLO = Hello(RANK, "1.0", 1, rank=1, attempt="this start")
@@ -176,12 +179,13 @@ def node_for(
     deadline_s: float = GENEROUS_S,
     fingerprint: str = "weights",
     refuses: str = "",
+    factory: str = FACTORY,
 ) -> Running:
     def specs(told: Any, welcome: Any, own: str, worker: str) -> list[RankSpec]:
         assert worker == MASTER
         if refuses:
             raise ConfigError("model", refuses, "is not on this host")
-        return [RankSpec(FACTORY, told) for _ in range(welcome.num_ranks)]
+        return [RankSpec(factory, told, ENV) for _ in range(welcome.num_ranks)]
 
     joining = Joining(MASTER, nodes.address[1], hello, key, "secret.file", tls, deadline_s)
     return Running(Node(joining, specs, lambda told: fingerprint))
@@ -293,8 +297,8 @@ def test_with_certificates_both_sides_must_have_one_of_the_authority(listen: Sta
 # ---- an executor over two hosts ----
 
 
-def executor_over(nodes: Nodes, **more: Any) -> RanksExecutor:
-    return RanksExecutor([RankSpec(FACTORY, POOL)], sampler=0, deadline_s=GENEROUS_S, nodes=nodes, **more)
+def executor_over(nodes: Nodes, *, sampler: int = 0, factory: str = FACTORY, pool: Any = POOL) -> RanksExecutor:
+    return RanksExecutor([RankSpec(factory, pool, ENV)], sampler=sampler, deadline_s=GENEROUS_S, nodes=nodes)
 
 
 @pytest.fixture
@@ -334,9 +338,9 @@ def check_kv(executor: RanksExecutor) -> None:
         assert again == want
 
 
-def answers_of(executor: Any) -> list[Any]:
+def answers_of(executor: Any, **more: Any) -> list[Any]:
     """A tight pool, so that sequences are preempted and swapped."""
-    settings: dict[str, Any] = {"max_step_time_s": None, "mixed_step_time_s": None, "check_invariants": True}
+    settings: dict[str, Any] = {"max_step_time_s": None, "mixed_step_time_s": None, "check_invariants": True, **more}
     config = EngineConfig(24, 4, num_host_blocks=8, preemption_mode="swap", **settings)
     engine = OfflineEngine(executor, config, IdentityHeader(b"k" * 32, "m", "t", "uint8", 4), clock=FakeClock())
     requests = [
@@ -345,6 +349,7 @@ def answers_of(executor: Any) -> list[Any]:
     ]
     found = [(result.token_ids, result.error) for result in engine.generate(requests)]
     assert engine.stats().preemptions_total > 0
+    assert bool(engine.core.steps_ahead) == bool(more)
     return found
 
 
@@ -367,6 +372,51 @@ def test_23_a_host_with_other_weights_is_named_on_both_sides(two_hosts: Start) -
     error = running.ended()
     assert isinstance(error, ConfigError)
     assert str(error) == "model='others': has other content than the worker's folder, mine"
+
+
+def test_23_the_last_stage_on_a_third_host_samples_and_steps_run_ahead(listen: Start, stack: ExitStack) -> None:
+    """A step is launched on all hosts, and drawn and answered on the last one."""
+    factory = "diptych.engine.fake_device:FakeDeviceRunner"
+    nodes = listen(Group("1.0", 3, 1, 3, "this start", 3.0))
+    running = [node_for(nodes, msgspec.structs.replace(HELLO, node_rank=rank), factory=factory) for rank in (2, 1)]
+    nodes.gather(GENEROUS_S)
+    nodes.start(POOL)
+    executor = executor_over(nodes, sampler=2, factory=factory)
+    stack.callback(executor.close)
+    found = answers_of(executor, steps_ahead=True)
+    assert found == answers_of(LocalExecutor(FakeDeviceRunner(**POOL)), steps_ahead=True)
+    executor.close()
+    assert [one.ended() for one in running] == [0, 0]
+
+
+def test_23_kv_of_a_computed_layer_crosses_while_the_others_are_computed(
+    listen: Start, stack: ExitStack, tmp_path: Path
+) -> None:
+    factory = "rank_runner:RankRunner"
+    nodes = listen()
+    running = node_for(nodes, factory=factory)
+    nodes.gather(GENEROUS_S)
+    pool = {**POOL, "num_layers": 4, "notes": str(tmp_path / "notes"), "go": str(tmp_path / "go")}
+    nodes.start(pool)
+    executor = executor_over(nodes, factory=factory, pool=pool)
+    stack.callback(executor.close)
+    seq = ScheduledSeq("a", list(range(40, 51)), 0, ([3, 5, 7],), True, SamplingParams(9, seed=1), 0)
+    seen: list[tuple[int, int, bytes]] = []
+
+    def on_layers(num_layers: int) -> None:
+        (tmp_path / "go").touch()
+        some, slab = range(num_layers - 1, num_layers), memoryview(bytearray(11 * 8))
+        seen.append((num_layers, executor.pack([3, 5, 7], 11, slab, some, part=1), bytes(slab)))
+
+    executor.execute([seq], lambda: False, on_layers)
+    assert seen
+    for num_layers, checksum, data in seen:
+        again = memoryview(bytearray(11 * 8))
+        some = range(num_layers - 1, num_layers)
+        assert executor.pack([3, 5, 7], 11, again, some, part=1) == checksum
+        assert bytes(again) == data
+    executor.close()
+    assert running.ended() == 0
 
 
 @pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSTOP])

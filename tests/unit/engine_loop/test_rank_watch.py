@@ -10,7 +10,7 @@ import sys
 from diptych.common.shared_memory import SharedArea, attached, find
 from diptych.engine import progress
 from diptych.engine.ranks.board import AHEAD, Agreement, Board
-from diptych.engine.ranks.watch import POLL_S, ProcessState, Watch, read_process
+from diptych.engine.ranks.watch import POLL_S, ProcessState, Silence, Watch, read_process
 from diptych_tests.waiting import wait_until
 
 IDLE = [ProcessState(), ProcessState()]
@@ -76,6 +76,14 @@ def test_23_a_host_that_says_nothing_is_lost_also_when_nothing_is_computed():
     assert not any(look(n, {1: n, 2: n // 25}) for n in range(600))
     assert not any(look(n, {1: n, 2: 24}) for n in range(600, 629))
     assert look(630, {1: 630, 2: 24}) == "node 2 gave no sign of life for 3 s"
+
+
+def test_23_a_host_ends_its_ranks_when_the_worker_says_nothing_and_not_when_it_was_paused_itself():
+    silence = Silence(10.0)
+    assert not any(silence.lasts(n * POLL_S, came=n % 50 == 0) for n in range(600))
+    assert not silence.lasts(1000.0, came=False), "the whole machine slept"
+    assert not any(silence.lasts(1000.0 + n * POLL_S, came=False) for n in range(1, 45))
+    assert any(silence.lasts(1000.0 + n * POLL_S, came=False) for n in range(45, 110))
 
 
 def test_the_state_of_a_process():
