@@ -492,11 +492,11 @@ def test_kv_of_any_size_goes_both_ways_in_pieces() -> None:
         rank.send(Kind.OK, 7, b"checksum")
 
     with ours, theirs:
-        other = threading.Thread(target=answer)
-        other.start()
         engine.put_bytes(7, memoryview(sent))
         engine.put(Kind.UNPACK, 7, b"which blocks")
         assert engine.outgoing
+        other = threading.Thread(target=answer)
+        other.start()
         found: list[Any] = []
         until = time.monotonic() + GENEROUS_S
         while not found and time.monotonic() < until:
