@@ -7,6 +7,7 @@ A step gate holds both decode workers in the middle of the answer; the one that 
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import json
 import signal
 import time
@@ -28,6 +29,7 @@ from diptych.router.config import RouterConfig
 from diptych.router.frontend import Frontend
 from diptych.router.server import ApiServers
 from diptych_tests import waiting
+from diptych_tests.fake_model_cluster import ask, body_of, fake_model_cluster
 from diptych_tests.kill_run import model_folder
 
 pytestmark = pytest.mark.multiproc
@@ -218,10 +220,9 @@ async def over_http(url: str, body: dict[str, Any]) -> tuple[list[str], list[dic
     return lines, [json.loads(line) for line in lines if line != "[DONE]"]
 
 
-async def test_a_plain_http_client_sees_one_stream(movable: Movable) -> None:
-    body = {name: value for name, value in ASK.items() if name != "explain"} | {
-        "stream": True, "return_token_ids": True, "stream_options": {"include_usage": True}, "n": 2,
-    }  # fmt: skip
+async def sees_one_stream(movable: Movable, body: dict[str, Any]) -> None:
+    """Two choices of NUM_TOKENS each, over plain HTTP."""
+    body |= {"stream": True, "return_token_ids": True, "stream_options": {"include_usage": True}, "n": 2}
     wanted, whole = await over_http(movable.cluster.http_url, body)
     movable.hold()
     streamed = asyncio.create_task(over_http(movable.cluster.http_url, body))
@@ -241,6 +242,18 @@ async def test_a_plain_http_client_sees_one_stream(movable: Movable) -> None:
     assert len({chunk["id"] for chunk in chunks}) == 1
     usages = [[chunk["usage"]["completion_tokens"] for chunk in some if chunk.get("usage")] for some in (chunks, whole)]
     assert usages == [[2 * NUM_TOKENS]] * 2
+
+
+@pytest.mark.skipif(importlib.util.find_spec("ucxx") is None, reason="UCXX is not installed")
+async def test_a_plain_http_client_sees_one_stream(tmp_path: Path) -> None:
+    async with fake_model_cluster(tmp_path, decode=2) as cluster:
+        await sees_one_stream(Movable(cluster, cluster.gates), body_of(ask(11, max_tokens=NUM_TOKENS)))
+        await cluster.idle_again()
+
+
+@pytest.mark.slow
+async def test_a_plain_http_client_sees_one_stream_of_the_real_model(movable: Movable) -> None:
+    await sees_one_stream(movable, {name: value for name, value in ASK.items() if name != "explain"})
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ import pytest
 from diptych.cli.up.processes import ProcessIdentity
 from diptych.rpc.v1 import router_pb2, router_pb2_grpc
 
-pytestmark = pytest.mark.multiproc
+pytestmark = [pytest.mark.multiproc, pytest.mark.slow]
 TIMEOUT_S = 300.0
 
 

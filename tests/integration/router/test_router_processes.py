@@ -217,6 +217,10 @@ async def test_a_process_that_dies_is_started_again_and_the_others_go_on(router,
         assert set(each) == {"0", "1"}
     ended = [json.loads(line) for line in router.log.read_text().splitlines() if "a router process ended" in line]
     assert [(line["child"], line["why"]) for line in ended] == [("process 0", "killed by SIGKILL")]
+    served = list(router.children.values())
+    router.process.kill()
+    router.process.wait()
+    await waiting.until(lambda: not any(process.is_running() for process in served), "they end with their parent")
 
 
 async def test_sigterm_drains_all_processes(router, workers):

@@ -103,6 +103,11 @@ def test_further_flags_reach_router_and_workers(tmp_path: Path):
     assert all(spec.command()[-2:] == ["--scheduling-policy", "sjf"] for spec in plan.worker_specs())
 
 
+def test_the_router_gets_its_processes(tmp_path: Path):
+    command = make_plan(tmp_path, router_processes=2).router_spec().command()
+    assert command[command.index("--router-processes") + 1] == "2"
+
+
 def test_a_model_without_a_chat_template_is_greeted_with_completions(tmp_path: Path):
     assert not has_chat_template(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": "{{ messages }}"}))
