@@ -215,11 +215,11 @@ class StepThread:
             worked = core.step(self._cancelled)
             # The threads share the interpreter: handling many tokens on the event loop delays the next step's launch.
             self._hands_over = False
+            self._stats = core.stats()  # before the events: who has an answer finds it counted
             if not (worked and core.events_may_wait):
                 self._flush()
             if self._hands_over and not core.is_synchronous and core.plan_at is None:
                 time.sleep(_HAND_OVER_S)
-            self._stats = core.stats()
 
     def _await_copy(self) -> None:
         """Until a copy of KV is done, or there is a command. The copy may be the last one that a request waits for."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import os
 import re
 import shutil
@@ -21,6 +20,7 @@ import certifi
 import pytest
 from hypothesis import HealthCheck, settings
 
+from diptych.common.collector import hold_collector, set_collector
 from diptych.common.compiled import LANES_VARIABLE, NativeError, find_compiler
 from diptych_tests import machine
 
@@ -45,6 +45,8 @@ _OUR_ENV = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "TRITON_I
 # A cluster under test gets the user's variables: neither these nor what a library sets when it is imported.
 _OF_USERS = set(os.environ)
 os.environ.update({name: value for name, value in _OUR_ENV.items() if name not in _OF_USERS})
+# Of what test modules import and pytest collects nothing is garbage; pytest_collection_finish.
+hold_collector()
 # An example that exceeds hypothesis' 200 ms, or is slow to generate, only means that the machine is busy.
 settings.register_profile("diptych", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("diptych")
@@ -174,9 +176,9 @@ def _fixtures(item: pytest.Item) -> list[str]:
 
 
 def pytest_collection_finish() -> None:
-    """What all test modules import stays: a full collection would walk it for a second, and harness and tests make hundreds."""
-    gc.collect()
-    gc.freeze()
+    """What all test modules import stays: a full collection would walk it for a second, and harness and tests make hundreds. From
+    here on the collector is set as in a process that serves."""
+    set_collector()
 
 
 _running: dict[str, tuple[pytest.FixtureDef[object], pytest.FixtureRequest]] = {}

@@ -267,14 +267,16 @@ def with_history(item: WorkItem, history: Sequence[Ask | str | tuple[int, ...]])
 
 @contextlib.contextmanager
 def _garbage_held() -> Iterator[None]:
-    """No garbage collection during the measurement; existing objects are exempted from it."""
-    was_enabled = gc.isenabled()
+    """No garbage collection during the measurement; existing objects are exempted from it. What the caller had exempted before
+    stays so: afterwards each full collection would walk all that the process has loaded."""
+    was_enabled, was_frozen = gc.isenabled(), gc.get_freeze_count() > 0
     gc.collect()
     gc.freeze()
     gc.disable()
     try:
         yield
     finally:
-        gc.unfreeze()
+        if not was_frozen:
+            gc.unfreeze()
         if was_enabled:
             gc.enable()

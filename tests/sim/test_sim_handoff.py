@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).parent
-CI_SEEDS = 800
+CI_SEEDS = 400
 MUTATION_SEEDS = 1000
 """Within which each missing guard must be noticed."""
 PARTS = 2

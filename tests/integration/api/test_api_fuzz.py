@@ -13,7 +13,6 @@ from typing import Any
 
 import grpc
 import pytest
-import schemathesis
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -68,6 +67,8 @@ def router() -> Iterator[Router]:
 
 @pytest.fixture(scope="module")
 def operations(router: Router) -> list[Any]:
+    import schemathesis  # two seconds, which no other test needs
+
     url = f"http://{router.addresses.http}"
     schema = schemathesis.openapi.from_url(f"{url}/openapi.json", wait_for_schema=WAIT_S)
     return [result.ok() for result in schema.get_all_operations()]

@@ -437,12 +437,11 @@ async def test_an_operator_loads_an_adapter_and_the_lease_says_so(pd: ModuleType
                 await load(wrong)
 
 
-def series_of(worker: WorkerRuntime) -> dict[str, float]:
-    """Its series of adapters, by name and label. Not on the event loop, which answers a part of it."""
+async def series_of(pd: ModuleType, worker: WorkerRuntime) -> dict[str, float]:
+    """Its series of adapters, by name and label."""
     return {
         f"{sample.name} {sample.labels.get('outcome', '')}".strip(): sample.value
-        for family in worker.metrics.registry.collect()
-        for sample in family.samples
+        for sample in await pd.samples(worker)
         if "_lora_" in sample.name and not sample.name.endswith(("_created", "_bucket"))
     }
 
@@ -453,7 +452,7 @@ async def test_every_series_of_adapters_moves(pd: ModuleType, folders: Folders) 
     settings = folders.settings(max_loras=1, max_cpu_loras=2, lora_load_timeout_s=0.05)
     async with cluster_of(pd, folders, num_prefill=0, decode=model, decode_config=settings) as (cluster, router):
         worker = cluster.decode
-        before = await asyncio.to_thread(series_of, worker)
+        before = await series_of(pd, worker)
         assert set(before.values()) == {0.0}
         worker.library._timeout_s = pd.DEADLINE_S
         names = ("french", "german")
@@ -461,7 +460,7 @@ async def test_every_series_of_adapters_moves(pd: ModuleType, folders: Folders) 
             router.submit(folders.ask(cluster.submit_message(attempt=name, prompt=PROMPT), name))
         await gate.wait()
         await waiting.until(lambda: len(worker.library.resident()) == 2)
-        during = await asyncio.to_thread(series_of, worker)
+        during = await series_of(pd, worker)
         worker.library._timeout_s = 0.05
         full = await router.run(folders.ask(cluster.submit_message(attempt="full", prompt=PROMPT), "dutch"))
         assert isinstance(full.error, OverloadedError)
@@ -476,7 +475,7 @@ async def test_every_series_of_adapters_moves(pd: ModuleType, folders: Folders) 
             await router.run(folders.ask(cluster.submit_message(attempt=f"d-{n}", prompt=PROMPT), n)) for n in names
         ]
         assert [type(one.error) for one in gone if one.error is not None] == [NoWorkerError]
-        after = await asyncio.to_thread(series_of, worker)
+        after = await series_of(pd, worker)
         moved = {name for name in after if len({one.get(name) for one in (before, during, after)}) > 1}
         assert set(after) - moved == {f"diptych_lora_loads_total {outcome}" for outcome in ("failed", "timeout")}
         assert after["diptych_lora_requests"] == after["diptych_lora_running"] == 0

@@ -93,29 +93,28 @@ async def test_a_claim_out_of_range_is_refused_by_name(pd: ModuleType) -> None:
             assert answer.error.param == field
 
 
-def series(worker: Any, name: str) -> dict[str, float]:
+async def series(pd: ModuleType, worker: Any, name: str) -> dict[str, float]:
     """By the label that is not the worker's own."""
-    found = {}
-    for family in worker.metrics.registry.collect():
-        for sample in family.samples:
-            if sample.name == name:
-                found[next(iter(sample.labels.values()), "")] = sample.value
-    return found
+    return {
+        next(iter(sample.labels.values()), ""): sample.value
+        for sample in await pd.samples(worker)
+        if sample.name == name
+    }
 
 
 async def test_the_metrics_move(pd: ModuleType) -> None:
     async with pd.cluster() as cluster, pd.FakeRouter(cluster.decode.address) as router:
         worker = cluster.decode
-        assert series(worker, "diptych_kv_claimed_bytes") == {}
+        assert await series(pd, worker, "diptych_kv_claimed_bytes") == {}
         claim = types_pb2.CacheClaim(ttl_s=3600.0, priority=50, session=SESSION, rank=2)
         await router.run(submit(cluster, "a", PROMPT, claim))
         await cluster.nothing_left()
         size = 6.0 * worker.metrics.block_bytes
-        assert series(worker, "diptych_kv_claimed_bytes") == {"2": size}
-        assert series(worker, "diptych_kv_claims_total") == {"": size}
+        assert await series(pd, worker, "diptych_kv_claimed_bytes") == {"2": size}
+        assert await series(pd, worker, "diptych_kv_claims_total") == {"": size}
         await release(pd, worker, SESSION)
         await cluster.nothing_left()
-        assert series(worker, "diptych_kv_claimed_bytes") == {"2": 0.0}
+        assert await series(pd, worker, "diptych_kv_claimed_bytes") == {"2": 0.0}
         ended = {"expired": 0.0, "pressure": 0.0, "share": 0.0, "closed": size}
-        assert series(worker, "diptych_kv_claims_ended_total") == ended
-        assert series(worker, "diptych_kv_claim_kept_tokens_total") == {"": 0.0}
+        assert await series(pd, worker, "diptych_kv_claims_ended_total") == ended
+        assert await series(pd, worker, "diptych_kv_claim_kept_tokens_total") == {"": 0.0}

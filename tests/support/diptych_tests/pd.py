@@ -8,9 +8,10 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import grpc
-import pytest
+from prometheus_client.samples import Sample
 
 from diptych.cli.worker_roles import services_of
 from diptych.common.clock import Clock, MonotonicClock
@@ -32,6 +33,9 @@ from diptych.worker.model import LoadedModel
 from diptych.worker.process import make_transfer
 from diptych.worker.runtime import WorkerRuntime
 from diptych_tests import waiting
+
+if TYPE_CHECKING:
+    import pytest  # not by the child processes that use this module
 
 PROMPT = [(7 * i + 3) % 1000 for i in range(150)]
 SECRET_FILE = Path(__file__).with_name("cluster_secret")
@@ -263,6 +267,13 @@ def submit_message(
         remaining_s=remaining_s,
         failure_policy=policy,
     )
+
+
+async def samples(worker: WorkerRuntime) -> list[Sample]:
+    """All series of a worker, read as its exporter does: by another thread than the event loop's, which answers a part of them.
+    On the loop's thread each reading would wait until the loop's answer is given up."""
+    families = await asyncio.to_thread(lambda: list(worker.metrics.registry.collect()))
+    return [sample for family in families for sample in family.samples]
 
 
 @dataclass

@@ -115,6 +115,23 @@ async def test_one_list_of_events_a_step_in_order():
     assert kinds == [["Admitted", "TokensOut", "BlocksStored"], ["TokensOut"], ["TokensOut", "Finished"]]
 
 
+async def test_who_has_an_answer_finds_it_counted(monkeypatch):
+    """A test on a loaded machine compared counters right after an answer, and read those of the step before."""
+    counted = []
+    deliver = EngineClient._deliver
+
+    def note(client, events):
+        tokens = sum(len(event.token_ids) for event in events if isinstance(event, TokensOut))
+        counted.append((tokens, client.stats().generation_tokens_total, client.stats().num_running))
+        deliver(client, events)
+
+    monkeypatch.setattr(EngineClient, "_deliver", note)
+    async with Bench() as bench:
+        bench.client.send(make_request(max_tokens=3))
+        await bench.end_of()
+    assert counted == [(1, 1, 1), (1, 2, 1), (1, 3, 0)]
+
+
 async def test_generate_streams_and_hides_its_events_from_the_others():
     async with Bench() as bench:
         events = [event async for event in bench.client.generate(make_request(max_tokens=4))]

@@ -63,13 +63,16 @@ NAMES = [
 def run(folder: Path, *flags: str, names: list[tuple[str, str]] = NAMES) -> list[str]:
     """By the hooks of our own conftest, in a run of its own. Returns: what was said, line by line."""
     hooks = CONFTEST.read_text(encoding="utf-8").partition("GROUPS = ")[2].partition("@pytest.fixture(autouse=True)")[0]
-    head = "from __future__ import annotations\nimport gc, re, pathlib, pytest\nfrom functools import cache\n"
+    head = "from __future__ import annotations\nimport re, pathlib, pytest\nfrom functools import cache\n"
+    head += "from diptych.common.collector import set_collector\n"
     (folder / "conftest.py").write_text(f"{head}ROOT = pathlib.Path(__file__).parent\n{SHARED}\nGROUPS = {hooks}")
     (folder / "pytest.ini").write_text("[pytest]\n")
     (folder / "t").mkdir()
     for name, fixture in names:
         (folder / "t" / f"test_{name}.py").write_text(FILE.format(name=name, fixture=fixture))
-    command = [sys.executable, "-P", "-m", "pytest", "-q", *flags, "t"]
+    slow = ("schemathesis", "hypothesispytest", "anyio")  # plugins: to load
+    without = [flag for name in slow for flag in ("-p", f"no:{name}")]
+    command = [sys.executable, "-P", "-m", "pytest", "-q", *without, *flags, "t"]
     env = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}  # of the run we are in
     done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr

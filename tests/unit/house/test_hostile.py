@@ -19,7 +19,16 @@ from diptych_tests.scripts import load_script
 ROOT = Path(__file__).resolve().parents[3]
 hostile = load_script("tests/hostile.py")
 
-COUNTS = "import sys\nn = 0\nwhile True:\n    n += 1\n    open(sys.argv[1], 'w').write(str(n))"
+# Some hundred times a second: two that counted as fast as they can took all the cores from what looks at them.
+COUNTS = """
+import os, sys, time
+n = 0
+while True:
+    n += 1
+    open(sys.argv[1] + ".new", "w").write(str(n))
+    os.replace(sys.argv[1] + ".new", sys.argv[1])
+    time.sleep(0.003)  # sleep: it counts
+"""
 # One process, and none of the plugins that are slow to load.
 FLAGS = ["--pytest=-n 0 -p no:schemathesis -p no:hypothesispytest -p no:anyio"]
 CASES = """

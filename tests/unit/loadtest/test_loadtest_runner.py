@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 
 import msgspec
@@ -24,6 +25,17 @@ from diptych.rpc.v1 import router_pb2
 
 def spec(**more) -> WorkloadSpec:
     return WorkloadSpec(**({"num_requests": 20, "output_len": sizes.fixed(34), "input_len": sizes.fixed(8)} | more))
+
+
+@pytest.mark.parametrize("already", [True, False])
+def test_what_is_exempt_from_garbage_collection_stays_so(scripted, virtual, monkeypatch, already):
+    """Of the process that measures: each later collection of a test process walked all that it had loaded, for a second."""
+    calls = []
+    monkeypatch.setattr(gc, "get_freeze_count", lambda: 7 if already else 0)
+    for name in ("freeze", "disable", "unfreeze", "enable"):
+        monkeypatch.setattr(gc, name, lambda name=name: calls.append(name))
+    virtual(Runner(scripted(), OpenLoop(10.0), seed=3).run(generate(spec(num_requests=1))))
+    assert calls == ["freeze", "disable", *(() if already else ("unfreeze",)), "enable"]
 
 
 @pytest.mark.parametrize("says", ["ids", "usage"])

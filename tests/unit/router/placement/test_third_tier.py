@@ -46,6 +46,7 @@ def test_a_further_tier_is_one_line(tmp_path: Path) -> None:
     ended = subprocess.run(
         [
             sys.executable, "-P", "-m", "pytest", "-q", "-p", "third_tier_plugin", "-p", "no:cacheprovider",
+            "-p", "no:schemathesis",
             "--rootdir", str(ROOT), "-c", str(ROOT / "pyproject.toml"), "-k", LOOKUPS, *files,
         ],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)}, capture_output=True, text=True, timeout=600, check=False,
