@@ -22,7 +22,7 @@ from hypothesis import HealthCheck, settings
 
 from diptych.common.collector import hold_collector, set_collector
 from diptych.common.compiled import LANES_VARIABLE, NativeError, find_compiler
-from diptych_tests import machine
+from diptych_tests import machine, quick_httpx
 
 ROOT = Path(__file__).resolve().parent.parent
 # Pools that a library starts once per process and keeps; they belong to no test.
@@ -47,6 +47,7 @@ _OF_USERS = set(os.environ)
 os.environ.update({name: value for name, value in _OUR_ENV.items() if name not in _OF_USERS})
 # Of what test modules import and pytest collects nothing is garbage; pytest_collection_finish.
 hold_collector()
+quick_httpx.install()
 # An example that exceeds hypothesis' 200 ms, or is slow to generate, only means that the machine is busy.
 settings.register_profile("diptych", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("diptych")

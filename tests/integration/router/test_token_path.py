@@ -205,7 +205,7 @@ async def test_15_3_1_each_token_is_delivered_before_the_next_is_computed(served
 @pytest.mark.parametrize("way", WAYS)
 async def test_15_3_1_all_that_was_computed_is_delivered_while_the_answers_run(served, way, step_s):
     """Steps of any length follow one another freely; where the runner stops, in the middle of the answers, clients have all."""
-    answers, steps, count = 4, 60, 70
+    answers, steps, count = 4, 30, 40
     seen = [0] * answers
 
     async def read(i):
