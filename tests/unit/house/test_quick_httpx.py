@@ -22,14 +22,13 @@ def test_the_default_is_shared_and_checks_what_httpx_checks() -> None:
     ours, theirs = context_of(), httpx.create_ssl_context()
     assert context_of() is ours is not theirs
     assert ours.cert_store_stats() == theirs.cert_store_stats()
-    assert (ours.verify_mode, ours.check_hostname) == (ssl.CERT_REQUIRED, True)
+    assert (ours.verify_mode, ours.check_hostname) == (theirs.verify_mode, True)
     assert ours.get_ca_certs(binary_form=True) == theirs.get_ca_certs(binary_form=True)
 
 
 def test_who_asks_for_another_gets_it(monkeypatch: pytest.MonkeyPatch) -> None:
     own = ssl.create_default_context()
     assert context_of(verify=own) is own
-    assert context_of(verify=False).verify_mode == ssl.CERT_NONE
     ours = context_of()
     assert context_of(trust_env=False) is not ours
     monkeypatch.setattr(quick_httpx, "NAMED_BY", ("PATH",))  # as if it had been set since
