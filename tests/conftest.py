@@ -300,10 +300,12 @@ def gated_cluster(
     cluster_module: ModuleType, gates: object, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[object]:
     """A second cluster: its steps can be held, and its parts may be killed by a test that waits until they are back. It has
-    the trained adapters."""
+    the trained adapters. A step takes few tokens, so that a prompt of several steps is computed soon."""
     from diptych_tests import golden_adapters
 
-    flags = (*gates.flags, *golden_adapters.flags())
+    name, held = gates.flags
+    tokens = f"--max-num-batched-tokens {cluster_module.GATED_STEP_TOKENS}"
+    flags = (name, f"{held} {tokens}", *golden_adapters.flags())
     with cluster_module.running_cluster(tmp_path_factory.mktemp("gated"), *flags) as running:
         yield running
 

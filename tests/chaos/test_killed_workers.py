@@ -16,11 +16,12 @@ import pytest
 
 from diptych.cli.up.processes import ProcessIdentity
 from diptych.client import AsyncClient, DiptychError
+from diptych_tests.clusters import GATED_STEP_TOKENS
 
 pytestmark = pytest.mark.multiproc
 
-LONG_PROMPT = 900
-"""Tokens: more than one step may compute (512), on a machine of any speed."""
+LONG_PROMPT = GATED_STEP_TOKENS + 70
+"""Tokens: more than one step may compute, on a machine of any speed."""
 ANSWER_S, AGAIN_S = 300.0, 240.0
 """Deadlines of what takes seconds on an idle machine."""
 

@@ -12,10 +12,11 @@ import httpx
 import pytest
 
 from diptych.client import AsyncClient, RequestDeadlineError
+from diptych_tests.clusters import GATED_STEP_TOKENS
 
 pytestmark = pytest.mark.multiproc
 
-LONG_PROMPT = 1500
+LONG_PROMPT = 2 * GATED_STEP_TOKENS + 70
 """Tokens: three steps at least, on a machine of any speed."""
 MANY = 1500
 ANSWER_S = 300.0

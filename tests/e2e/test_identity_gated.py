@@ -9,7 +9,7 @@ import pytest
 
 from diptych.client import AsyncClient
 from diptych_tests import golden_adapters, waiting
-from diptych_tests.clusters import KV_BYTES_PER_TOKEN
+from diptych_tests.clusters import GATED_STEP_TOKENS, KV_BYTES_PER_TOKEN
 
 ANSWER_S = 300.0
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.multiproc
 
 async def test_ranges_cross_while_the_prompt_is_computed(gated_cluster, gates, goldens, fresh_prompt):
     """With `--kv-overlap on` the second chunk is held until the first one's KV has been read."""
-    prompt = fresh_prompt(900)
+    prompt = fresh_prompt(GATED_STEP_TOKENS + 70)
     async with AsyncClient(gated_cluster.grpc_address, timeout_s=ANSWER_S) as client:
         received = gated_cluster.audit("decode-0", full=False).kv_bytes_received
         gates.hold(gated_cluster, "prefill-0", after_steps=1)

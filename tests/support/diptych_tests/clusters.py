@@ -34,6 +34,8 @@ AGAIN_S = 240.0
 HELD_S, FREE_S = 300.0, 300.0
 """Until a held step is reached; until nothing is held any more, which takes a second on an idle machine."""
 KV_BYTES_PER_TOKEN = 46_080
+GATED_STEP_TOKENS = 128
+"""The most that a step of the fixture `gated_cluster` takes."""
 OF_USERS: frozenset[str] = frozenset()
 """Variables that were there before this run of the tests, as tests/conftest.py found them."""
 

@@ -244,7 +244,7 @@ class FakeModelCluster(Cluster):
             return await self.usable() == wanted
 
         try:
-            await waiting.until(as_wanted, f"{wanted} are used", deadline_s=deadline_s, every_s=0.02)
+            await waiting.until(as_wanted, f"{wanted} are used", deadline_s=deadline_s, every_s=0.1)
         except TimeoutError as error:
             raise AssertionError(f"{error}: {await self.usable()}\n{self.log()}") from None
 
