@@ -162,9 +162,12 @@ def peak(load: Load, seed: int) -> tuple[float, float]:
     return best, tokens
 
 
-def wrong_refusals(load: Load, trace: Sequence[TraceRequest], most: int, seed: int) -> list[int]:
-    """Numbers of refused attempts, of a sample of `most`, that are served in time when admitted all the same."""
-    refused = [o.request.number for o in run(load, trace) if o.refused is not None]
+def wrong_refusals(
+    load: Load, trace: Sequence[TraceRequest], outcomes: Sequence[Outcome], most: int, seed: int
+) -> list[int]:
+    """Numbers of refused attempts, of a sample of `most`, that are served in time when admitted all the same. `outcomes`: those
+    of the trace."""
+    refused = [o.request.number for o in outcomes if o.refused is not None]
     wrong = []
     for number in random.Random(seed).sample(refused, min(most, len(refused))):
         again = run(load, trace, excused=(number,))
@@ -192,7 +195,7 @@ def measure(load: Load, seed: int = 1, *, admission: str = "on", samples: int = 
     refused = [o for o in outcomes if o.refused is not None]
     waited = [o.refused_at - o.request.at for o in refused]
     short = requests(load, [(4.0, 0.5 * rate), (6.0, 5.0 * rate)], seed + 1)
-    wrong = wrong_refusals(load, short, samples, seed) if admission == "on" else []
+    wrong = wrong_refusals(load, short, run(load, short), samples, seed) if admission == "on" else []
     return {
         "admission": admission,
         "attempts_sent": len(outcomes),

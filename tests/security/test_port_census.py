@@ -203,13 +203,13 @@ def test_another_user_opens_neither_redis_nor_the_secret(cluster) -> None:
     assert all(refused.values()), refused
 
 
-def test_serve_answers_a_stranger_no_more(cluster_module, tmp_path) -> None:
-    with cluster_module.running_serve(tmp_path, "--num-blocks", "64", "--max-model-len", "512") as serving:
-        public = {port_of(serving.http_url), port_of(serving.grpc_address)}
-        own = [(host, port) for host, port in tcp_ports(serving.process.pid) if port not in public]
-        assert [host for host, _ in own] == ["127.0.0.1"]
-        (worker,) = [f"127.0.0.1:{port}" for _, port in own]
-        assert {outcome(worker, method)[0] for method in METHODS} == {grpc.StatusCode.UNAUTHENTICATED}
-        assert not unix_sockets(serving.process.pid)
-        body = {"prompt": "Hello", "max_tokens": 2}
-        assert httpx.post(f"{serving.http_url}/v1/completions", json=body, timeout=WAIT_S).status_code == 200
+def test_serve_answers_a_stranger_no_more(colocated) -> None:
+    urls = (colocated.http_url, colocated.grpc_address, colocated.metrics_url.removesuffix("/metrics"))
+    public = {port_of(url) for url in urls}
+    own = [(host, port) for host, port in tcp_ports(colocated.process.pid) if port not in public]
+    assert [host for host, _ in own] == ["127.0.0.1"]
+    (worker,) = [f"127.0.0.1:{port}" for _, port in own]
+    assert {outcome(worker, method)[0] for method in METHODS} == {grpc.StatusCode.UNAUTHENTICATED}
+    assert not unix_sockets(colocated.process.pid)
+    body = {"prompt": "Hello", "max_tokens": 2}
+    assert httpx.post(f"{colocated.http_url}/v1/completions", json=body, timeout=WAIT_S).status_code == 200

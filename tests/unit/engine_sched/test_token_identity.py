@@ -112,8 +112,9 @@ def test_batched(kit, undisturbed, feature, greedy):
 
 @pytest.mark.parametrize(("feature", "greedy"), CASES)
 def test_chunked_at_every_size(kit, undisturbed, feature, greedy):
-    request = kit.make_request("a", 65, sampling=params(feature, greedy, 6 if feature == "min tokens" else 2))
-    for size in (*range(1, 65),):
+    """Of a prompt of four blocks and a token: each place in a block begins a chunk, and ends one."""
+    request = kit.make_request("a", 17, sampling=params(feature, greedy, 6 if feature == "min tokens" else 2))
+    for size in range(1, 17):
         engine = kit.make_engine(num_blocks=72, long_prefill_token_threshold=size)
         send(engine, request)
         assert observed(kit.run_until_idle(engine)) == undisturbed(request), f"chunks of {size}"
@@ -121,8 +122,8 @@ def test_chunked_at_every_size(kit, undisturbed, feature, greedy):
 
 @pytest.mark.parametrize(("feature", "greedy"), CASES)
 def test_warm_prefix_of_every_length(kit, undisturbed, feature, greedy):
-    request = kit.make_request("a", 30, sampling=params(feature, greedy, 6 if feature == "min tokens" else 3))
-    for warm in range(1, 31):
+    request = kit.make_request("a", 14, sampling=params(feature, greedy, 6 if feature == "min tokens" else 3))
+    for warm in range(1, 15):
         engine = kit.make_engine(num_blocks=64)
         prompt = (*request.prompt.token_ids[:warm], 7, 7, 7)
         send(engine, kit.make_request("warm", prompt, sampling=SamplingParams(max_tokens=1)))

@@ -14,8 +14,9 @@ def test_no_refused_request_would_have_been_in_time(name):
     load = NAMES[name]
     rate = capacity(load)
     trace = requests(load, [(1.0, 0.5 * rate), (4.0, 5.0 * rate)], 11)
-    assert wrong_refusals(load, trace, 4, 11) == []
-    assert any(outcome.refused for outcome in run(load, trace))
+    outcomes = run(load, trace)
+    assert any(outcome.refused for outcome in outcomes)
+    assert wrong_refusals(load, trace, outcomes, 4, 11) == []
 
 
 def test_the_check_finds_a_wrong_refusal(monkeypatch):
@@ -23,7 +24,7 @@ def test_the_check_finds_a_wrong_refusal(monkeypatch):
     monkeypatch.setattr("diptych.router.fairness.prompt_speeds.HEADROOM", 0.1)
     load = NAMES["target"]
     trace = requests(load, [(3.0, 0.5 * capacity(load)), (5.0, 1.5 * capacity(load))], 11)
-    assert wrong_refusals(load, trace, 20, 11) != []
+    assert wrong_refusals(load, trace, run(load, trace), 20, 11) != []
 
 
 def test_accepted_requests_keep_their_target_and_a_modest_tenant_is_unharmed():
