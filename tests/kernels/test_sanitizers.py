@@ -91,7 +91,8 @@ def mutated(name: str, folder: Path) -> Path:
         path.write_text(text.replace(right, wrong))
     lanes = 4 if name.startswith("decoder") else None
     how = BOTH if any("runtime error" in said for *_, said in MUTATIONS[name]) else ADDRESS
-    return sanitized(sources, how, folder / name).build(folder / "built", "gcc", lanes)
+    # Compiled once on a machine, as the others are: the name of a library follows from what its sources say.
+    return sanitized(sources, how, folder / name).build(cache_dir() / "native", "gcc", lanes)
 
 
 def run(sanitizer: str, libraries: list[tuple[str, Path]]) -> Mapping[str, str]:
