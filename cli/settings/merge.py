@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import functools
 import json
 import math
 import os
@@ -103,6 +104,12 @@ def _check_given_once(tree: Any) -> None:
             seen.add(key.value)
 
 
+@functools.cache
+def hints_of(cls: type) -> Mapping[str, Any]:
+    """The types of a class's fields, each evaluated once: not to be changed."""
+    return typing.get_type_hints(cls)
+
+
 def merge(
     cls: type[Config],
     command_line: Mapping[str, Any],
@@ -120,7 +127,7 @@ def merge(
     Raises: ConfigError for an unknown key or a value of the wrong type.
     """
     fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
-    hints = typing.get_type_hints(cls)
+    hints = hints_of(cls)  # type: ignore[arg-type]
     values: dict[str, Any] = {}
     sources: dict[str, str] = {}
     for key, value in (file or {}).items():

@@ -29,7 +29,7 @@ WRONG: list[Any] = [
 
 
 def hint_of(cls: type, name: str) -> Any:
-    return typing.get_type_hints(cls)[name]
+    return settings.hints_of(cls)[name]
 
 
 def needed(cls: type) -> dict[str, Any]:
