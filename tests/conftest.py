@@ -6,7 +6,6 @@ import asyncio
 import os
 import re
 import shutil
-import ssl
 import subprocess
 import threading
 import time
@@ -16,7 +15,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import certifi
 import pytest
 from hypothesis import HealthCheck, settings
 
@@ -54,26 +52,6 @@ settings.load_profile("diptych")
 # Otherwise pytest-asyncio makes the policy create a loop for the main thread that is never closed.
 _main_loop = asyncio.new_event_loop()
 asyncio.set_event_loop(_main_loop)
-
-
-_make_context = ssl.create_default_context
-
-
-_AUTHORITIES = os.environ.get("SSL_CERT_FILE") or certifi.where()
-
-
-@cache
-def _public_authorities() -> ssl.SSLContext:
-    return _make_context(cafile=_AUTHORITIES)
-
-
-def _context(*args: Any, **more: Any) -> ssl.SSLContext:
-    """httpx makes one for each client, though its URL is http, and reads all public authorities: 30 ms of CPU for each poll of
-    a status. In this process they are read once."""
-    return _public_authorities() if not args and more == {"cafile": _AUTHORITIES} else _make_context(*args, **more)
-
-
-ssl.create_default_context = _context
 
 
 @pytest.hookimpl(optionalhook=True)
