@@ -78,28 +78,33 @@ async def test_every_way_to_ask_gives_the_same(client: AsyncClient, cluster, gol
     """HTTP, gRPC, and both clients straight from the decode worker: the same ids and text."""
     golden = max(goldens, key=lambda g: len(g.prompt))
     options = {
-        "token_ids": golden.prompt[:200],
-        "max_tokens": 24,
+        "token_ids": golden.prompt[:120],
+        "max_tokens": 16,
         "temperature": temperature,
         "seed": 11,
         "ignore_eos": True,
         "local_prefill_max_tokens": 0,
     }
     routed = await client.generate(**options)
-    async with AsyncClient(cluster.grpc_address, timeout_s=300.0, lookaside=True) as direct:
-        alone = await direct.generate(**options, explain=True)
-        together = await asyncio.gather(*(direct.generate(**options) for _ in range(6)))
-        assert direct._lookaside._streams, "no answer came straight from decode"
 
     def ask_sync() -> Completion:
         with Client(cluster.grpc_address, lookaside=True) as sync:
             return sync.generate(**options)
 
-    synced = await asyncio.to_thread(ask_sync)
     body = {name: value for name, value in options.items() if name != "token_ids"}
     body |= {"prompt": list(options["token_ids"]), "model": cluster.model, "return_token_ids": True}
-    async with httpx.AsyncClient(base_url=cluster.http_url, timeout=300.0) as http:
-        choice = (await http.post("/v1/completions", json=body)).json()["choices"][0]
+    async with (
+        AsyncClient(cluster.grpc_address, timeout_s=300.0, lookaside=True) as direct,
+        httpx.AsyncClient(base_url=cluster.http_url, timeout=300.0) as http,
+    ):
+        alone = await direct.generate(**options, explain=True)
+        answered, synced, *together = await asyncio.gather(
+            http.post("/v1/completions", json=body),
+            asyncio.to_thread(ask_sync),
+            *(direct.generate(**options) for _ in range(6)),
+        )
+        assert direct._lookaside._streams, "no answer came straight from decode"
+    choice = answered.json()["choices"][0]
     assert alone.explanation is not None
     assert alone.explanation.placement
     for answer in (alone, synced, *together):
