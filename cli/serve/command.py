@@ -35,13 +35,15 @@ def run_serve(config: ServeConfig, model: Path, name: str) -> int:
     """Serve until a signal. Returns: 143 after SIGTERM, 130 after SIGINT. Raises: ConfigError."""
     setup_logging(role="serve")
     with temporary_folder("diptych-serve-") as folder:
-        secret = Path(folder) / "secret"
-        create_secret(secret)
-        code: int = uvloop.run(_serve(config, model, name, secret))
+        own = Path(folder) / "secret"
+        create_secret(own)
+        secret = Path(config.secret_file) if config.nnodes > 1 else own
+        code: int = uvloop.run(_serve(config, model, name, secret, Path(folder)))
     return code
 
 
-async def _serve(config: ServeConfig, model: Path, name: str, secret: Path) -> int:
+async def _serve(config: ServeConfig, model: Path, name: str, secret: Path, folder: Path) -> int:
+    """Args: folder: of this process alone."""
     sys.setswitchinterval(switch_interval_s(config.device))
     stop, hurry = asyncio.Event(), asyncio.Event()
     received: list[int] = []
@@ -61,7 +63,7 @@ async def _serve(config: ServeConfig, model: Path, name: str, secret: Path) -> i
     stopping.cancel()
     if not loading.done():
         # The loading thread cannot be stopped, and an orderly end would wait for it.
-        shutil.rmtree(secret.parent, ignore_errors=True)
+        shutil.rmtree(folder, ignore_errors=True)
         exit_at_once(128 + received[0])
     loaded = loading.result()
     set_collector()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ WORKER_ID = "local"
 _WORKER = WorkerConfig()
 """Source of the defaults of a worker's settings."""
 _ALWAYS_LOCAL = 2**31 - 1
+_OF_HOSTS = ("cluster_ca", "cluster_cert", "cluster_key", "cluster_tls_name")
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class ServeConfig:
             with 400.
         tls_cert: PEM file with the certificate of both servers; if set, clients must use TLS.
         tls_key: PEM file with the key of tls_cert.
-        insecure: allow a `host` that other machines can reach without keys or TLS.
+        insecure: allow a `host` that other machines can reach without keys or TLS, and a `master_addr` without cluster_cert.
         device: cpu or cuda.
         dtype: of weights and computation: float32, float16, bfloat16, or auto: on a GPU the checkpoint's, on a CPU
             float32.
@@ -64,8 +65,18 @@ class ServeConfig:
         tensor_parallel_size: ranks that divide each layer's heads and columns among themselves; each is a process, on a GPU of
             its own.
         pipeline_parallel_size: stages that divide the layers among themselves; each has tensor_parallel_size ranks.
-        devices: the GPU of each rank, as indices among those that CUDA shows: 0,1; two ranks may share one. Empty: the first
-            ones.
+        devices: the GPU of each rank of this host, as indices among those that CUDA shows: 0,1; two ranks may share one. Empty:
+            the first ones.
+        nnodes: hosts that the ranks are divided among. This server is node 0; each of the others runs `diptych rank`.
+        master_addr: address of this host at which the others join, of a private network; with nnodes only. Not set:
+            MASTER_ADDR.
+        master_port: port for that; the one after it is used, too. Not set: MASTER_PORT, or 29500.
+        join_timeout_s: until all hosts have joined.
+        secret_file: the secret that all hosts have; with nnodes only.
+        cluster_ca: PEM file with the CA for mTLS between the hosts.
+        cluster_cert: PEM file with this host's certificate for it.
+        cluster_key: PEM file with the key of cluster_cert.
+        cluster_tls_name: name that all their certificates hold.
         rank_silence_s: seconds without a sign of life of any rank, while a step runs, after which the server gives up.
         scheduling_policy: sojourn (no request later than under equal shares), fcfs, priority, sjf or fair.
         enable_lora: serve LoRA adapters beside the model.
@@ -121,6 +132,15 @@ class ServeConfig:
     tensor_parallel_size: int = _WORKER.tensor_parallel_size
     pipeline_parallel_size: int = _WORKER.pipeline_parallel_size
     devices: str = _WORKER.devices
+    nnodes: int = _WORKER.nnodes
+    master_addr: str = field(default="", metadata={"variable": "MASTER_ADDR", "with": "nnodes"})
+    master_port: int = field(default=_WORKER.master_port, metadata={"variable": "MASTER_PORT", "with": "nnodes"})
+    join_timeout_s: float = _WORKER.join_timeout_s
+    secret_file: str = ""
+    cluster_ca: str = ""
+    cluster_cert: str = ""
+    cluster_key: str = ""
+    cluster_tls_name: str = ""
     rank_silence_s: float = _WORKER.rank_silence_s
     scheduling_policy: str = _WORKER.scheduling_policy
     enable_lora: bool = _WORKER.enable_lora
@@ -144,6 +164,8 @@ class ServeConfig:
             raise ConfigError("grpc_port", self.grpc_port, "must differ from http_port")
         if self.metrics_port and self.metrics_port in (self.http_port, self.grpc_port):
             raise ConfigError("metrics_port", self.metrics_port, "must differ from http_port and grpc_port")
+        if self.nnodes > 1 and not self.secret_file:
+            raise ConfigError("secret_file", "", "is needed with nnodes: all hosts have the same one")
         if self.lora_modules and not self.enable_lora:
             raise ConfigError("lora_modules", ", ".join(self.lora_modules), "needs enable_lora")
 
@@ -155,6 +177,8 @@ class ServeConfig:
         """Settings of router and worker. Raises: ConfigError naming the field."""
         own: dict[str, Any] = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         own |= {"model": model, "served_model_name": name, "secret_file": secret_file}
+        if self.nnodes == 1:  # what is said to the parts of a cluster, in variables, is not meant for this process
+            own |= dict.fromkeys(_OF_HOSTS, "")
 
         def known(cls: type) -> dict[str, Any]:
             names = {field.name for field in dataclasses.fields(cls)}
@@ -171,7 +195,7 @@ class ServeConfig:
         )
         inside = {
             "host": loopback_beside(self.host),
-            "insecure": False,
+            "insecure": self.insecure and self.nnodes > 1,
             "role": "decode",
             "worker_id": WORKER_ID,
             "transport": "inproc",

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
+import sys
 from pathlib import Path
 from typing import Any
 
 import httpx
 import psutil
 import pytest
+import trustme
 from tokenizers import Tokenizer, models, pre_tokenizers
 
+from diptych.cli.up.processes import spawn
 from diptych.common.request import Prompt
 from diptych.common.sampling import SamplingParams
+from diptych.common.secret import create_secret
 from diptych.engine.messages import EngineRequest
+from diptych_tests.clusters import free_port_pair
 from diptych_tests.lora import adapter_engine
 from diptych_tests.quantized import write_llama
 
@@ -143,3 +149,39 @@ async def test_23_one_server_of_ranks_answers_as_one_process(
     with cluster_module.running_serve(tmp_path, "--model", str(model), *FLAGS, *flags.split()) as serving:
         assert await ask(serving.http_url) == alone
         assert await ask(serving.http_url) == alone
+
+
+def certificates(folder: Path) -> tuple[str, ...]:
+    """Flags with one for all hosts."""
+    authority = trustme.CA()
+    own = authority.issue_cert("diptych", "127.0.0.1")
+    files = {name: folder / f"{name}.pem" for name in ("ca", "cert", "key")}
+    authority.cert_pem.write_to_path(str(files["ca"]))
+    own.private_key_pem.write_to_path(str(files["key"]))
+    own.cert_chain_pems[0].write_to_path(str(files["cert"]))
+    return *(f"--cluster-{name}={file}" for name, file in files.items()), "--cluster-tls-name=diptych"
+
+
+@pytest.mark.slow
+async def test_23_a_server_on_two_hosts_answers_over_tls_and_ends_with_both(
+    cluster_module: Any, tmp_path: Path, model: Path, alone: list[list[int]]
+) -> None:
+    create_secret(tmp_path / "secret")
+    port = free_port_pair("127.0.0.2")
+    where = ("--master-addr=127.0.0.2", f"--master-port={port}", "--nnodes=2", f"--secret-file={tmp_path / 'secret'}")
+    shared = (*where, "--tensor-parallel-size=2", "--pipeline-parallel-size=2", *certificates(tmp_path))
+    command = [sys.executable, "-P", "-m", "diptych.cli", "rank", "--node-rank=1", "--host=127.0.0.3", *shared]
+    other = spawn(command, log=tmp_path / "rank.log", env=dict(os.environ), cwd=tmp_path)
+    try:
+        more = (*FLAGS, *shared, "--rank-silence-s=240")
+        with cluster_module.running_serve(tmp_path, "--model", str(model), *more) as serving:
+            assert await ask(serving.http_url) == alone
+            ranks = [*ranks_of(serving.process.pid), *ranks_of(other.pid)]
+            assert len(ranks) == 4
+            serving.process.terminate()
+            assert await asyncio.to_thread(serving.process.wait, ANSWER_S) == 128 + signal.SIGTERM, serving.log()
+        assert await asyncio.to_thread(other.wait, ANSWER_S) == 0, (tmp_path / "rank.log").read_text()
+        assert not any(rank.is_running() for rank in ranks)
+    finally:
+        other.kill()
+        other.wait()

@@ -313,7 +313,9 @@ class Nodes:
             sock, address = listener.accept()
         except BlockingIOError:
             return
-        except OSError as error:  # too many open files
+        except OSError as error:
+            if listener.fileno() < 0:
+                return  # all have joined
             _log.warning("a host could not be accepted: %s", error)
             self._closing.wait(POLL_S)
             return

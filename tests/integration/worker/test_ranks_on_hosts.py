@@ -15,12 +15,12 @@ from typing import Any
 import psutil
 import pytest
 
-from diptych.cli.up.processes import free_port, require_free_port
 from diptych.common.errors import ConfigError
 from diptych.common.sampling import SamplingParams
 from diptych.engine.executor import ExecutorLost
 from diptych.engine.messages import ScheduledSeq
 from diptych.worker.model import LoadedModel, load_model
+from diptych_tests.clusters import free_port_pair
 from diptych_tests.pd import SECRET_FILE, worker_config
 from diptych_tests.quantized import write_llama
 from diptych_tests.waiting import wait_until
@@ -29,18 +29,6 @@ pytestmark = pytest.mark.multiproc
 MASTER, OTHER = "127.0.0.2", "127.0.0.3"
 GREEDY = SamplingParams(9, temperature=0.0, ignore_eos=True)
 PROMPT = list(range(40, 80))
-
-
-def free_ports() -> int:
-    """A port that is free, like the one after it."""
-    for _ in range(100):
-        port = free_port(MASTER)
-        try:
-            require_free_port("master_port", MASTER, port + 1)
-        except ConfigError:
-            continue
-        return port
-    raise AssertionError("no two ports in a row are free")
 
 
 def settings_of(folder: Path) -> dict[str, Any]:
@@ -63,7 +51,13 @@ class OtherHost:
     log: Path
 
     def worker(self, folder: Path, **more: Any) -> LoadedModel:
-        where = {"nnodes": 2, "master_addr": MASTER, "master_port": self.port, "join_timeout_s": 240.0}
+        where = {
+            "nnodes": 2,
+            "master_addr": MASTER,
+            "master_port": self.port,
+            "join_timeout_s": 240.0,
+            "rank_silence_s": 240.0,
+        }
         return load_model(worker_config("prefill", "p", **settings_of(folder), **where, **more))
 
     @property
@@ -76,7 +70,7 @@ def other_host(tmp_path: Path) -> Iterator[Callable[..., OtherHost]]:
     started: list[subprocess.Popen[bytes]] = []
 
     def start(*flags: str) -> OtherHost:
-        port, log = free_ports(), tmp_path / "rank.log"
+        port, log = free_port_pair(MASTER), tmp_path / "rank.log"
         usual = {"MASTER_ADDR": MASTER, "MASTER_PORT": str(port), "NODE_RANK": "1", "NNODES": "2"}
         command = [
             sys.executable,

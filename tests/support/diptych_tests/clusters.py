@@ -16,11 +16,12 @@ from pathlib import Path
 import grpc
 import httpx
 
-from diptych.cli.up.processes import ProcessIdentity, free_port, spawn
+from diptych.cli.up.processes import ProcessIdentity, free_port, require_free_port, spawn
 from diptych.cli.up.run_folder import ChildState, ClusterState, RunFolder
 from diptych.cli.worker_access import WorkerAccess
 from diptych.client import AsyncClient, DiptychError
 from diptych.common.compiled import LANES_VARIABLE
+from diptych.common.errors import ConfigError
 from diptych.common.secret import load_secret
 from diptych.rpc.v1 import worker_pb2, worker_pb2_grpc
 from diptych_tests import waiting
@@ -277,6 +278,16 @@ class Serving:
 
     def log(self) -> str:
         return self.output.read_text(errors="replace")
+
+
+def free_port_pair(host: str) -> int:
+    """A port that is free, like the one after it: for the hosts of a worker."""
+    for _ in range(100):
+        port = free_port(host)
+        with contextlib.suppress(ConfigError):
+            require_free_port("port", host, port + 1)
+            return port
+    raise AssertionError("no two ports in a row are free")
 
 
 @contextlib.contextmanager

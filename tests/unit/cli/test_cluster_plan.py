@@ -234,3 +234,18 @@ def test_serve_gives_its_worker_the_settings_of_adapters(tmp_path: Path) -> None
         ServeConfig(metrics_port=8000)
     with pytest.raises(ConfigError, match="lora_dir"):
         ServeConfig(enable_lora=True)
+
+
+def test_23_a_server_on_several_hosts_shows_them_the_secret_and_certificates_that_are_named() -> None:
+    """Variables that are there for the parts of a cluster change nothing where there is one host."""
+    files = {"cluster_ca": "ca", "cluster_cert": "cert", "cluster_key": "key", "cluster_tls_name": "name"}
+    hosts = {"nnodes": 2, "pipeline_parallel_size": 2, "master_addr": "10.0.0.7", "secret_file": "secret"}
+    for part in ServeConfig(**hosts, **files).parts(model="", name="", secret_file="secret"):
+        assert {name: getattr(part, name) for name in files} == files
+    for part in ServeConfig(secret_file="other", **files).parts(model="", name="", secret_file="own"):
+        assert not any(getattr(part, name) for name in files)
+        assert part.secret_file == "own"
+    with pytest.raises(ConfigError, match="secret_file"):
+        ServeConfig(**hosts | {"secret_file": ""}, insecure=True)
+    with pytest.raises(ConfigError, match="master_addr"):
+        ServeConfig(**hosts)

@@ -297,20 +297,23 @@ def test_with_certificates_both_sides_must_have_one_of_the_authority(listen: Sta
 # ---- an executor over two hosts ----
 
 
-def executor_over(nodes: Nodes, *, sampler: int = 0, factory: str = FACTORY, pool: Any = POOL) -> RanksExecutor:
-    return RanksExecutor([RankSpec(factory, pool, ENV)], sampler=sampler, deadline_s=GENEROUS_S, nodes=nodes)
+def executor_over(
+    nodes: Nodes, *, sampler: int = 0, factory: str = FACTORY, pool: Any = POOL, silence_s: float = GENEROUS_S
+) -> RanksExecutor:
+    specs = [RankSpec(factory, pool, ENV)]
+    return RanksExecutor(specs, sampler=sampler, deadline_s=GENEROUS_S, silence_s=silence_s, nodes=nodes)
 
 
 @pytest.fixture
 def two_hosts(listen: Start, stack: ExitStack) -> Start:
     """two_hosts() -> (executor, nodes, the running node)."""
 
-    def start(**more: Any) -> tuple[RanksExecutor, Nodes, Running]:
+    def start(silence_s: float = GENEROUS_S, **more: Any) -> tuple[RanksExecutor, Nodes, Running]:
         nodes = listen()
         running = node_for(nodes, **more)
         nodes.gather(GENEROUS_S)
         nodes.start(POOL)
-        executor = executor_over(nodes)
+        executor = executor_over(nodes, silence_s=silence_s)
         stack.callback(executor.close)
         return executor, nodes, running
 
@@ -421,7 +424,7 @@ def test_23_kv_of_a_computed_layer_crosses_while_the_others_are_computed(
 
 @pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSTOP])
 def test_23_a_lost_rank_of_another_host_ends_all_of_them(two_hosts: Start, signum: int) -> None:
-    executor, _, running = two_hosts()
+    executor, _, running = two_hosts(silence_s=3.0)
     reasons: list[str] = []
     executor.on_lost(reasons.append)
     [own] = [rank.process for rank in executor._started()]
