@@ -10,7 +10,9 @@ programs end so; rows that decode have several, and each slot's weights are read
 What a row gets depends on its x, its slot's weights and the launch's shape alone. With `invariant` this shape is one for any
 number of rows, so that no bit depends on the rest of the step either. Rows without an adapter keep their bits.
 
-The inputs are cut into shares; `lora_expand` adds their sums up in order.
+The inputs are cut into shares; who reads them adds up their sums in order. Where A lies behind the layer's own weight, as
+engine.exec.cuda.adapted keeps it, the projection computes x @ a.T of all slots itself, and `lora_shrink` is not needed. In
+a step of few rows `rms_norm` and `rope_write` add what `lora_expand` does.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
@@ -25,9 +27,8 @@ import triton.language as tl
 from torch import Tensor
 
 from diptych.kernels.pdl import begin, use_pdl
+from diptych.kernels.triton_lora_rows import LoraDelta, LoraWeights, check_adapters, known_t, ranks_in_dots, ranks_of_b
 from diptych.kernels.triton_norm import ACTIVATIONS, gated, summed
-
-MAX_PARTS = 3
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -91,30 +92,20 @@ def _shrink_kernel(
 
 
 @triton.jit
-def _rows_of_b(b_ptr, slot, rank, column, real_column, columns, RANK: tl.constexpr, RANKS: tl.constexpr):
-    """[RANKS, columns] of a slot; zeros behind `rank`."""
-    r = tl.arange(0, RANKS)
-    at = b_ptr + (r[:, None].to(tl.int64) + slot * RANK) * columns + column[None, :]
-    return tl.load(at, mask=(r < rank)[:, None] & real_column[None, :], other=0.0)
-
-
-@triton.jit
 def _expanded(
-    acc, b, t_ptr, row, mine, part, rank, num_rows, width, RANK: tl.constexpr, RANKS: tl.constexpr, SPLITS: tl.constexpr
-):
+    acc, b, t_ptr, row, mine, slot, part, rank, stride_split, stride_row, stride_slot,
+    RANK: tl.constexpr, RANKS: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
     """acc, with what the slot of b adds to a part where rows are `mine`."""
     r = tl.arange(0, RANKS)
     known = mine[:, None] & (r < rank)[None, :]
-    row_64 = row[:, None].to(tl.int64)
-    at = part * RANK + r[None, :]
-    t = tl.load(t_ptr + row_64 * width + at, mask=known, other=0.0)
-    for split in tl.static_range(1, SPLITS):
-        t += tl.load(t_ptr + (row_64 + split * num_rows) * width + at, mask=known, other=0.0)
+    at = slot * stride_slot + part * RANK + r[None, :]
+    t = known_t(t_ptr, row[:, None].to(tl.int64), at, known, stride_split, stride_row, SPLITS)
     some = tl.dot(t.to(b.dtype), b, input_precision="ieee")
     return tl.where(mine[:, None], some, acc)
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(do_not_specialize=["num_rows", "stride_t_split"])
 def _expand_kernel(
     out_ptr,
     t_ptr,
@@ -123,6 +114,10 @@ def _expand_kernel(
     adapters_ptr,
     num_rows,
     columns,
+    stride_out,
+    stride_t_split,
+    stride_t_row,
+    stride_t_slot,
     slots,
     end_0,
     end_1,
@@ -153,11 +148,26 @@ def _expand_kernel(
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     if SLOTS == 1:
         rank = tl.load(ranks_ptr + first_slot * PARTS + part, mask=needed, other=0)
-        b = _rows_of_b(b_ptr, first_slot, rank, column, real_column, columns, RANK, RANKS)
+        b = ranks_of_b(b_ptr, first_slot, 0, rank, column, real_column, columns, RANK, RANKS)
         begin(PDL)
         if rank == 0:
             return
-        acc = _expanded(acc, b, t_ptr, row, mine, part, rank, num_rows, PARTS * RANK, RANK, RANKS, SPLITS)
+        acc = _expanded(
+            acc,
+            b,
+            t_ptr,
+            row,
+            mine,
+            first_slot,
+            part,
+            rank,
+            stride_t_split,
+            stride_t_row,
+            stride_t_slot,
+            RANK,
+            RANKS,
+            SPLITS,
+        )
     else:
         begin(PDL)
         if needed == 0:
@@ -166,15 +176,30 @@ def _expand_kernel(
             its = adapter == slot
             rank = tl.load(ranks_ptr + slot * PARTS + part)
             if (tl.sum(its.to(tl.int32), 0) != 0) & (rank != 0):
-                b = _rows_of_b(b_ptr, slot, rank, column, real_column, columns, RANK, RANKS)
-                acc = _expanded(acc, b, t_ptr, row, its, part, rank, num_rows, PARTS * RANK, RANK, RANKS, SPLITS)
-    out_at = out_ptr + row[:, None].to(tl.int64) * columns + column[None, :]
+                b = ranks_of_b(b_ptr, slot, 0, rank, column, real_column, columns, RANK, RANKS)
+                acc = _expanded(
+                    acc,
+                    b,
+                    t_ptr,
+                    row,
+                    its,
+                    slot,
+                    part,
+                    rank,
+                    stride_t_split,
+                    stride_t_row,
+                    stride_t_slot,
+                    RANK,
+                    RANKS,
+                    SPLITS,
+                )
+    out_at = out_ptr + row[:, None].to(tl.int64) * stride_out + column[None, :]
     mask = mine[:, None] & real_column[None, :]
     y = tl.load(out_at, mask=mask, other=0.0).to(tl.float32) + acc
     tl.store(out_at, y.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["num_rows", "stride_split"])
+@triton.jit(do_not_specialize=["num_rows", "stride_split", "stride_t_split"])
 def _gate_mul_kernel(
     x_ptr,
     out_ptr,
@@ -184,7 +209,11 @@ def _gate_mul_kernel(
     adapters_ptr,
     num_rows,
     size,
+    stride_x,
     stride_split,
+    stride_t_split,
+    stride_t_row,
+    stride_t_slot,
     slots,
     RANK: tl.constexpr,
     RANKS: tl.constexpr,
@@ -211,17 +240,21 @@ def _gate_mul_kernel(
         adds = needed & (first_slot >= 0)
         gate_rank = tl.load(ranks_ptr + first_slot * 2, mask=adds, other=0)
         up_rank = tl.load(ranks_ptr + first_slot * 2 + 1, mask=adds, other=0)
-        gate_b = _rows_of_b(b_ptr, first_slot, gate_rank, column, real_column, 2 * size, RANK, RANKS)
-        up_b = _rows_of_b(b_ptr, first_slot, up_rank, size + column, real_column, 2 * size, RANK, RANKS)
+        gate_b = ranks_of_b(b_ptr, first_slot, 0, gate_rank, column, real_column, 2 * size, RANK, RANKS)
+        up_b = ranks_of_b(b_ptr, first_slot, 0, up_rank, size + column, real_column, 2 * size, RANK, RANKS)
         begin(PDL)
         if needed == 0:
             return
         if gate_rank != 0:
             gate_more = _expanded(
-                gate_more, gate_b, t_ptr, row, mine, 0, gate_rank, num_rows, 2 * RANK, RANK, RANKS, SPLITS
-            )
+                gate_more, gate_b, t_ptr, row, mine, first_slot, 0, gate_rank,
+                stride_t_split, stride_t_row, stride_t_slot, RANK, RANKS, SPLITS,
+            )  # fmt: skip
         if up_rank != 0:
-            up_more = _expanded(up_more, up_b, t_ptr, row, mine, 1, up_rank, num_rows, 2 * RANK, RANK, RANKS, SPLITS)
+            up_more = _expanded(
+                up_more, up_b, t_ptr, row, mine, first_slot, 1, up_rank,
+                stride_t_split, stride_t_row, stride_t_slot, RANK, RANKS, SPLITS,
+            )  # fmt: skip
     else:
         begin(PDL)
         if needed == 0:
@@ -231,15 +264,19 @@ def _gate_mul_kernel(
             present = tl.sum(its.to(tl.int32), 0) != 0
             gate_rank, up_rank = tl.load(ranks_ptr + slot * 2), tl.load(ranks_ptr + slot * 2 + 1)
             if present & (gate_rank != 0):
-                b = _rows_of_b(b_ptr, slot, gate_rank, column, real_column, 2 * size, RANK, RANKS)
+                b = ranks_of_b(b_ptr, slot, 0, gate_rank, column, real_column, 2 * size, RANK, RANKS)
                 gate_more = _expanded(
-                    gate_more, b, t_ptr, row, its, 0, gate_rank, num_rows, 2 * RANK, RANK, RANKS, SPLITS
-                )
+                    gate_more, b, t_ptr, row, its, slot, 0, gate_rank,
+                    stride_t_split, stride_t_row, stride_t_slot, RANK, RANKS, SPLITS,
+                )  # fmt: skip
             if present & (up_rank != 0):
-                b = _rows_of_b(b_ptr, slot, up_rank, size + column, real_column, 2 * size, RANK, RANKS)
-                up_more = _expanded(up_more, b, t_ptr, row, its, 1, up_rank, num_rows, 2 * RANK, RANK, RANKS, SPLITS)
+                b = ranks_of_b(b_ptr, slot, 0, up_rank, size + column, real_column, 2 * size, RANK, RANKS)
+                up_more = _expanded(
+                    up_more, b, t_ptr, row, its, slot, 1, up_rank,
+                    stride_t_split, stride_t_row, stride_t_slot, RANK, RANKS, SPLITS,
+                )  # fmt: skip
     mask = mine[:, None] & real_column[None, :]
-    at = x_ptr + row[:, None].to(tl.int64) * (2 * size) + column[None, :]
+    at = x_ptr + row[:, None].to(tl.int64) * stride_x + column[None, :]
     gate = summed(at, mask, stride_split, BASE_SPLITS, dtype)
     up = summed(at + size, mask, stride_split, BASE_SPLITS, dtype)
     with_one = (adapter >= 0)[:, None]
@@ -248,48 +285,6 @@ def _gate_mul_kernel(
     up = tl.where(with_one, (up + up_more).to(dtype).to(tl.float32), up)
     out_at = out_ptr + row[:, None].to(tl.int64) * size + column[None, :]
     tl.store(out_at, gated(gate, up, ACTIVATION).to(dtype), mask=mask)
-
-
-@dataclass(frozen=True, slots=True)
-class LoraWeights:
-    """Of one layer; see engine.exec.lora.LoraSlots.
-
-    Args:
-        a: [slots, parts, max_rank, inputs], contiguous. b: [slots, outputs, max_rank], whose outputs follow each other in memory.
-        ranks: [slots, parts] int32: what of the ranks is looked at.
-        part_outputs: of each part.
-    """
-
-    a: Tensor
-    b: Tensor
-    ranks: Tensor
-    part_outputs: tuple[int, ...]
-
-    def __post_init__(self) -> None:
-        num_slots, parts, max_rank, _ = self.a.shape
-        outputs = sum(self.part_outputs)
-        if parts != len(self.part_outputs) or parts > MAX_PARTS or self.b.shape != (num_slots, outputs, max_rank):
-            raise ValueError(f"a {tuple(self.a.shape)} does not fit b {tuple(self.b.shape)} of {self.part_outputs}")
-        if not (self.a.is_contiguous() and self.b.transpose(1, 2).is_contiguous() and self.ranks.is_contiguous()):
-            raise ValueError("rows of a and b.transpose(1, 2) must follow each other in memory")
-        if self.ranks.shape != (num_slots, parts) or self.ranks.dtype != torch.int32:
-            raise ValueError(f"ranks {tuple(self.ranks.shape)} {self.ranks.dtype} are not {num_slots} x {parts} int32")
-
-    @property
-    def num_slots(self) -> int:
-        return self.a.shape[0]
-
-    @property
-    def max_rank(self) -> int:
-        return self.a.shape[2]
-
-    @property
-    def inputs(self) -> int:
-        return self.a.shape[3]
-
-    @property
-    def outputs(self) -> int:
-        return self.b.shape[1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -312,15 +307,15 @@ _FEW_INPUTS = 4096
 """Of more, a program takes twice as many: else there would be more sums to add up than programs are worth."""
 _EARLY_ELEMENTS = 8 << 10
 """Of a share's weights, of 2 bytes each, that a program holds in registers."""
-_FEW_ROWS = 16
 _DECODE = 64
-"""Rows that are likely to have many adapters: a program of the second launch has one slot then, else all of them."""
+"""Rows that are likely to have many adapters: a program of the second launch has one slot then, else all of them. They are
+sorted by adapter (see engine.exec.cuda.batch), so that of few rows most programs end at once."""
 
 
 def lora_shape(num_rows: int, num_slots: int, *, invariant: bool) -> LoraShape:
     """Args: num_slots: of the weights. invariant: a row's bits depend on no other row."""
     slots = 1 if num_rows <= _DECODE else num_slots + 1
-    if invariant or num_rows > _FEW_ROWS:  # how slots are shared out changes no bit
+    if invariant or num_rows > _DECODE:  # how slots are shared out changes no bit
         return LoraShape(64, 64, slots)
     return LoraShape(16, 128, slots)
 
@@ -329,16 +324,6 @@ def share_of(inputs: int, num_rows: int, *, invariant: bool) -> int:
     """Inputs of one program of the first launch. Many rows are programs enough, and then there are fewer sums to add up."""
     share = _SHARE if inputs <= _FEW_INPUTS else 2 * _SHARE
     return share if invariant or num_rows <= _DECODE else 4 * share
-
-
-def _ranks(max_rank: int) -> int:
-    """Whole dots."""
-    return max(16, int(triton.next_power_of_2(max_rank)))
-
-
-def _check_rows(rows: int, adapters: Tensor) -> None:
-    if adapters.shape != (rows,) or adapters.dtype != torch.int32 or not adapters.is_contiguous():
-        raise ValueError(f"{rows} rows, adapters {tuple(adapters.shape)} {adapters.dtype}")
 
 
 def lora_room(x: Tensor, weights: LoraWeights, *, invariant: bool = False) -> Tensor:
@@ -352,28 +337,27 @@ def lora_room(x: Tensor, weights: LoraWeights, *, invariant: bool = False) -> Te
 
 def lora_shrink(
     x: Tensor, weights: LoraWeights, adapters: Tensor, *, room: Tensor | None = None, invariant: bool = False
-) -> Tensor:
+) -> LoraDelta:
     """x @ a[slot].T of each row, in shares of the inputs.
 
     Args:
         x: [rows, inputs], weights' dtype, contiguous in the last dim. adapters: [rows] int32: the slot of each row, -1: none.
         room: of lora_room, where a projection of the same x, and nothing else, was launched since; None: anything may have been.
         invariant: see lora_shape.
-    Returns: [shares, rows, parts * max_rank] fp32, whose sum over the shares is meant. Rows without an adapter, and parts that
-        the adapter leaves alone, hold anything.
+    Returns: t: [shares, rows, parts * max_rank] fp32.
     Raises: ValueError on a shape or dtype mismatch.
     """
     num_rows, size = x.shape
     num_slots, parts, max_rank, inputs = weights.a.shape
     if size != inputs or x.dtype != weights.a.dtype or x.stride(1) != 1:
         raise ValueError(f"x {tuple(x.shape)} {x.dtype} does not fit a {tuple(weights.a.shape)} {weights.a.dtype}")
-    _check_rows(num_rows, adapters)
+    check_adapters(num_rows, adapters)
     shape, share, pdl = (
         lora_shape(num_rows, num_slots, invariant=invariant),
         share_of(size, num_rows, invariant=invariant),
         use_pdl(x.device, num_rows),
     )
-    shares, ranks = triton.cdiv(size, share), _ranks(max_rank)
+    shares, ranks = triton.cdiv(size, share), ranks_in_dots(max_rank)
     half = x.element_size() == 2
     early = half and num_rows <= _DECODE and not invariant and ranks * share <= _EARLY_ELEMENTS
     out = lora_room(x, weights, invariant=invariant) if room is None else room
@@ -401,39 +385,40 @@ def lora_shrink(
         num_stages=3,
         launch_pdl=pdl,
     )
-    return out
+    return LoraDelta(out, weights, adapters)
 
 
-def lora_expand(out: Tensor, t: Tensor, weights: LoraWeights, adapters: Tensor, *, invariant: bool = False) -> None:
+def lora_expand(out: Tensor, delta: LoraDelta, *, invariant: bool = False) -> None:
     """out += t @ b[slot].T, in place, of rows with an adapter.
 
     Args:
-        out: [rows, outputs], contiguous; or [splits, rows, outputs] fp32, whose sum is meant: the first gets it all.
-        t: what lora_shrink returned for the same rows. adapters, invariant: see there.
-    Raises: ValueError on a shape or dtype mismatch.
+        out: [rows, outputs], contiguous in the last dim; or [splits, rows, outputs] fp32, whose sum is meant: the first gets it
+            all. invariant: see lora_shape.
+    Raises: ValueError on a shape mismatch.
     """
     rows, columns = out.shape[-2:]
-    parts = len(weights.part_outputs)
-    if columns != weights.outputs or not out.is_contiguous() or t.shape[1:] != (rows, parts * weights.max_rank):
-        raise ValueError(f"out {tuple(out.shape)}, t {tuple(t.shape)}: they do not fit b {tuple(weights.b.shape)}")
-    _check_rows(rows, adapters)
+    weights = delta.weights
+    delta.check_fit(rows, columns)
+    if out.stride(-1) != 1:
+        raise ValueError(f"out {tuple(out.shape)} must be contiguous in the last dim")
     shape, pdl = lora_shape(rows, weights.num_slots, invariant=invariant), use_pdl(out.device, rows)
     tiles = sum(triton.cdiv(n, shape.block_n) for n in weights.part_outputs)
-    ends = _ends(weights.part_outputs)
     _expand_kernel[(tiles, triton.cdiv(rows, shape.block_m), triton.cdiv(weights.num_slots, shape.slots))](
         out,
-        t,
+        delta.t,
         weights.b,
         weights.ranks,
-        adapters,
+        delta.adapters,
         rows,
         columns,
+        out.stride(-2),
+        *delta.strides,
         weights.num_slots,
-        *ends,
-        PARTS=parts,
+        *_ends(weights.part_outputs),
+        PARTS=len(weights.part_outputs),
         RANK=weights.max_rank,
-        RANKS=_ranks(weights.max_rank),
-        SPLITS=t.shape[0],
+        RANKS=ranks_in_dots(weights.max_rank),
+        SPLITS=delta.t.shape[0],
         SLOTS=shape.slots,
         BLOCK_M=shape.block_m,
         BLOCK_N=shape.block_n,
@@ -451,9 +436,7 @@ def _ends(part_outputs: Sequence[int]) -> tuple[int, int]:
 
 def lora_gate_mul(
     gate_up: Tensor,
-    t: Tensor,
-    weights: LoraWeights,
-    adapters: Tensor,
+    delta: LoraDelta,
     activation: str,
     *,
     dtype: torch.dtype | None = None,
@@ -462,20 +445,19 @@ def lora_gate_mul(
     """activation(gate) * up of all rows, where to gate and up is added t @ b[slot].T of rows with an adapter.
 
     Args:
-        gate_up: [rows, 2 * size], contiguous, without what adapters add; or [splits, rows, 2 * size] fp32, whose sum, rounded
-            to `dtype`, is meant. t, adapters, invariant: see lora_expand.
-        activation: one of triton_norm.ACTIVATIONS. dtype: of the result; None: gate_up's.
+        gate_up: [rows, 2 * size], contiguous in the last dim, without what adapters add; or [splits, rows, 2 * size] fp32, whose
+            sum, rounded to `dtype`, is meant.
+        activation: one of triton_norm.ACTIVATIONS. dtype: of the result; None: gate_up's. invariant: see lora_shape.
     Returns: [rows, size].
-    Raises: ValueError on a shape or dtype mismatch, or another activation.
+    Raises: ValueError on a shape mismatch, or another activation.
     """
     rows, width = gate_up.shape[-2:]
+    weights = delta.weights
     if activation not in ACTIVATIONS:
         raise ValueError(f"no activation {activation!r}; known: {', '.join(ACTIVATIONS)}")
-    if weights.part_outputs != (width // 2, width // 2) or not gate_up.is_contiguous():
+    if weights.part_outputs != (width // 2, width // 2) or gate_up.stride(-1) != 1:
         raise ValueError(f"gate_up {tuple(gate_up.shape)} is not of parts {weights.part_outputs}")
-    if t.shape[1:] != (rows, 2 * weights.max_rank):
-        raise ValueError(f"t {tuple(t.shape)} does not fit {rows} rows of two parts of {weights.max_rank} ranks")
-    _check_rows(rows, adapters)
+    delta.check_fit(rows, width)
     shape, pdl = lora_shape(rows, weights.num_slots, invariant=invariant), use_pdl(gate_up.device, rows)
     out = torch.empty((rows, width // 2), dtype=dtype or gate_up.dtype, device=gate_up.device)
     grid = (
@@ -486,17 +468,19 @@ def lora_gate_mul(
     _gate_mul_kernel[grid](
         gate_up,
         out,
-        t,
+        delta.t,
         weights.b,
         weights.ranks,
-        adapters,
+        delta.adapters,
         rows,
         width // 2,
+        gate_up.stride(-2),
         gate_up.stride(0) if gate_up.dim() == 3 else 0,
+        *delta.strides,
         weights.num_slots,
         RANK=weights.max_rank,
-        RANKS=_ranks(weights.max_rank),
-        SPLITS=t.shape[0],
+        RANKS=ranks_in_dots(weights.max_rank),
+        SPLITS=delta.t.shape[0],
         SLOTS=shape.slots,
         BASE_SPLITS=gate_up.shape[0] if gate_up.dim() == 3 else 1,
         ACTIVATION=activation,

@@ -9,41 +9,67 @@ import triton.language as tl
 from torch import Tensor
 
 from diptych.kernels.pdl import begin, use_pdl
+from diptych.kernels.triton_lora_rows import LoraDelta, added_to_row, ranks_of_b, row_constants
 from diptych.kernels.triton_quantize import BLOCK as SCALE_BLOCK
 from diptych.kernels.triton_quantize import FP8_BLOCKS, QuantizedRows, room_for, store_quantized
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
 
 
-@triton.jit(do_not_specialize=["stride_scale"])  # of blocks, a number of rows
+@triton.jit(do_not_specialize=["stride_scale", "stride_t_split"])  # of blocks and splits, a number of rows
 def _rms_norm_kernel(
     x_ptr,
     residual_ptr,
     weight_ptr,
     out_ptr,
     scales_ptr,
+    t_ptr,
+    b_ptr,
+    ranks_ptr,
+    adapters_ptr,
     eps,
     offset,
     size,
     stride_x,
     stride_split,
     stride_scale,
+    stride_t_split,
+    stride_t_row,
+    stride_t_slot,
     BLOCK: tl.constexpr,
     RESIDUAL: tl.constexpr,
     SPLITS: tl.constexpr,
     QUANTIZED: tl.constexpr,
     BLOCKS: tl.constexpr,
+    RANK: tl.constexpr,
+    RANKS: tl.constexpr,
+    T_SPLITS: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """RANKS: of an adapter, that are read before the wait and then at a time; 0: nothing is added to x."""
     dtype: tl.constexpr = weight_ptr.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     mask = at < size
     weight = tl.load(weight_ptr + at, mask=mask, other=0.0).to(tl.float32) + offset
+    if RANKS:
+        slot = tl.load(adapters_ptr + row)
+        rank = tl.load(ranks_ptr + slot, mask=slot >= 0, other=0)
+        b = ranks_of_b(b_ptr, slot, 0, rank, at, mask, size, RANK, RANKS)
     begin(PDL)
     x = tl.load(x_ptr + row * stride_x + at, mask=mask, other=0.0)
     for split in tl.static_range(1, SPLITS):
         x += tl.load(x_ptr + split * stride_split + row * stride_x + at, mask=mask, other=0.0)
+    if RANKS:
+        more = added_to_row(
+            b, t_ptr, row, slot, 0, 0, rank, stride_t_split, stride_t_row, stride_t_slot, RANK, RANKS, T_SPLITS
+        )
+        for first in tl.range(RANKS, rank, RANKS):
+            b = ranks_of_b(b_ptr, slot, first, rank, at, mask, size, RANK, RANKS)
+            more += added_to_row(
+                b, t_ptr, row, slot, 0, first, rank, stride_t_split, stride_t_row, stride_t_slot, RANK, RANKS, T_SPLITS
+            )
+        x = tl.where(rank > 0, x.to(tl.float32) + more, x.to(tl.float32))  # else with its bits
     x = x.to(dtype)
     if RESIDUAL:
         # Rounded to the model's dtype before the norm, as the unfused sum is.
@@ -61,29 +87,45 @@ def _rms_norm_kernel(
         tl.store(out_ptr + row * size + at, y, mask=mask)
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None, *, offset: float = 0.0) -> Tensor:
+def rms_norm(
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    residual: Tensor | None = None,
+    *,
+    offset: float = 0.0,
+    delta: LoraDelta | None = None,
+) -> Tensor:
     """y = s / sqrt(mean(s^2) + eps) * (weight + offset) over the last dim, s = x (+ residual).
 
     Args:
         x: [rows, size], contiguous in the last dim; or [splits, rows, size] fp32, whose sum, rounded to weight's dtype, is x
             (see triton_matmul). weight: [size], x's dtype.
         residual: [rows, size], contiguous, weight's dtype; overwritten with s.
+        delta: what adapters add to x, in fp32, before it is rounded.
     Returns: [rows, size], weight's dtype; computed in fp32.
     Raises: ValueError on a shape or dtype mismatch.
     """
     rows, size = x.shape[-2:]
     out = torch.empty((rows, size), dtype=weight.dtype, device=x.device)
-    _launch_norm(x, weight, eps, residual, offset, out, None, False)
+    _launch_norm(x, weight, eps, residual, offset, out, None, False, delta)
     return out
 
 
 def rms_norm_quantized(
-    x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None, *, offset: float = 0.0, kind: str
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    residual: Tensor | None = None,
+    *,
+    offset: float = 0.0,
+    kind: str,
+    delta: LoraDelta | None = None,
 ) -> QuantizedRows:
     """As rms_norm, and its result quantized (see triton_quantize.quantize_rows). Args: kind: one of triton_quantize.KINDS."""
     rows, size = x.shape[-2:]
     out = room_for(rows, size, kind, weight.dtype, x.device)
-    _launch_norm(x, weight, eps, residual, offset, out.codes, out.scales, kind == FP8_BLOCKS)
+    _launch_norm(x, weight, eps, residual, offset, out.codes, out.scales, kind == FP8_BLOCKS, delta)
     return out
 
 
@@ -96,6 +138,7 @@ def _launch_norm(
     out: Tensor,
     scales: Tensor | None,
     blocks: bool,
+    delta: LoraDelta | None,
 ) -> None:
     rows, size = x.shape[-2:]
     splits = x.shape[0] if x.dim() == 3 else 1
@@ -109,25 +152,31 @@ def _launch_norm(
     block, pdl = triton.next_power_of_2(size), use_pdl(x.device, rows)
     if scales is not None:
         block = max(block, SCALE_BLOCK)
+    if delta is not None:
+        delta.check_fit(rows, size, parts=1)
+    num_warps = max(1, min(16, block // (512 if delta is None else 256)))
     _rms_norm_kernel[(rows,)](
         x,
         x if residual is None else residual,
         weight,
         out,
         weight if scales is None else scales,
+        *((weight,) * 4 if delta is None else delta.pointers),
         eps,
         offset,
         size,
         x.stride(-2),
         x.stride(0),
         0 if scales is None else scales.stride(-1),
+        *((0, 0, 0) if delta is None else delta.strides),
         BLOCK=block,
         RESIDUAL=residual is not None,
         SPLITS=splits,
         QUANTIZED=scales is not None,
         BLOCKS=blocks,
+        **row_constants(delta, block, num_warps),
         PDL=pdl,
-        num_warps=max(1, min(16, block // 512)),
+        num_warps=num_warps,
         launch_pdl=pdl,
     )
 

@@ -10,7 +10,8 @@ from triton import knobs
 from diptych.bench.kernels.ordered_dot import replaced
 from diptych.kernels import triton_lora
 from diptych.kernels.reference_fused import gate_mul_ref, lora_ref
-from diptych.kernels.triton_lora import LoraShape, LoraWeights, lora_expand, lora_gate_mul, lora_shrink
+from diptych.kernels.triton_lora import LoraShape, lora_expand, lora_gate_mul, lora_shrink
+from diptych.kernels.triton_lora_rows import LoraDelta, LoraWeights
 from diptych.kernels.triton_norm import gate_mul
 
 # The interpreter of Triton 3.6 takes loop bounds out of one-element arrays.
@@ -71,11 +72,11 @@ def check_added(rows, inputs, parts, rank, *, slots=3, dtype=torch.float32, devi
         torch.randn(rows, sum(parts), device=device),
     )
     more = lora_ref(x, *finite(weights), adapters, parts)
-    t = lora_shrink(x, weights, adapters, invariant=invariant)
+    delta = lora_shrink(x, weights, adapters, invariant=invariant)
     out, splits = base.to(dtype, copy=True), torch.stack((base, torch.zeros_like(base)))
     before = out.clone()
-    lora_expand(out, t, weights, adapters, invariant=invariant)
-    lora_expand(splits, t, weights, adapters, invariant=invariant)
+    lora_expand(out, delta, invariant=invariant)
+    lora_expand(splits, delta, invariant=invariant)
     for got, expected in ((out, before.float() + more), (splits.sum(0), base + more)):
         assert (got.float() - expected).norm() / expected.norm() < TOLERANCE[dtype]
     without = adapters < 0
@@ -87,10 +88,10 @@ def check_gate(rows, inputs, size, rank, activation, *, slots=3, dtype=torch.flo
     parts = (size, size)
     weights, adapters = some_weights(slots, parts, rank, inputs, dtype=dtype, device=device), mixed(rows, slots, device)
     x, base = torch.randn(rows, inputs, device=device).to(dtype), torch.randn(rows, 2 * size, device=device)
-    t = lora_shrink(x, weights, adapters, invariant=invariant)
+    delta = lora_shrink(x, weights, adapters, invariant=invariant)
     more = lora_ref(x, *finite(weights), adapters, parts)
     for gate_up, rounded in ((base.to(dtype), base.to(dtype).float()), (torch.stack((base / 2, base / 2)), base)):
-        got = lora_gate_mul(gate_up, t, weights, adapters, activation, dtype=dtype, invariant=invariant)
+        got = lora_gate_mul(gate_up, delta, activation, dtype=dtype, invariant=invariant)
         expected = gate_mul_ref(rounded + more, activation)
         assert got.dtype == dtype
         assert (got.float() - expected).norm() / expected.norm() < TOLERANCE[dtype]
@@ -124,9 +125,9 @@ def test_a_rows_bits_depend_on_no_other_row(small, monkeypatch):
         for rows in some_rows:
             at = torch.tensor(rows)
             some, mine = x[at].contiguous(), adapters[at].contiguous()
-            t, out = lora_shrink(some, weights, mine, invariant=True), base[at].contiguous()
-            gated = lora_gate_mul(out, t, weights, mine, "silu", invariant=True)
-            lora_expand(out, t, weights, mine, invariant=True)
+            delta, out = lora_shrink(some, weights, mine, invariant=True), base[at].contiguous()
+            gated = lora_gate_mul(out, delta, "silu", invariant=True)
+            lora_expand(out, delta, invariant=True)
             results.append((rows, out, gated))
     _, whole, whole_gated = results[0]
     for rows, out, gated in results[1:]:
@@ -143,8 +144,8 @@ def test_weights_that_are_not_finite_reach_their_own_rows_only(small):
     weights.a[1], weights.b[1] = float("inf"), float("nan")
     x, out = torch.randn(4, 64), torch.randn(4, 50)
     alone = out[:1].clone()
-    lora_expand(alone, lora_shrink(x[:1], weights, adapters[:1]), weights, adapters[:1])
-    lora_expand(out, lora_shrink(x, weights, adapters), weights, adapters)
+    lora_expand(alone, lora_shrink(x[:1], weights, adapters[:1]))
+    lora_expand(out, lora_shrink(x, weights, adapters))
     torch.testing.assert_close(out[:1], alone)
     assert out[2].isfinite().all()
     assert not out[1].isfinite().any()
@@ -152,17 +153,19 @@ def test_weights_that_are_not_finite_reach_their_own_rows_only(small):
 
 def test_what_does_not_fit_is_refused():
     weights, none = some_weights(4, PARTS["o"], 6, 64), torch.full((3,), -1, dtype=torch.int32)
-    t = torch.zeros(1, 3, 6)
+    delta = LoraDelta(torch.zeros(1, 3, 6), weights, none)
     with pytest.raises(ValueError, match="does not fit a"):
         lora_shrink(torch.zeros(3, 65), weights, none)
     with pytest.raises(ValueError, match="3 rows, adapters"):
         lora_shrink(torch.zeros(3, 64), weights, none.long())
-    with pytest.raises(ValueError, match="do not fit b"):
-        lora_expand(torch.zeros(3, 51), t, weights, none)
+    with pytest.raises(ValueError, match="3 rows of 51"):
+        lora_expand(torch.zeros(3, 51), delta)
+    with pytest.raises(ValueError, match="does not fit a"):
+        LoraDelta(torch.zeros(1, 3, 7), weights, none)
     with pytest.raises(ValueError, match="is not of parts"):
-        lora_gate_mul(torch.zeros(3, 50), t, weights, none, "silu")
+        lora_gate_mul(torch.zeros(3, 50), delta, "silu")
     with pytest.raises(ValueError, match="no activation"):
-        lora_gate_mul(torch.zeros(3, 50), t, weights, none, "relu")
+        lora_gate_mul(torch.zeros(3, 50), delta, "relu")
     with pytest.raises(ValueError, match="follow each other"):
         LoraWeights(weights.a, weights.b.contiguous(), weights.ranks, weights.part_outputs)
 
@@ -187,9 +190,9 @@ def test_a_rows_bits_depend_on_no_other_row_gpu(cuda):
     whole = None
     for rows in (300, 129, 64, 17, 1):
         some, mine, out = x[:rows], adapters[:rows], base[:rows].clone()
-        t = lora_shrink(some, weights, mine, invariant=True)
-        gated = lora_gate_mul(out, t, weights, mine, "silu", invariant=True)
-        lora_expand(out, t, weights, mine, invariant=True)
+        delta = lora_shrink(some, weights, mine, invariant=True)
+        gated = lora_gate_mul(out, delta, "silu", invariant=True)
+        lora_expand(out, delta, invariant=True)
         whole = whole or (out, gated)
         assert torch.equal(out, whole[0][:rows])
         assert torch.equal(gated, whole[1][:rows])

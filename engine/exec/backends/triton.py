@@ -65,7 +65,7 @@ class TritonBackend:
 
     def keep_lora(self, linear: LoadedLinear, slots: LoraSlots) -> LoadedLinear:
         """See Backend.keep_lora."""
-        return AdaptedLinear(linear, slots)
+        return AdaptedLinear(linear, slots, join=not self.batch_invariant)
 
     def place_refusal(self, place: RankPlace) -> str | None:
         """See Backend.place_refusal."""

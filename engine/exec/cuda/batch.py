@@ -1,4 +1,5 @@
-"""One step's layout for the Triton path. Rows: decoding sequences in the order given, then the chunks.
+"""One step's layout for the Triton path. Rows: decoding sequences, then the chunks, each in the order given; where some have
+adapters, decoding sequences by adapter, so that rows which read the same weights lie together.
 
 row   0 1 2 3 4 5 | 6 7 8 9 10 | 11 12 ...
       decode      | chunk A    | chunk B
@@ -98,6 +99,7 @@ def lay_out(seqs: Sequence[ScheduledSeq], kv: KvFormat, max_model_len: int) -> C
             raise InternalError(f"{seq.attempt}: tokens [{seq.start}, {end}) of at most {max_model_len}")
         check_tables(seq, kv)
     single = [i for i, seq in enumerate(seqs) if len(seq.token_ids) == 1 + seq.num_drafts]
+    single.sort(key=lambda i: seqs[i].adapter)  # stable
     several = [i for i, seq in enumerate(seqs) if len(seq.token_ids) > 1 + seq.num_drafts]
     ordered = [seqs[i] for i in (*single, *several)]
     batch = CudaBatch([*single, *several], [], [], [], 0, [], [], [], [], [], row_adapters(ordered))

@@ -28,6 +28,9 @@ from diptych.engine.runner import StepAborted
 from diptych.kernels.triton_decode import paged_decode
 from diptych.kernels.triton_invariant_attention import invariant_decode, invariant_prefill, invariant_rows
 from diptych.kernels.triton_invariant_matmul import chains_of, distinct_launches, invariant_matmul
+from diptych.kernels.triton_lora import lora_expand
+from diptych.kernels.triton_lora_rows import MAX_ROWS as MAX_ROWS_OF_READERS
+from diptych.kernels.triton_lora_rows import LoraDelta
 from diptych.kernels.triton_matmul import FEW_ROWS, MAX_ROWS, MatmulShape, choose_shape, small_matmul
 from diptych.kernels.triton_norm import gate_mul, rms_norm, rms_norm_quantized
 from diptych.kernels.triton_prefill import paged_prefill, prefill_rows
@@ -38,6 +41,8 @@ PROJECTIONS: tuple[str, ...] = ("qkv", "o", "gate_up", "down")
 """Of few rows: those that our own kernel may take instead of cuBLAS's."""
 _SUMMED = ("qkv", "o", "down")
 """Projections whose readers, `rope_write` and `rms_norm`, add up several sums."""
+_GATE_UP_FEW, _GATE_UP = MatmulShape(32, 128, 4, 6), MatmulShape(128, 64, 8, 4)
+"""Of gate and up without the activation, up to FEW_ROWS and beyond."""
 _MOST_ROWS = 16_384
 """Of a step; for kernels that are compiled before readiness."""
 
@@ -127,17 +132,16 @@ class CudaDecoder:
                 # Behind the last attention only the rows whose logits are wanted matter, in the order wanted.
                 attended, residual = (t.index_select(0, step.sample_rows) for t in (attended, residual))
                 rows = rows.only(step.sample_rows)
-            out = self._linear("o", layer.o, attended, rows)
-            normed = self._added(
-                out, layer.attention_output_norm, layer.mlp_norm, residual, wanted_by(layer.gate_up, rows)
-            )
-            out = self._linear("down", layer.down, self._gate_up(block, layer, normed, rows), rows)
+            out, delta = self._summed("o", layer.o, attended, rows)
+            wanted = wanted_by(layer.gate_up, rows)
+            normed = self._added(out, delta, layer.attention_output_norm, layer.mlp_norm, residual, wanted)
+            out, delta = self._summed("down", layer.down, self._gate_up(block, layer, normed, rows), rows)
             if index + 1 < segment.last:
                 following = weights.blocks[index + 1]
                 after, wanted = following.attention_norm, wanted_by(following.qkv, rows)
             else:  # who comes after the segment norms for itself
                 after, wanted = weights.norm, wanted_by(weights.lm_head, rows)
-            normed = self._added(out, layer.mlp_output_norm, after, residual, wanted)
+            normed = self._added(out, delta, layer.mlp_output_norm, after, residual, wanted)
         return self._head(normed, rows) if segment.head else residual
 
     def _final(self, residual: Tensor) -> Rows:
@@ -150,26 +154,35 @@ class CudaDecoder:
         return cap(logits, self._description.head.softcap)
 
     def _added(
-        self, out: Tensor, output_norm: RmsNorm | None, after: RmsNorm, residual: Tensor, wanted: str | None
+        self,
+        out: Tensor,
+        delta: LoraDelta | None,
+        output_norm: RmsNorm | None,
+        after: RmsNorm,
+        residual: Tensor,
+        wanted: str | None,
     ) -> Rows:
-        """residual += output_norm(out), with what the other ranks have of `out`. Returns: after(residual), in the same kernel, as
-        the layer that reads it wants it."""
+        """residual += output_norm(out + delta), with what the other ranks have of `out`. Returns: after(residual), in the same
+        kernel, as the layer that reads it wants it."""
         if self._communicator is not None:
+            out = out.contiguous()
             if output_norm is None and isinstance(self._communicator, CudaCommunicator):
                 normed = self._communicator.all_reduce_norm(out, after, residual, wanted)
                 if normed is not None:
                     return normed
             out = self._communicator.all_reduce(_whole_sum(out, residual.dtype))
         if output_norm is not None:
-            out = rms_norm(out, output_norm.weight, output_norm.eps, offset=output_norm.offset)
-        return _norm(out, after, residual, wanted=wanted)
+            out = rms_norm(out, output_norm.weight, output_norm.eps, offset=output_norm.offset, delta=delta)
+            delta = None
+        return _norm(out, after, residual, wanted=wanted, delta=delta)
 
     def _project(self, index: int, layer: BlockWeights, block: DecoderBlock, x: Rows, step: StepTensors) -> Tensor:
         """Stores K and V. Returns: the queries, rotated."""
         cos, sin = self._turns[index]
         kv, scales = self._layers[index]
+        qkv, delta = self._summed("qkv", layer.qkv, x, step.rows)
         return rope_write(
-            self._linear("qkv", layer.qkv, x, step.rows),
+            qkv,
             kv,
             cos,
             sin,
@@ -182,30 +195,54 @@ class CudaDecoder:
             offset=0.0 if layer.q_norm is None else layer.q_norm.offset,
             scales=scales,
             dtype=self._weights.embedding.dtype,
+            delta=delta,
         )
+
+    def _summed(self, name: str, layer: LoadedLinear, x: Rows, rows: StepRows) -> tuple[Tensor, LoraDelta | None]:
+        """As _linear, of qkv, o or down. Returns: also what the reader of the result adds to it."""
+        own = own_part(layer)
+        if not isinstance(own, AdaptedLinear) or rows.adapters is None:
+            return self._linear(name, layer, x, rows), None
+        assert isinstance(x, Tensor)  # see wanted_by
+        out, delta = self._with_delta(name, own, x, rows, rows.adapters)
+        reader_adds = own.joined is not None and (
+            name == "qkv" or self._communicator is None
+        )  # ranks add up whole results
+        if reader_adds and x.shape[0] <= MAX_ROWS_OF_READERS:
+            return out, delta
+        lora_expand(out, delta, invariant=self._invariant)
+        return out, None
+
+    def _with_delta(
+        self, name: str, layer: AdaptedLinear, x: Tensor, rows: StepRows, adapters: Tensor
+    ) -> tuple[Tensor, LoraDelta]:
+        """What the base makes of the rows, and what adapters add."""
+        if layer.joined is not None:
+            return layer.parted(self._without_adapters(name, layer.joined, x, rows), adapters)
+        room = layer.room(x, invariant=self._invariant)
+        out = self._without_adapters(name, layer.base, x, rows)
+        return out, layer.shrink(x, room, adapters, invariant=self._invariant)
 
     def _linear(self, name: str, layer: LoadedLinear, x: Rows, rows: StepRows) -> Tensor:
         """Returns: this rank's part: [rows, columns]; of qkv, o and down maybe [splits, rows, columns], see small_matmul and
         invariant_matmul."""
         layer = own_part(layer)
-        if not isinstance(layer, AdaptedLinear):
-            return self._without_adapters(name, layer, x, rows)
-        if rows.adapters is None:
-            return self._without_adapters(name, layer.base, x, rows)
-        assert isinstance(x, Tensor)  # see wanted_by
-        room = layer.room(x, invariant=self._invariant)
-        out = self._without_adapters(name, layer.base, x, rows)
-        layer.add(out, x, room, rows.adapters, invariant=self._invariant)
-        return out
+        if isinstance(layer, AdaptedLinear):
+            assert rows.adapters is None  # else _summed, or _adapted_gate_up
+            layer = layer.base
+        return self._without_adapters(name, layer, x, rows)
 
     def _without_adapters(self, name: str, layer: LoadedLinear, x: Rows, rows: StepRows) -> Tensor:
-        """See _linear."""
+        """See _linear; of gate and up the sums before the activation."""
         if isinstance(layer, QuantizedLinear):
-            return layer.project(x, summed=name in _SUMMED, invariant=self._invariant)
+            gate_up = name == "gate_up" and not self._invariant  # its activation adds up splits, too
+            return layer.project(x, summed=gate_up or name in _SUMMED, invariant=self._invariant)
         assert isinstance(x, Tensor)  # see wanted_by
         if self._invariant:
             return self._invariant_linear(name, layer, x)
         shape = self._shape(name, layer, x)
+        if shape is not None and name == "gate_up":
+            shape = _GATE_UP_FEW if x.shape[0] <= FEW_ROWS else _GATE_UP
         if shape is not None and isinstance(layer, DenseLinear):
             return small_matmul(x, layer.weight, shape=shape)
         return layer(x, rows)
@@ -215,7 +252,7 @@ class CudaDecoder:
         if isinstance(linear, AdaptedLinear):
             if rows.adapters is not None:
                 assert isinstance(x, Tensor)  # see wanted_by
-                return self._adapted_gate_up(activation, linear, x, rows.adapters)
+                return self._adapted_gate_up(activation, linear, x, rows)
             linear = linear.base
         if isinstance(linear, QuantizedLinear):
             return linear.gated(x, activation, wanted, invariant=self._invariant)
@@ -223,19 +260,11 @@ class CudaDecoder:
         out = self._dense_gate_up(activation, linear, x, rows)
         return out if wanted is None else quantize_rows(out, wanted)
 
-    def _adapted_gate_up(self, activation: str, layer: AdaptedLinear, x: Tensor, adapters: Tensor) -> Tensor:
+    def _adapted_gate_up(self, activation: str, layer: AdaptedLinear, x: Tensor, rows: StepRows) -> Tensor:
         """What adapters add lies before the activation, so that the projection is not fused with it: the kernel that adds is."""
-        base, rows = layer.base, x.shape[0]
-        room = layer.room(x, invariant=self._invariant)
-        if isinstance(base, QuantizedLinear):
-            out = base.project(x, summed=not self._invariant, invariant=self._invariant)
-        elif self._invariant:
-            out = self._invariant_linear("gate_up", base, x)
-        elif isinstance(base, DenseLinear) and self._shape("gate_up", base, x) is not None and rows <= FEW_ROWS:
-            out = small_matmul(x, base.weight)
-        else:
-            out = base(x, StepRows(adapters))
-        return layer.gated(out, x, room, adapters, activation, invariant=self._invariant)
+        assert rows.adapters is not None
+        out, delta = self._with_delta("gate_up", layer, x, rows, rows.adapters)
+        return layer.gated(out, delta, activation, x.dtype, invariant=self._invariant)
 
     def _dense_gate_up(self, activation: str, layer: LoadedLinear, x: Tensor, rows: StepRows) -> Tensor:
         if self._invariant:
@@ -296,9 +325,9 @@ class CudaDecoder:
             x = torch.zeros((rows, layer.weights.inputs), dtype=like.dtype, device=like.device)
             adapters = torch.full((rows,), -1, dtype=torch.int32, device=like.device)
             if name == "gate_up":
-                self._adapted_gate_up(block.mlp.activation, layer, x, adapters)
+                self._adapted_gate_up(block.mlp.activation, layer, x, StepRows(adapters))
             else:
-                self._linear(name, layer, x, StepRows(adapters))
+                self._summed(name, layer, x, StepRows(adapters))
 
     def _shape(self, name: str, layer: LoadedLinear, x: Tensor) -> MatmulShape | None:
         """How our kernel is cut for this projection; None: cuBLAS takes it."""
@@ -390,11 +419,18 @@ def _chains(name: str, layer: DenseLinear) -> int:
     return chains_of(*layer.weight.shape) if name in _SUMMED and layer.bias is None else 1
 
 
-def _norm(x: Tensor, norm: RmsNorm, residual: Tensor | None = None, *, wanted: str | None = None) -> Rows:
-    """Args: wanted: see wanted_by."""
+def _norm(
+    x: Tensor,
+    norm: RmsNorm,
+    residual: Tensor | None = None,
+    *,
+    wanted: str | None = None,
+    delta: LoraDelta | None = None,
+) -> Rows:
+    """Args: wanted: see wanted_by. delta: see rms_norm."""
     if wanted is not None:
-        return rms_norm_quantized(x, norm.weight, norm.eps, residual, offset=norm.offset, kind=wanted)
-    return rms_norm(x, norm.weight, norm.eps, residual, offset=norm.offset)
+        return rms_norm_quantized(x, norm.weight, norm.eps, residual, offset=norm.offset, kind=wanted, delta=delta)
+    return rms_norm(x, norm.weight, norm.eps, residual, offset=norm.offset, delta=delta)
 
 
 def _whole_sum(out: Tensor, dtype: torch.dtype) -> Tensor:

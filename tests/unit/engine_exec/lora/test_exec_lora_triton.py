@@ -84,6 +84,60 @@ def test_each_row_has_its_adapter(model, folders, driver_of, device, invariant):
 
 
 @pytest.mark.parametrize("device", ["cpu"], indirect=True)
+@pytest.mark.parametrize("added_by_readers", [True, False])
+def test_plain_layers_compute_the_first_product_themselves(
+    model_dir_of, tmp_path, driver_of, monkeypatch, device, added_by_readers
+):
+    """As on a GPU, where all plain layers are kept alike; with a bias, and beside a row of the base model."""
+    from diptych.engine.exec.backends import triton
+    from diptych.engine.exec.cuda import adapted, decoder
+    from diptych.engine.exec.linear import DenseLinear
+
+    model = model_dir_of(
+        "LlamaForCausalLM", **{**SMALL, "attention_bias": True, "mlp_bias": True, "num_hidden_layers": 1}
+    )
+    folder = write_adapter(tmp_path / "all", linear_shapes(model), rank=5, seed=2)
+    expected = run(with_adapters(driver_of(model, backend="torch", max_loras=2, max_lora_rank=5), [folder]), [0, -1, 0])
+    monkeypatch.setattr(triton, "keep_linear", lambda method, weights: DenseLinear(weights.weight, weights.bias))
+    driver = with_adapters(driver_of(model, backend="triton", max_loras=2, max_lora_rank=5), [folder])
+    layers = driver.runner._fused._runtime.decoder._weights.blocks[0].linears
+    assert all(layer.joined is not None and layer.joined.weight.shape[0] % 128 == 0 for layer in layers)
+    assert all(layer.base.weight.data_ptr() == layer.joined.weight.data_ptr() for layer in layers), "one copy"
+    if not added_by_readers:
+        monkeypatch.setattr(decoder, "MAX_ROWS_OF_READERS", 0)
+    monkeypatch.setattr(adapted, "lora_shrink", None)
+    same(run(driver, [0, -1, 0], ahead=added_by_readers), expected)
+
+
+def test_a_large_a_is_not_read_for_all_slots(monkeypatch):
+    from diptych.engine.exec.cuda import adapted
+    from diptych.engine.exec.linear import DenseLinear
+    from diptych.engine.exec.lora import LoraSizes, LoraSlots
+
+    base = DenseLinear(torch.randn(8, 4), None)
+    slots = LoraSlots((8,), 4, LoraSizes(2, 2), base.weight)
+    monkeypatch.setattr(adapted, "JOINED_BYTES", slots.a.nbytes)
+    assert adapted.AdaptedLinear(base, slots).joined is not None
+    assert adapted.AdaptedLinear(base, slots, join=False).joined is None
+    monkeypatch.setattr(adapted, "JOINED_BYTES", slots.a.nbytes - 1)
+    assert adapted.AdaptedLinear(base, slots).joined is None
+
+
+def test_rows_that_decode_lie_by_adapter(model, driver_of):
+    """In the order given within one; chunks stay behind them."""
+    from diptych.engine.exec.cuda.batch import lay_out
+
+    driver = driver_of(model, backend="torch")
+    seqs = [driver.seq([7, 8, 9], 0, driver.table(4)), *(driver.seq([i], 3, driver.table(4)) for i in range(4))]
+    for seq, adapter in zip(seqs, (0, 1, -1, 0, 1), strict=True):
+        seq.adapter = adapter
+    batch = lay_out(seqs, driver.runner.pool.kv, 16)
+    assert (batch.order, batch.sample_seqs) == ([2, 3, 1, 4, 0], [2, 3, 1, 4, 0])
+    assert batch.adapters == [-1, 0, 1, 1, 0, 0, 0]
+    assert batch.token_ids == [1, 2, 0, 3, 7, 8, 9]
+
+
+@pytest.mark.parametrize("device", ["cpu"], indirect=True)
 def test_a_step_without_adapters_replays_the_graph_of_a_model_without_slots(
     model_dir_of, tmp_path, driver_of, monkeypatch, device
 ):
