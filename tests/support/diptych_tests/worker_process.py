@@ -5,6 +5,7 @@ Its argument is JSON: settings of WorkerConfig; under "fake" those of FakeRunner
 step_s    least seconds of a step
 poison    a row that computes this token comes out bad, as NaN logits would
 kv_proxy  [FILE, PORT]: peers are told that UCX is at PORT, where a proxy listens; the file gets the port of UCX
+held_loads  FILE: while it exists, reads of adapters wait; FILE.ID of this worker says that one does
 """
 
 from __future__ import annotations
@@ -21,21 +22,24 @@ from typing import Any
 import psutil
 
 from diptych.cli.worker_roles import run_worker
+from diptych.common.adapters.peft import AdapterFacts
 from diptych.common.compat import identified
 from diptych.common.text.detokenizer import RequestDetokenizer
 from diptych.common.text.revision import tokenizer_revision
 from diptych.common.text.tokenizer import ModelTokenizer
-from diptych.engine.messages import ScheduledSeq
+from diptych.engine.messages import LoadedAdapter, ScheduledSeq
 from diptych.kvtransfer.api import Transfer
 from diptych.worker import process
 from diptych.worker.config import WorkerConfig
 from diptych.worker.model import LoadedModel, identity_key, make_grammars
 from diptych.worker.role_spec import DECODE, ROLES
 from diptych.worker.runtime import WorkerRuntime
-from diptych_tests import pd
+from diptych_tests import pd, waiting
 
 
-def load(config: WorkerConfig, *, step_s: float = 0.0, poison: int = -1, **fake: Any) -> LoadedModel:
+def load(
+    config: WorkerConfig, *, step_s: float = 0.0, poison: int = -1, held_loads: str = "", **fake: Any
+) -> LoadedModel:
     """A fake model with the tokenizer of the model folder."""
 
     def before_execute(seqs: Sequence[ScheduledSeq]) -> None:
@@ -43,10 +47,20 @@ def load(config: WorkerConfig, *, step_s: float = 0.0, poison: int = -1, **fake:
             time.sleep(step_s)  # sleep: how long a step takes
         model.runner.bad_attempts |= {seq.attempt for seq in seqs if poison in seq.token_ids}
 
+    def read_adapter(folder: Path, facts: AdapterFacts) -> LoadedAdapter:
+        gate, deadline = Path(held_loads), time.monotonic() + waiting.DEADLINE_S
+        while gate.exists() and time.monotonic() < deadline:
+            Path(f"{gate}.{config.worker_id}").touch()
+            time.sleep(0.01)  # sleep: looks again
+        return read(folder, facts)
+
     folder = Path(config.model)
     model = pd.fake_model(
         before_execute=before_execute, block_size=config.block_size, num_blocks=config.num_blocks, **fake
     )
+    read = model.runner.read_adapter
+    if held_loads:
+        model.runner.read_adapter = read_adapter  # type: ignore[method-assign]
     compat = replace(model.compat, tokenizer_revision=tokenizer_revision(folder), model=config.model_name)
     identity, compat = identified(compat, identity_key(config))
     model = replace(model, compat=compat, identity=identity)
