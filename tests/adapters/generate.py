@@ -1,7 +1,7 @@
 """Makes golden.json: what peft and transformers (fp32, CPU, greedy) answer with each adapter of this folder.
 
     python tests/adapters/generate.py                       write the file again
-    python tests/adapters/generate.py --check pirate count  recompute answers of these adapters, one prompt at a time
+    python tests/adapters/generate.py --check pirate count  recompute answers and logits of these adapters, one prompt at a time
 
 Prompts of one adapter run in padded batches of similar lengths. Ids are comparable only where the gap between the two largest
 logits is clearly above rounding: prompts with a gap of at most 1e-3 are left out, and the longest 20 of the rest are kept.
@@ -10,10 +10,12 @@ logits is clearly above rounding: prompts with a gap of at most 1e-3 are left ou
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import json
 import platform
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,11 @@ NUM_PROMPTS = 20
 SIMILAR_TOKENS = 32
 TOP_LOGPROBS = 8
 """Kept of the first token of each answer."""
+LOGIT_PROMPTS = 4
+"""Prompts of which logits are kept: those of the first token of the answer, and those of the last."""
+LOGIT_STEP = 2048
+"""Of the vocabulary, from one kept logit to the next."""
+LOGIT_TOLERANCE = 1e-4
 
 
 class Reference:
@@ -48,11 +55,27 @@ class Reference:
 
     def answers(self, name: str, prompts: list[list[int]]) -> tuple[list[list[int]], list[list[float]], torch.Tensor]:
         """Returns: for each prompt the ids (with an EOS) and their gaps; logits of the first token, [prompts, vocab]."""
+        with self._using(name):
+            return self._in_batches(prompts)
+
+    @contextlib.contextmanager
+    def _using(self, name: str) -> Iterator[None]:
         if name == BASE:
             with self.model.disable_adapter():
-                return self._in_batches(prompts)
+                yield
+            return
         self.model.set_adapter(name)
-        return self._in_batches(prompts)
+        yield
+
+    @torch.inference_mode()
+    def logits(self, name: str, prompts: list[list[int]], answers: list[list[int]]) -> list[list[float]]:
+        """Two rows of each prompt: those that the first and the last token of its answer are drawn from. Every LOGIT_STEP-th."""
+        rows: list[list[float]] = []
+        with self._using(name):
+            for prompt, answer in zip(prompts, answers, strict=True):
+                found = self.model(input_ids=torch.tensor([prompt + answer[:-1]])).logits[0]
+                rows += [[round(v, 6) for v in found[at, ::LOGIT_STEP].tolist()] for at in (len(prompt) - 1, -1)]
+        return rows
 
     def _in_batches(self, prompts: list[list[int]]) -> tuple[list[list[int]], list[list[float]], torch.Tensor]:
         """In the order of `prompts`, which ascend by length: a batch is of similar lengths."""
@@ -97,6 +120,12 @@ def top_logprobs(logits: torch.Tensor) -> list[list[Any]]:
     return [[token, round(value, 6)] for token, value in zip(ids.tolist(), values.tolist(), strict=True)]
 
 
+def kept_logits(
+    reference: Reference, name: str, prompts: list[list[int]], answers: list[list[int]]
+) -> list[list[float]]:
+    return reference.logits(name, prompts[:LOGIT_PROMPTS], answers[:LOGIT_PROMPTS])
+
+
 def write(reference: Reference, model_folder: Path) -> int:
     import peft
     import transformers
@@ -119,6 +148,7 @@ def write(reference: Reference, model_folder: Path) -> int:
             "least_gap": round(min(min(gaps[number]) for number in kept), 6),
             "answers": [answers[number] for number in kept],
             "first_logprobs": [top_logprobs(logits[number]) for number in kept],
+            "logits": kept_logits(reference, name, [prompts[n] for n in kept], [answers[n] for n in kept]),
         }
         for name, (answers, gaps, logits) in found.items()
     }
@@ -128,6 +158,7 @@ def write(reference: Reference, model_folder: Path) -> int:
         "model": MODEL_NAME,
         "model_revision": model_fingerprint(model_folder),
         "max_new_tokens": MAX_NEW_TOKENS,
+        "logit_step": LOGIT_STEP,
         "versions": versions,
         "prompts": [prompts[number] for number in kept],
         "adapters": adapters,
@@ -152,7 +183,7 @@ def _one_row_a_line(head: dict[str, Any]) -> str:
 
 
 def check(reference: Reference, names: list[str]) -> int:
-    """Returns: 0 when every answer is as in the file, each prompt alone and without padding."""
+    """Returns: 0 when every answer is as in the file, each prompt alone and without padding, and every logit nearly so."""
     golden, wrong = json.loads(GOLDEN_FILE.read_text(encoding="utf-8")), 0
     for name in names:
         for number, prompt in enumerate(golden["prompts"]):
@@ -160,6 +191,11 @@ def check(reference: Reference, names: list[str]) -> int:
             same = answer == golden["adapters"][name]["answers"][number]
             wrong += not same
             print(f"{name}, prompt {number}: {'same' if same else f'differs: {answer}'}", flush=True)
+        kept = golden["adapters"][name]
+        found = torch.tensor(kept_logits(reference, name, golden["prompts"], kept["answers"]))
+        apart = float((found - torch.tensor(kept["logits"])).abs().max())
+        wrong += apart > LOGIT_TOLERANCE
+        print(f"{name}: logits differ by {apart:.1e} at most", flush=True)
     return 1 if wrong else 0
 
 

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import pytest
+from torch import Tensor
 
 from diptych.cli.models.store import ensure_default_model
 from diptych.common.request import Prompt
 from diptych.common.sampling import SamplingParams
-from diptych.engine.messages import EngineRequest
+from diptych.engine.exec import model_runner
+from diptych.engine.messages import EngineRequest, ScheduledSeq
 from diptych.engine.offline import OfflineEngine, OfflineResult
 from diptych_tests import golden_adapters
 from diptych_tests.golden_adapters import AdapterCase
 from diptych_tests.lora import adapter_engine, keep_adapter
 
 TOLERANCE = 1e-4
-"""Of logprobs in float32."""
+"""Of logits and logprobs in float32."""
 
 
 def golden_engine(backend: str, max_loras: int) -> tuple[OfflineEngine, dict[str, str]]:
@@ -61,6 +66,41 @@ def test_two_prompts_of_each_adapter_in_one_batch(compiler: str) -> None:
     stats = engine.stats().adapters
     assert set(stats.resident) == set(ids.values()) - {""}
     assert (stats.running, stats.installs, stats.evictions) == ((), 8, 0)
+
+
+@pytest.mark.parametrize(
+    ("backend", "prompts"),
+    [
+        ("native", 1),
+        pytest.param("native", 4, marks=pytest.mark.slow),
+        pytest.param("torch", 4, marks=pytest.mark.slow),
+    ],
+)
+def test_logits_of_the_first_and_the_last_token(
+    backend: str, prompts: int, compiler: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of every adapter in one batch: of the prompt's step, and behind the tokens that were decoded."""
+    cases, new_tokens, step = (
+        golden_adapters.cases(prompts),
+        golden_adapters.max_new_tokens(),
+        golden_adapters.logit_step(),
+    )
+    found: dict[str, list[Tensor]] = {}
+    draw_step = model_runner.draw_step
+
+    def seen(seqs: Sequence[ScheduledSeq], sampled: Sequence[int], rows: object, logits: Tensor, *more: Any) -> None:
+        for row, seq in enumerate(sampled):
+            found.setdefault(seqs[seq].attempt, []).append(logits[row, ::step].clone())
+        draw_step(seqs, sampled, rows, logits, *more)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(model_runner, "draw_step", seen)
+    engine, ids = golden_engine(backend, max_loras=8)
+    for i, (case, result) in enumerate(zip(cases, answer_all(engine, ids, cases, new_tokens), strict=True)):
+        assert tuple(result.token_ids) == case.answer
+        logits = found[f"{case.adapter}-{i}"]
+        assert len(logits) == len(case.answer)
+        for ours, theirs in zip((logits[0], logits[-1]), case.logits, strict=True):
+            assert ours.tolist() == pytest.approx(theirs, abs=TOLERANCE), case
 
 
 @pytest.mark.slow

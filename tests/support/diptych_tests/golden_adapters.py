@@ -17,12 +17,18 @@ BASE = "base"
 
 @dataclass(frozen=True)
 class AdapterCase:
-    """Greedy ids of one prompt, with an EOS or `max_new_tokens` of them. first_logprobs: most likely ids of the first token."""
+    """Greedy ids of one prompt, with an EOS or `max_new_tokens` of them.
+
+    Args:
+        first_logprobs: most likely ids of the first token.
+        logits: of some prompts every `logit_step()`-th one, of the first and of the last token of the answer.
+    """
 
     adapter: str
     prompt: tuple[int, ...]
     answer: tuple[int, ...]
     first_logprobs: tuple[tuple[int, float], ...]
+    logits: tuple[tuple[float, ...], ...] = ()
 
     @property
     def folder(self) -> Path | None:
@@ -39,6 +45,10 @@ def max_new_tokens() -> int:
     return _golden()["max_new_tokens"]
 
 
+def logit_step() -> int:
+    return _golden()["logit_step"]
+
+
 def names() -> list[str]:
     """Of the adapters, without the base."""
     return [name for name in _golden()["adapters"] if name != BASE]
@@ -53,6 +63,7 @@ def cases(prompts: int | None = None) -> list[AdapterCase]:
             tuple(prompt),
             tuple(golden["adapters"][name]["answers"][number]),
             tuple((token, value) for token, value in golden["adapters"][name]["first_logprobs"][number]),
+            tuple(map(tuple, golden["adapters"][name]["logits"][2 * number : 2 * number + 2])),
         )
         for number, prompt in enumerate(golden["prompts"][:prompts])
         for name in golden["adapters"]
