@@ -2,7 +2,8 @@
 
     python -P -m diptych.bench.engine.lora [--blocks throughput slots] [--model FOLDER] [--serve-args --device cuda]
 
-Some minutes with the default model on two cores. `--rounds 1 --users 8 --seconds 2` shows that all of it works.
+Five minutes with the default model on two cores that do nothing else. `--rounds 1 --users 8 --seconds 2` shows that all of it
+works. Every round prints a line; each block is written as it ends.
 
 Adapters are random, of all linear layers, in folders as peft writes them. Sides take turns, in another order each round.
 
@@ -157,8 +158,8 @@ def throughput(args: argparse.Namespace, adapters: dict[str, Path], made: Path, 
 
         for users in args.users:
             point, order = Throughput(users), [OFF, BASE, ADAPTERS]
-            for side in order:
-                run(side, users)  # each adapter gets its slot, and what is compiled or measured at first use is done
+            for side in order:  # each adapter gets its slot, and what is compiled or measured at first use is done
+                print(f"{users} users, warm-up, {side}: {run(side, users):.1f} tokens/s", flush=True)
             for number in range(1, args.rounds + 1):
                 for side in order:
                     point.rounds[side].append(run(side, users))
@@ -222,7 +223,8 @@ def slots(args: argparse.Namespace, adapters: dict[str, Path], made: Path, vocab
                 done = asyncio.run(window(server.port, sides[side], prompts, args))
                 if number:
                     rounds[side].append(done)
-                print(f"slots, {side}: {done}", flush=True)
+                what = f"round {number} of {args.rounds}" if number else "warm-up"
+                print(f"slots, {what}, {side}: {done}", flush=True)
             order.reverse()
     ratios = [a.itl_ms["p99"] / b.itl_ms["p99"] for a, b in zip(rounds[ADAPTERS], rounds[BASE], strict=True)]
     ratio = round(statistics.median(ratios), 3)
@@ -262,6 +264,19 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return args
 
 
+def commands_of(args: argparse.Namespace) -> dict[str, str]:
+    """What each side's server is started with; NAME=FOLDER stands for every adapter."""
+    folder = Path("FOLDER")
+    settings = argparse.Namespace(**(vars(args) | settings_of(args)))
+    named = {"NAME": folder}
+    lines = {OFF: serve_command(settings, folder, {})}
+    lines |= {side: serve_command(settings, folder, named) for side in (f"{BASE}, {ADAPTERS}", "slots")}
+    for side, count in ((f"{BASE}, {ADAPTERS}", NUM_SERVED), ("slots", NUM_MANY)):
+        at = lines[side].index("--max-cpu-loras") + 1
+        lines[side][at] = str(count)
+    return {side: " ".join(["diptych", *line]) for side, line in lines.items()}
+
+
 def settings_of(args: argparse.Namespace) -> dict[str, Any]:
     """For the result, without folders of this machine."""
     named = {k: v for k, v in vars(args).items() if k != "out"} | {"model": Path(args.model).name}
@@ -280,10 +295,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         "command": "python -P -m diptych.bench.engine.lora",
         "machine": surroundings(),
         "settings": settings_of(args),
+        "servers": commands_of(args),
     }
     with tempfile.TemporaryDirectory(prefix="diptych-lora-") as folder:
-        made = Path(folder)
-        adapters = write_adapters(model, made, NUM_MANY if "slots" in args.blocks else NUM_SERVED, args.rank)
+        made, count = Path(folder), NUM_MANY if "slots" in args.blocks else NUM_SERVED
+        print(f"{count} random adapters of rank {args.rank} for {model.name}", flush=True)
+        adapters = write_adapters(model, made, count, args.rank)
         if "throughput" in args.blocks:
             served = dict(itertools.islice(adapters.items(), NUM_SERVED))
             record["throughput"] = throughput(args, served, made, vocab_size)

@@ -14,6 +14,7 @@ from diptych.bench.engine.lora import (
     OFF,
     Prompts,
     Throughput,
+    commands_of,
     parse,
     serve_command,
     settings_of,
@@ -59,6 +60,9 @@ def test_its_servers_are_started_by_flags_that_serve_takes(tmp_path: Path, monke
     assert (with_loras.model, with_loras.threads, with_loras.max_lora_rank) == ("/models/tiny", 3, 32)
     assert with_loras.lora_modules == tuple(f"{name}={path}" for name, path in adapters.items())
     assert (without.enable_lora, without.lora_modules) == (False, ())
+    for command in commands_of(args).values():  # of the result
+        assert CliRunner().invoke(main.build_app(), command.split()[1:]).exit_code == 0
+    assert [(one.model, one.max_cpu_loras) for one in seen[2:] if one.enable_lora] == [("tiny", 8), ("tiny", 64)]
 
 
 def test_a_result_contains_no_folder_of_the_machine() -> None:
@@ -78,6 +82,7 @@ def test_a_result_contains_no_folder_of_the_machine() -> None:
     settings = settings_of(args)
     assert (settings["model"], settings["serve_args"]) == ("tiny", ["--cache-dir", "cache", "--n", "1"])
     assert "/" not in json.dumps(settings)
+    assert "/" not in json.dumps(commands_of(args))
 
 
 def test_no_prompt_comes_twice() -> None:
