@@ -31,6 +31,7 @@ async def test_a_decode_worker_is_killed_in_the_middle_of_a_load(tmp_path: Path)
         ) as cluster,
         cluster.client() as client,
     ):  # fmt: skip
+
         async def ready() -> bool:
             return (await cluster.get("/ready")).status_code == 200
 
