@@ -18,7 +18,7 @@ class Compat:
     """See proto Compat.
 
     Args:
-        method: of the weights: `plain`, or the quantization method.
+        method: of the weights: `plain`, or the quantization method; with the degree of the ranks where that changes values.
         compute_dtype: of weights and activations.
         attention_version, sampler_version: change whenever results may change.
         backend: the kernels that compute the layers.

@@ -175,6 +175,7 @@ def _load(
     from diptych.engine.exec.lora import LoraSizes, slot_bytes
     from diptych.engine.exec.model_runner import TorchModelRunner
     from diptych.engine.exec.models.registry import describe
+    from diptych.engine.exec.parallel.division import method_of_ranks
     from diptych.engine.exec.sampler import SAMPLER_VERSION
 
     began = time.monotonic()
@@ -260,7 +261,7 @@ def _load(
             compute_dtype=config.dtype,
             attention_version=attention_version(config.device, batch_invariant=config.batch_invariant),
             sampler_version=SAMPLER_VERSION,
-            method=parsed.method,
+            method=method_of_ranks(parsed, config.tensor_parallel_size),
             backend=able.kernels,
             batch_invariant=config.batch_invariant,
             kv_parts=parts,

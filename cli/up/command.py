@@ -157,11 +157,27 @@ def check_model(config: UpConfig, folder: Path) -> None:
 
 
 def _check_division(config: UpConfig, model: ModelDescription) -> None:
-    """Raises: ConfigError when a role's workers cannot divide the model among their ranks."""
-    from diptych.engine.exec.parallel.division import sizes_of
+    """Raises: ConfigError when a role's workers cannot divide the model among their ranks, or would refuse the other role's."""
+    from diptych.engine.exec.parallel.division import TENSOR_PARALLEL, method_of_ranks, sizes_of
 
+    degrees = {role: config.degrees(role).tensor_parallel for role in ROLES}
     for role in ROLES:
         sizes_of(model).check(config.degrees(role), partial(config.degree_setting, role))
+    if len(set(degrees.values())) == 1:
+        return
+    if config.batch_invariant:
+        why = "with --batch-invariant both pools need one degree, in whose order sums are added up"
+    elif len({method_of_ranks(model, degree) for degree in degrees.values()}) > 1:
+        why = f"with {model.method} both pools need one degree: ranks quantize what they multiply by its own largest value"
+    else:
+        return
+    role, setting = next(
+        (role, setting)
+        for role in ROLES
+        if (setting := config.degree_setting(role, TENSOR_PARALLEL)) != TENSOR_PARALLEL
+    )
+    other = next(other for other in ROLES if other != role)
+    raise ConfigError(setting, degrees[role], f"{other} has {degrees[other]}; {why}")
 
 
 def _assign_gpus(config: UpConfig) -> dict[str, GpuAssignment]:

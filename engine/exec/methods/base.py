@@ -96,6 +96,10 @@ class LinearMethod(Protocol):
 
     name: str
 
+    def scales_whole_rows(self, layer: Linear) -> bool:
+        """Whether activations get one scale for all inputs. Ranks that divide these have a scale each, and other values."""
+        ...
+
     def create(self, layer: Linear, shard: Shard) -> list[TensorPart]:
         """The tensors that it reads, in the order in which they are merged. A rank's share is `layer.share`, for scales as
         for weights. Raises: ConfigError where a shard cannot be cut."""

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from diptych.common.errors import ConfigError
 from diptych.common.kv_format import Shard
+from diptych.engine.exec.formats.base import settings_of
 from diptych.engine.exec.formats.registry import read_parts, tensors_of
 from diptych.engine.exec.layers.linear import Linear
 from diptych.engine.exec.methods.base import StepRows, TensorPart, TensorSource
@@ -23,6 +24,10 @@ class Fp8Method:
     """Implements methods.base.LinearMethod."""
 
     name = "fp8"
+
+    def scales_whole_rows(self, layer: Linear) -> bool:
+        """See LinearMethod.scales_whole_rows."""
+        return not settings_of(layer)["blocked"]
 
     def create(self, layer: Linear, shard: Shard) -> list[TensorPart]:
         """See LinearMethod.create."""

@@ -22,6 +22,10 @@ class GgufMethod:
 
     name = "gguf"
 
+    def scales_whole_rows(self, layer: Linear) -> bool:
+        """See LinearMethod.scales_whole_rows."""
+        return False
+
     def create(self, layer: Linear, shard: Shard) -> list[TensorPart]:
         """See LinearMethod.create."""
         return tensors_of(layer, shard)

@@ -22,6 +22,10 @@ class Int4Method:
 
     name = "int4"
 
+    def scales_whole_rows(self, layer: Linear) -> bool:
+        """See LinearMethod.scales_whole_rows."""
+        return False
+
     def create(self, layer: Linear, shard: Shard) -> list[TensorPart]:
         """See LinearMethod.create."""
         return tensors_of(layer, shard)

@@ -20,6 +20,10 @@ class Int8Method:
 
     name = "int8"
 
+    def scales_whole_rows(self, layer: Linear) -> bool:
+        """See LinearMethod.scales_whole_rows."""
+        return True
+
     def create(self, layer: Linear, shard: Shard) -> list[TensorPart]:
         """See LinearMethod.create."""
         return tensors_of(layer, shard)

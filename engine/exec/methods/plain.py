@@ -38,6 +38,10 @@ class PlainMethod:
 
     name = PLAIN
 
+    def scales_whole_rows(self, layer: Linear) -> bool:
+        """See LinearMethod.scales_whole_rows."""
+        return False
+
     def create(self, layer: Linear, shard: Shard) -> list[TensorPart]:
         """See LinearMethod.create."""
         return [one for part in layer.parts for one in _part(part, layer, shard)]

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from diptych.common.degrees import MOST_RANKS, Degrees
 from diptych.common.errors import ConfigError
 from diptych.common.kv_format import Shard
-from diptych.engine.exec.layers.linear import PLAIN, Linear
+from diptych.engine.exec.layers.linear import PLAIN, Linear, ShardBy
 from diptych.engine.exec.models.description import ModelDescription
 
 TENSOR_PARALLEL, PIPELINE = "tensor_parallel_size", "pipeline_parallel_size"
@@ -98,6 +98,18 @@ def sizes_of(model: ModelDescription) -> DividedSizes:
         vocab_size=model.vocab_size,
         scaled=tuple(shapes.values()),
     )
+
+
+def method_of_ranks(model: ModelDescription, tensor_parallel: int) -> str:
+    """The method by which KV is known: `model.method`, with the degree where that changes values and not only their last bits:
+    `int8@tp2`. A layer that ranks divide by inputs quantizes the inputs of each rank by their own largest value there."""
+    # Here and not above: methods import torch.
+    from diptych.engine.exec.methods.registry import METHODS
+
+    linears = [linear for block in model.blocks for linear in block.linears if linear.shard is ShardBy.INPUTS]
+    if tensor_parallel > 1 and any(METHODS[linear.method].scales_whole_rows(linear) for linear in linears):
+        return f"{model.method}@tp{tensor_parallel}"
+    return model.method
 
 
 def _flag(setting: str) -> str:

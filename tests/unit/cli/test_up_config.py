@@ -97,6 +97,37 @@ def test_23_ranks_that_cannot_divide_the_model_are_refused_before_anything_start
     assert words == str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("values", "quantization", "words"),
+    [
+        (
+            {"prefill_tensor_parallel_size": 2},
+            {"quant_method": "fp8", "activation_scheme": "dynamic"},
+            "prefill_tensor_parallel_size=2: decode has 1; with fp8 both pools need one degree: ranks quantize what they "
+            "multiply by its own largest value",
+        ),
+        (
+            {"tensor_parallel_size": 2, "decode_tensor_parallel_size": 4, "batch_invariant": True},
+            {},
+            "decode_tensor_parallel_size=4: prefill has 2; with --batch-invariant both pools need one degree, in whose order "
+            "sums are added up",
+        ),
+        ({"tensor_parallel_size": 2}, {"quant_method": "fp8", "activation_scheme": "dynamic"}, ""),
+        ({"decode_tensor_parallel_size": 2}, {}, ""),
+    ],
+)
+def test_23_pools_that_would_refuse_each_other_are_refused_before_anything_starts(
+    tmp_path: Path, values: dict[str, Any], quantization: dict[str, Any], words: str
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**LLAMA, "quantization_config": quantization}))
+    if not words:
+        check_model(UpConfig(**values), tmp_path)
+        return
+    with pytest.raises(ConfigError) as caught:
+        check_model(UpConfig(**values), tmp_path)
+    assert str(caught.value) == words
+
+
 def test_23_each_pool_has_degrees_of_its_own_or_those_of_all() -> None:
     config = UpConfig(tensor_parallel_size=2, decode_tensor_parallel_size=1, prefill_pipeline_parallel_size=3)
     assert [config.degrees(role) for role in ("prefill", "decode")] == [Degrees(2, 3), Degrees(1, 1)]

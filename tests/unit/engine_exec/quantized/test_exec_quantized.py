@@ -26,6 +26,7 @@ from diptych.engine.exec.methods.quantized import Fp8Weights, GgufWeights, Int4W
 from diptych.engine.exec.methods.registry import METHODS
 from diptych.engine.exec.models.config_keys import TrackedConfig
 from diptych.engine.exec.models.registry import describe
+from diptych.engine.exec.parallel.division import method_of_ranks
 from diptych_tests import quantized
 from diptych_tests.quantized import AWQ, COMPRESSED_FP8, COMPRESSED_INT4, COMPRESSED_INT8, FP8, GPTQ
 
@@ -302,7 +303,24 @@ def test_layers_that_a_checkpoint_leaves_out_are_plain():
     }  # fmt: skip
     mixed = {**COMPRESSED_INT4, "format": "mixed-precision", "config_groups": groups}
     assert methods_of(mixed) == {**QUANTIZED_ALL, "q_proj": "int8", "o_proj": "int8"}
-    assert describe({**RAW, "quantization_config": mixed}).method == "int4+int8"
+    model = describe({**RAW, "quantization_config": mixed})
+    assert model.method == "int4+int8"
+    assert [method_of_ranks(model, degree) for degree in (1, 2)] == ["int4+int8", "int4+int8@tp2"]
+
+
+@pytest.mark.parametrize(
+    ("quantization", "names"),
+    [
+        ({"quant_method": "fp8", "activation_scheme": "dynamic"}, ["fp8", "fp8@tp2", "fp8@tp3"]),
+        ({"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}, ["fp8"] * 3),
+        (quantized.GPTQ, ["int4"] * 3),
+        ({}, ["plain"] * 3),
+    ],
+)
+def test_23_the_degree_is_part_of_the_method_where_ranks_quantize_parts_of_rows(quantization, names):
+    """Pairs of unequal degrees were accepted, and shared blocks, though their values differ by more than last bits."""
+    model = describe({**RAW, "quantization_config": quantization})
+    assert [method_of_ranks(model, degree) for degree in (1, 2, 3)] == names
 
 
 WEIGHTS, INPUTS = "config_groups.group_0.weights", "config_groups.group_0.input_activations"
