@@ -202,12 +202,25 @@ class FakeRouter:
         return answer
 
     async def ended(self, attempt: str) -> None:
-        async with asyncio.timeout(DEADLINE_S):
-            await self._answers[attempt][2].wait()
+        await self._happened(self._answers[attempt][2])
 
     async def first_token(self, attempt: str) -> None:
-        async with asyncio.timeout(DEADLINE_S):
-            await self._answers[attempt][1].wait()
+        await self._happened(self._answers[attempt][1])
+
+    async def _happened(self, event: asyncio.Event) -> None:
+        """Raises: TimeoutError; what ended the stream, after which nothing comes."""
+        assert self._reader is not None
+        waiting = asyncio.ensure_future(event.wait())
+        try:
+            await asyncio.wait((waiting, self._reader), timeout=DEADLINE_S, return_when=asyncio.FIRST_COMPLETED)
+            if event.is_set():
+                return
+            if not self._reader.done():
+                raise TimeoutError(f"nothing came for {DEADLINE_S:g} s")
+            self._reader.result()
+            raise EOFError("the worker ended the stream")
+        finally:
+            waiting.cancel()
 
     async def _outgoing(self) -> AsyncIterator[decode_pb2.Command]:
         while (command := await self._commands.get()) is not None:
