@@ -18,6 +18,9 @@ from diptych.rpc.call_token import with_token
 MAX_MESSAGE_BYTES = 8 * 1024 * 1024
 KEEPALIVE_TIME_MS = 10_000
 KEEPALIVE_TIMEOUT_MS = 5_000
+CONNECT_MS = 1_500
+"""For one attempt to connect, until the peer's first frame. A lost first packet is sent again after a second, and on a busy
+machine each side may wait for a core; below the deadline of a handshake between workers."""
 
 _COMMON: list[tuple[str, int]] = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -36,7 +39,7 @@ def channel_options() -> list[tuple[str, int]]:
         *_COMMON,
         ("grpc.use_local_subchannel_pool", 1),
         ("grpc.initial_reconnect_backoff_ms", 100),
-        ("grpc.min_reconnect_backoff_ms", 200),
+        ("grpc.min_reconnect_backoff_ms", CONNECT_MS),  # despite its name
         ("grpc.max_reconnect_backoff_ms", 2_000),
         ("grpc.enable_http_proxy", 0),
         ("grpc.enable_retries", 0),

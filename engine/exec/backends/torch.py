@@ -111,6 +111,7 @@ class TorchRuntime:
         description, weights, rows = self._description, self._weights, batch.rows
         if x is None:
             x = embed(batch.token_ids, weights.embedding, description.embedding, weights.vocabulary)
+        x = x.to(weights.embedding.dtype)  # others keep rows in float32
         turned = {rope: (cos[batch.positions], sin[batch.positions]) for rope, (cos, sin) in self._tables.items()}
         for index in range(segment.first, segment.last):
             if hooks.should_abort is not None and hooks.should_abort():

@@ -62,7 +62,6 @@ class NativeRuntime:
             device=device,
         )
         self._kept = (pool, [(cosines.contiguous(), sines.contiguous()) for cosines, sines in tables])
-        self._dtype = weights.embedding.dtype
         self._scales = _Scales()
         layers = (Layer * description.num_layers)()
         for i in owned:
@@ -100,7 +99,7 @@ class NativeRuntime:
         description, weights, library = self._description, self._weights, self._library
         if x is None:
             x = embed(torch.from_numpy(batch.token_ids), weights.embedding, description.embedding, weights.vocabulary)
-        x = x.float()  # rows are kept in float32 from here to the segment's end
+        x = x.float()  # rows are kept in float32 from here to the end of the segment, or of the next pipeline stage's
         if segment.first < segment.last:
             x = self._layers(x.contiguous(), batch, segment, hooks)
             if x is None:
@@ -111,7 +110,7 @@ class NativeRuntime:
             if description.head.softcap is not None:
                 library.softcap(logits, description.head.softcap)
             return logits
-        return x.to(self._dtype)
+        return x
 
     def _layers(self, x: Tensor, batch: NativeBatch, segment: Segment, hooks: Hooks) -> Tensor | None:
         should_abort, on_layers, library = hooks.should_abort, hooks.on_layers, self._library

@@ -95,8 +95,9 @@ class Stage:
         self._decoder, self._groups = decoder, tuple(groups)
         self._communicator = weights.communicator
         self._place = weights.communicator.place
-        self._width, self._dtype = weights.description.hidden_size, weights.embedding.dtype
-        self._device = weights.embedding.device.type
+        self._width, self._device = weights.description.hidden_size, weights.embedding.device.type
+        self._dtype = torch.float32 if self._device == "cpu" else weights.embedding.dtype
+        """Of rows between stages: the compiled kernels keep them in float32, and a stage's end must not round them."""
 
     @property
     def pipelined(self) -> bool:
@@ -153,7 +154,7 @@ class Stage:
             if not place.last_stage:
                 if after is None:
                     raise InternalError("a stage before the last one ended without rows")
-                self._communicator.send(after)
+                self._communicator.send(after.to(self._dtype))
             elif place.samples:
                 out.add(indices, members, batch, prompt_rows, after)
         return out.step() if place.samples else None

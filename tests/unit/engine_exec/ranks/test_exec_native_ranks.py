@@ -133,6 +133,16 @@ def test_ranks_with_other_elements_give_the_tokens_of_one(folder_of, native_of, 
     assert ranks_of(folder, 2, **how).generate(PROMPTS, 8) == native_of(folder, **how).generate(PROMPTS, 8)
 
 
+@pytest.mark.parametrize("how", [{"dtype": "bfloat16"}, {"kv_cache_dtype": "int8"}], ids=str)
+def test_pipeline_stages_have_the_bits_of_one_process(folder_of, native_of, ranks_of, how):
+    """In bfloat16 rows were rounded between two stages, and are not between two layers."""
+    folder = folder_of("plain")
+    ids, known = native_of(folder, **how).in_one_batch(PROMPTS, [-1] * 3)
+    same, logprobs = ranks_of(folder, 1, 3, **how).in_one_batch(PROMPTS, [-1] * 3)
+    assert same == ids
+    assert np.array_equal(logprobs, known)
+
+
 @pytest.mark.parametrize("degree", [2, 4])
 def test_adapters_on_ranks_give_the_tokens_of_one_in_any_company(folder_of, native_of, ranks_of, tmp_path, degree):
     folder = folder_of("plain")
