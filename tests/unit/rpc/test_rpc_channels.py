@@ -24,7 +24,7 @@ async def test_23_a_peer_that_is_slow_to_answer_is_connected() -> None:
         target.close()
 
     async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await asyncio.sleep(0.5)  # the delay under test
+        await asyncio.sleep(0.5)  # sleep: the delay under test
         back, forth = await asyncio.open_connection("127.0.0.1", port)
         await asyncio.gather(carry(reader, forth), carry(back, writer))
 
