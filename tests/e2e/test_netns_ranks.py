@@ -19,6 +19,7 @@ from diptych_tests.netns_hosts import COMMAND, MARKS, START_S, Hosts, running_ho
 
 pytestmark = MARKS
 TOKENS = 6
+PATIENT = ("--handshake-timeout-s", "60", "--leg-silence-s", "60")
 
 
 @pytest.fixture
@@ -46,7 +47,7 @@ class Group:
     def __init__(self, hosts: Hosts, wait_until: Callable[..., Any]) -> None:
         self._hosts, self._wait_until = hosts, wait_until
         self.master, self.other = hosts.decodes
-        self.flags = ("--pipeline-parallel-size", "2", "--nnodes", "2", "--master-addr", self.master)
+        self.flags = (*PATIENT, "--pipeline-parallel-size", "2", "--nnodes", "2", "--master-addr", self.master)
         self.starts = 0
 
     def start_rank(self) -> None:
@@ -95,7 +96,8 @@ def test_23_a_worker_on_two_hosts_answers_and_ends_with_either(
         return hosts.ready()
 
     group.start_rank()
-    hosts.start_all(more={"decode-0": group.flags}, without=("decode-1",))
+    more = {"decode-0": group.flags, "prefill-0": PATIENT, "router": ("--local-prefill-max-tokens", "0")}
+    hosts.start_all(more=more, without=("decode-1",))
     wait_until(serves, deadline_s=START_S, what="the hosts serve", every_s=0.5)
     ids, why = answer()
     assert ids == want

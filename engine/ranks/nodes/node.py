@@ -97,7 +97,7 @@ class Node:
         try:
             return self._serve(link, welcome, own, worker)
         except (OSError, EOFError) as error:
-            _log.error("the connection to the worker ended: %s", error)
+            _log.error("the worker is lost: %s", error)
             return 1
         finally:
             link.close()

@@ -108,7 +108,7 @@ class Hosts:
         return self._names[address]
 
     def start_all(self, *, more: Mapping[str, Sequence[str]] | None = None, without: Container[str] = ()) -> None:
-        """Args: more: flags of workers, by name. without: names of workers that are not started."""
+        """Args: more: flags of workers and of the router, by name. without: names of workers that are not started."""
         redis = [str(server_binary()), "--bind", self.router, "--port", "6379", "--protected-mode", "no"]
         self.start("redis", self.router, *redis, "--save", "", "--appendonly", "no")
         model = str(resolve_model("smollm2"))
@@ -119,7 +119,7 @@ class Hosts:
             if (name := f"{role}-{number}") not in without:
                 self.start_worker(name, address, *(more or {}).get(name, ()))
         ports = ["--host", self.router, "--http-port", "8000", "--grpc-port", "50050"]
-        self.start("router", self.router, *COMMAND, "router", *self._common, *ports)
+        self.start("router", self.router, *COMMAND, "router", *self._common, *ports, *(more or {}).get("router", ()))
 
     def start_worker(self, name: str, address: str, *flags: str) -> None:
         """Args: name: role-number."""
