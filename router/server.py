@@ -25,7 +25,7 @@ import uvloop
 from grpc_reflection.v1alpha import reflection as grpc_reflection
 
 from diptych.common.addresses import host_port, is_loopback
-from diptych.common.collector import set_collector
+from diptych.common.collector import keep_collecting, set_collector
 from diptych.common.errors import ConfigError
 from diptych.common.limits import raise_open_files
 from diptych.common.observe.logging import setup_logging
@@ -101,11 +101,16 @@ async def _run(config: RouterConfig, siblings: Siblings | None) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal, number)
 
+    collecting: list[asyncio.Task[None]] = []
+
     def announce(addresses: RouterAddresses) -> None:
         set_collector()
+        collecting.append(asyncio.create_task(keep_collecting(), name="garbage collector"))
         log.info("router serves", http=addresses.http, grpc=addresses.grpc)
 
     await serve(config, stop, hurry, on_started=announce, siblings=siblings)
+    for task in collecting:
+        task.cancel()
     log.info("router stopped")
     return 128 + received[0]
 

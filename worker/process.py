@@ -14,7 +14,7 @@ from typing import Any, NoReturn, cast
 import structlog
 import uvloop
 
-from diptych.common.collector import set_collector
+from diptych.common.collector import keep_collecting, set_collector
 from diptych.common.limits import raise_open_files
 from diptych.common.observe.logging import setup_logging
 from diptych.common.observe.tracing import tracing
@@ -122,12 +122,14 @@ async def serve(config: WorkerConfig, make_services: MakeServices) -> int:
         exit_at_once(_exit_code(signals))
     starting.result()
     set_collector()
+    collecting = asyncio.create_task(keep_collecting(), name="garbage collector")
     log.info("ready", address=runtime.address, transport=runtime.transfer.path, incarnation=runtime.incarnation)
     await _first(signals.once.wait(), runtime.ended.wait())
     if signals.first is not None:
         log.info("stopping", signal=signals.first.name)
         await _first(runtime.drain(), signals.twice.wait())  # a second signal ends the drain
     await runtime.close()
+    collecting.cancel()
     log.info("stopped")
     return _exit_code(signals)
 

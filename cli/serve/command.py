@@ -18,7 +18,7 @@ from diptych.cli.serve.config import ServeConfig
 from diptych.cli.temporary import temporary_folder
 from diptych.cli.worker_roles import services_of
 from diptych.common.clock import MonotonicClock
-from diptych.common.collector import set_collector
+from diptych.common.collector import keep_collecting, set_collector
 from diptych.common.observe.logging import setup_logging
 from diptych.common.secret import create_secret
 from diptych.common.store.memory import MemoryStore
@@ -81,12 +81,14 @@ async def _serve(config: ServeConfig, model: Path, name: str, secret: Path, fold
         stop.set()
 
     watching = asyncio.create_task(stop_with_the_worker(), name="watch-the-worker")
+    collecting = asyncio.create_task(keep_collecting(), name="garbage collector")
     try:
         await runtime.start()
         if not stop.is_set():
             await router.serve(router_config, stop, hurry, on_started=announce, store=store)
     finally:
         watching.cancel()
+        collecting.cancel()
         await runtime.close()
     log.info("stopped")
     return 128 + received[0] if received else 1
