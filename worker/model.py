@@ -274,7 +274,7 @@ def _load(
             factory, grammars = text.result()
     except BaseException:
         if ranks is not None:
-            ranks.close()
+            ranks.close(asked=False)
         raise
     log.info("model loaded", seconds=round(time.monotonic() - began, 2))
     group_blocks = able.group_blocks or demand.group_blocks(kv, able.num_blocks)

@@ -163,7 +163,7 @@ class RanksExecutor:
             self._parts = [_capabilities(answer) for answer in answers]
             self.capabilities = _together(self._parts, sampler)
         except BaseException:
-            self.close()
+            self.close(asked=False)
             raise
 
     def _started(self) -> list[StartedRank]:
@@ -411,10 +411,10 @@ class RanksExecutor:
 
     # ---- end ----
 
-    def close(self) -> None:
-        """Ends the ranks' processes. Idempotent."""
+    def close(self, *, asked: bool = True) -> None:
+        """Ends the ranks' processes. Idempotent. Args: asked: it is no failure, also for other hosts."""
         if self._nodes is not None:
-            self._nodes.close(orderly=not self._lost)
+            self._nodes.close(orderly=asked and not self._lost)
         self._lost = self._lost or "the executor was closed"
         with self._lock:
             ranks, self._ranks = self._ranks, []

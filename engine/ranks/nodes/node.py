@@ -78,11 +78,6 @@ class Node:
         self._found: list[str | ConfigError] = []
         self._ended_at: float | None = None
 
-    @property
-    def num_asked(self) -> int:
-        """How often it was asked to end."""
-        return self._asked
-
     def ask_to_end(self) -> None:
         """From a signal handler. Once the ranks are started, the worker ends first, when it has drained; a second time ends
         them at once."""

@@ -19,6 +19,7 @@ from diptych.common.errors import ConfigError
 from diptych.common.sampling import SamplingParams
 from diptych.engine.executor import ExecutorLost
 from diptych.engine.messages import ScheduledSeq
+from diptych.engine.ranks.executor import RanksExecutor
 from diptych.worker.model import LoadedModel, load_model
 from diptych_tests.clusters import free_port_pair
 from diptych_tests.pd import SECRET_FILE, worker_config
@@ -122,9 +123,13 @@ def test_23_a_model_on_two_hosts_gives_the_ids_of_one_until_the_other_host_ends(
         for blocks in ([3, 5, 7], [8, 9, 10]):
             assert executor.execute(step([7], 40, blocks), never) == runner.execute(step([7], 40, [3, 5, 7]))
 
-        ours = psutil.Process().children(recursive=True)
+        assert isinstance(executor, RanksExecutor)
+        own = [psutil.Process(rank.process.pid) for rank in executor._started()]
         ranks = other.ranks
-        assert len(ranks) == 1
+        assert (len(own), len(ranks)) == (1, 1)
+        listening = [one.laddr for rank in own for one in rank.net_connections() if one.status == "LISTEN"]
+        assert {address.ip for address in listening} == {MASTER}, "and those of the worker's ranks on the master's"
+        assert other.port + 1 in {address.port for address in listening}
         assert {tuple(one.laddr) for one in ranks[0].net_connections() if one.status == "LISTEN"} <= {
             (OTHER, one.laddr.port) for one in ranks[0].net_connections()
         }, "its listeners are on the address that was named"
@@ -135,7 +140,7 @@ def test_23_a_model_on_two_hosts_gives_the_ids_of_one_until_the_other_host_ends(
         with pytest.raises(ExecutorLost):
             executor.execute(step([7], 41, [3, 5, 7]), never)
         wait_until(lambda: not any(one.is_running() for one in ranks), what="its ranks have ended with it")
-        assert not [one for one in ours if one.is_running() and one.pid != other.process.pid]
+        assert not any(one.is_running() for one in own)
     finally:
         executor.close()
 

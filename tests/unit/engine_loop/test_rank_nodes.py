@@ -460,14 +460,17 @@ def test_23_one_signal_lets_the_worker_end_first(two_hosts: Start) -> None:
     assert running.ended() == 0
 
 
-def test_23_what_a_host_lacks_is_told_by_the_worker(listen: Start) -> None:
-    nodes = listen()
-    running = node_for(nodes, refuses="/models/m")
+def test_23_what_a_host_lacks_is_told_by_the_worker_and_a_failure_for_all_hosts(listen: Start) -> None:
+    """One that lacks nothing ends with an error, too: it is to be started again with the worker."""
+    nodes = listen(Group("1.0", 3, 3, 1, "this start", 3.0))
+    lacking = node_for(nodes, refuses="/models/m")
+    other = node_for(nodes, msgspec.structs.replace(HELLO, node_rank=2))
     nodes.gather(GENEROUS_S)
     nodes.start(POOL)
     with pytest.raises(ConfigError, match=r"model='/models/m': on node 1 \(127.0.0.1\): is not on this host"):
         executor_over(nodes)
-    assert isinstance(running.ended(), ConfigError)
+    assert isinstance(lacking.ended(), ConfigError)
+    assert other.ended() == 1
 
 
 def test_23_a_worker_that_vanishes_ends_its_ranks_elsewhere(two_hosts: Start) -> None:
