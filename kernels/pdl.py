@@ -36,6 +36,19 @@ def begin(PDL: tl.constexpr):
         tl.extra.cuda.gdc_launch_dependents()
 
 
+@triton.jit
+def prefetch(at):
+    """Lines of 128 bytes into the L2: of weights, before `begin`. at: pointers."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
+        "=r,l",
+        [at.to(tl.int64, bitcast=True)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
 @cache
 def _supported(index: int | None) -> bool:
     return torch.cuda.get_device_capability(index) >= (9, 0)

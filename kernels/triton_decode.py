@@ -7,6 +7,8 @@ is read once. Where sequences x KV heads are too few programs to fill the GPU, t
     splits    [ split 0 )[ split 1 )[ split 2 )     each: softmax over its own keys, and its log-sum-exp
     reduce    out = sum_i softmax(lse)_i * out_i    a second kernel
 
+Codes of a quantized pool are read by a kernel of their own where the model has 16 bits: see triton_decode_codes.
+
 The number of splits is fixed by the launch (a CUDA graph replays it for any lengths); their borders follow from each length.
 """
 
@@ -19,49 +21,18 @@ import triton.language as tl
 from torch import Tensor
 
 from diptych.kernels.pdl import begin, use_pdl
+from diptych.kernels.triton_decode_codes import decode_codes_kernel, pairs_tile, takes_pairs
+from diptych.kernels.triton_kv import add_codes, load_kv, soft_cap
 
 LOG2_E = 1.4426950408889634
 """Softmax is computed with powers of two: a scale holds this factor, but where a softcap comes between."""
 MIN_ROWS = 16
 """Rows of the smallest matrix instruction."""
 MAX_SPLITS = 32
+PROGRAMS, PROGRAMS_OF_PAIRS = 4, 8
+"""Programs of one multiprocessor that read the most bytes per second: of two warps each, and of one warp (takes_pairs)."""
 TILE_BYTES = 16384
 """K of one iteration; so much again for V, times the pipeline's stages, lies in shared memory."""
-
-
-@triton.jit
-def soft_cap(scores, cap):
-    """cap * tanh(scores / cap); tanh(t) as 1 - 2 / (exp(2 t) + 1): right for every t, also where exp ends in infinity."""
-    return cap * (1.0 - 2.0 / (tl.exp2(scores / cap * 2.8853900817779268) + 1.0))
-
-
-@triton.jit
-def load_kv(at, mask, dtype: tl.constexpr, MASKED: tl.constexpr):
-    """Elements of the pool, or codes, as numbers of q's dtype. Codes fit into any: they have at most seven bits and a sign."""
-    if MASKED:
-        x = tl.load(at, mask=mask, other=0.0)
-    else:
-        x = tl.load(at)
-    if x.dtype.is_int():
-        x = x.to(tl.float32)
-    return x.to(dtype)
-
-
-@triton.jit
-def add_codes(acc, weights, codes, units, inside, code_dtype: tl.constexpr):
-    """acc + the weighted values, fp32. codes: of V, as numbers of q's dtype. units: where the scales of these keys lie.
-
-    A weight times a scale is too small for float16, whose least normal number is 6e-5: with E5M2 a scale is 2e-5 of the largest
-    value. There it is lifted by a power of two below the largest code, and the sum of products lowered by it.
-    """
-    scales = tl.load(units, mask=inside, other=0.0)[None, :]
-    if codes.dtype == tl.float16:
-        lift: tl.constexpr = 32768.0 if code_dtype == tl.float8e5 else 64.0
-        sums = tl.dot((weights * (scales * lift)).to(codes.dtype), codes, input_precision="ieee")
-        acc += sums * (1.0 / lift)
-    else:
-        acc = tl.dot((weights * scales).to(codes.dtype), codes, acc, input_precision="ieee")
-    return acc
 
 
 @triton.jit(do_not_specialize=["splits"])
@@ -194,7 +165,7 @@ def _reduce_splits_kernel(
 
 
 def choose_splits(num_seqs: int, num_kv_heads: int, num_programs: int) -> int:
-    """Splits of the context so that about `num_programs` programs run (a few per multiprocessor). 1: no second kernel."""
+    """Splits of the context so that about `num_programs` programs run: see PROGRAMS. 1: no second kernel."""
     return max(1, min(MAX_SPLITS, num_programs // max(1, num_seqs * num_kv_heads)))
 
 
@@ -241,7 +212,7 @@ def paged_decode(
     window: int | None = None,
     splits: int = 1,
     tile: int | None = None,
-    num_warps: int = 2,
+    num_warps: int | None = None,
     num_stages: int = 3,
     out: Tensor | None = None,
     scales: Tensor | None = None,
@@ -258,7 +229,7 @@ def paged_decode(
         seq_lens: [num_seqs], int32, tokens including the new one. 0: a padded row; its output is 0.
         softcap: scores become softcap * tanh(score / softcap); None: they stay.
         window: keys that a query sees, itself included; None: all.
-        splits: see choose_splits. tile: keys of one iteration; None: what fits the GPU's shared memory well.
+        splits: see choose_splits. tile: keys of one iteration; None: what fits the GPU well. num_warps: None: likewise.
         out: [num_seqs, num_q_heads, head_dim]; None: a new tensor.
     Returns: [num_seqs, num_q_heads, head_dim], q's dtype; accumulated in fp32.
     Raises: ValueError on a shape, dtype or device mismatch (checked on the host, without a sync).
@@ -277,7 +248,7 @@ def paged_decode(
         lse = torch.empty((num_seqs, num_q_heads, splits), dtype=torch.float32, device=q.device)
     pdl = use_pdl(q.device, num_seqs)
     num_kv_heads, dim = kv.shape[3], triton.next_power_of_2(head_dim)
-    _paged_decode_kernel[(num_seqs, num_kv_heads, splits)](
+    arguments = (
         q,
         kv,
         kv if scales is None else scales,
@@ -301,21 +272,31 @@ def paged_decode(
         out.stride(1),
         num_q_heads,
         splits,
-        GROUP=group,
-        ROWS=max(MIN_ROWS, triton.next_power_of_2(group)),
-        HEAD_DIM=head_dim,
-        DIM=max(16, dim),
-        BLOCK_SIZE=kv.shape[2],
-        TILE=tile or max(16, min(128, TILE_BYTES // (dim * q.element_size()))),
-        SPLIT=splits > 1,
-        WINDOW=window or 0,
-        SOFTCAP=softcap is not None,
-        CODES=scales is not None,
-        PDL=pdl,
-        num_warps=num_warps,
-        num_stages=num_stages,
-        launch_pdl=pdl,
     )
+    rule = {
+        "GROUP": group, "HEAD_DIM": head_dim, "BLOCK_SIZE": kv.shape[2], "SPLIT": splits > 1, "WINDOW": window or 0,
+        "SOFTCAP": softcap is not None, "PDL": pdl, "num_stages": num_stages, "launch_pdl": pdl,
+    }  # fmt: skip
+    if scales is not None and takes_pairs(q, kv):
+        decode_codes_kernel[(num_kv_heads, num_seqs, splits)](
+            *arguments,
+            COLUMNS=max(8, triton.next_power_of_2(group)),
+            PAIRS=max(16, dim // 2),
+            TILE=tile or pairs_tile(dim),
+            ASM=q.is_cuda,
+            num_warps=num_warps or 1,
+            **rule,
+        )
+    else:
+        _paged_decode_kernel[(num_seqs, num_kv_heads, splits)](
+            *arguments,
+            ROWS=max(MIN_ROWS, triton.next_power_of_2(group)),
+            DIM=max(16, dim),
+            TILE=tile or max(16, min(128, TILE_BYTES // (dim * q.element_size()))),
+            CODES=scales is not None,
+            num_warps=num_warps or 2,
+            **rule,
+        )
     if splits > 1:
         _reduce_splits_kernel[(num_seqs, num_q_heads)](
             partial,

@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from diptych.kernels.pdl import begin, use_pdl
+from diptych.kernels.pdl import begin, prefetch, use_pdl
 from diptych.kernels.triton_tile import store_tile, tile_start
 
 GROUP_SIZES = (128, 64, 32)
@@ -32,6 +32,8 @@ GROUP_SIZES = (128, 64, 32)
 OFFSETS = {torch.bfloat16: 128, torch.float16: 1024, torch.float32: 0}
 """What stands in front of a code in its floating-point number; by the model's dtype."""
 _GROUP = 8
+_AHEAD = 2
+"""Groups of a program's weight that are on their way before it waits for its predecessor."""
 _UNPACK = {
     torch.bfloat16: ("0x43434343", "bf16x2"),
     torch.float16: ("0x64646464", "f16x2"),
@@ -199,6 +201,7 @@ def _int4_matmul_kernel(
     SWAP: tl.constexpr,
     EVEN: tl.constexpr,
     ASM: tl.constexpr,
+    AHEAD: tl.constexpr,
     PDL: tl.constexpr,
 ):
     first_row, first_column = tile_start(num_rows, num_columns, BLOCK_M, BLOCK_N, GROUP)
@@ -214,6 +217,13 @@ def _int4_matmul_kernel(
     else:
         acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     up = acc
+    if AHEAD > 0:
+        line = tl.arange(0, BLOCK_N * HALF // 128) * 128
+        ahead = tl.minimum(low + tl.arange(0, AHEAD), num_groups - 1)
+        at = codes_ptr + (outputs.to(tl.int64) * ahead + first_column)[:, None] * HALF + line[None, :]
+        prefetch(at)
+        if SILU:
+            prefetch(at + num_columns.to(tl.int64) * HALF)
     begin(PDL)
     for group in tl.range(low, high, num_stages=STAGES, loop_unroll_factor=UNROLL):
         x_low = tl.load(x_at + group * (2 * HALF), mask=real_row, other=0.0)
@@ -319,7 +329,7 @@ def int4_matmul(
         out = torch.empty((cut.splits, rows, columns), dtype=torch.float32, device=x.device)
     else:
         out = torch.empty((rows, columns), dtype=x.dtype, device=x.device)
-    pdl = use_pdl(x.device, rows)
+    pdl, even = use_pdl(x.device, rows), columns % cut.block_n == 0
     tiles = triton.cdiv(rows, cut.block_m) * triton.cdiv(columns, cut.block_n)
     _int4_matmul_kernel[(tiles, cut.splits)](
         x,
@@ -344,8 +354,9 @@ def int4_matmul(
         SILU=silu,
         BIAS=bias is not None,
         SWAP=cut.swap,
-        EVEN=columns % cut.block_n == 0,
+        EVEN=even,
         ASM=x.is_cuda and x.dtype != torch.float32,
+        AHEAD=_AHEAD if pdl and even else 0,
         PDL=pdl,
         num_warps=cut.num_warps,
         launch_pdl=pdl,

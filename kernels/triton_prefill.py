@@ -19,7 +19,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from diptych.kernels.triton_decode import LOG2_E, add_codes, check_paged, load_kv, scale_strides, soft_cap
+from diptych.kernels.triton_decode import LOG2_E, check_paged, scale_strides
+from diptych.kernels.triton_kv import add_codes, load_kv, soft_cap
 
 
 @triton.jit

@@ -22,7 +22,7 @@ from diptych.bench.kernels.cases import LLAMA_8B, PagedCase, chunk_rows, paged_c
 from diptych.bench.kernels.timing import graph_time_s, machine, matmul_peak, read_bandwidth
 from diptych.kernels import kv_pack
 from diptych.kernels.kv_codes import SlotCodec
-from diptych.kernels.triton_decode import choose_splits, paged_decode
+from diptych.kernels.triton_decode import PROGRAMS, PROGRAMS_OF_PAIRS, choose_splits, paged_decode
 from diptych.kernels.triton_norm import ACTIVATIONS, gate_mul, rms_norm
 from diptych.kernels.triton_pack import pack_blocks, unpack_blocks
 from diptych.kernels.triton_prefill import paged_prefill, prefill_tiles
@@ -58,7 +58,7 @@ def _case(lens: list[int]) -> PagedCase:
 
 def bench_decode(bandwidth: float, *, tune: bool) -> Rows:
     rows: Rows = []
-    programs = 4 * torch.cuda.get_device_properties(0).multi_processor_count
+    programs = PROGRAMS * torch.cuda.get_device_properties(0).multi_processor_count
     for batch, context in ((1, 1024), (8, 1024), (64, 1024), (256, 1024), (32, 8192), (1, 32768)):
         case = _case([context] * batch)
         q = _normal(batch, LLAMA_8B.num_q_heads, LLAMA_8B.head_dim)
@@ -93,20 +93,20 @@ def bench_decode(bandwidth: float, *, tune: bool) -> Rows:
 def bench_decode_of_codes(bandwidth: float) -> Rows:
     """Decode attention over bf16 KV and over quantized KV, one layer at a time; bytes: of the KV, scales included."""
     rows: Rows = []
-    programs = 4 * torch.cuda.get_device_properties(0).multi_processor_count
+    count = torch.cuda.get_device_properties(0).multi_processor_count
     for batch, context in ((64, 8192), (16, 8192), (64, 1024)):
         case = _case([context] * batch)
         q = _normal(batch, LLAMA_8B.num_q_heads, LLAMA_8B.head_dim)
-        split = choose_splits(batch, LLAMA_8B.num_kv_heads, programs)
-        rule: dict[str, Any] = {"scale": 0.088, "splits": split}
+        split = choose_splits(batch, LLAMA_8B.num_kv_heads, PROGRAMS * count)
+        split_codes = choose_splits(batch, LLAMA_8B.num_kv_heads, PROGRAMS_OF_PAIRS * count)
         where = (case.tables, case.rows, case.lens)
         layers = range(case.pool.shape[1])
-        plain = [partial(paged_decode, q, case.pool[:, layer], *where, **rule) for layer in layers]
+        plain = [partial(paged_decode, q, case.pool[:, layer], *where, scale=0.088, splits=split) for layer in layers]
         base = graph_time_s(plain)
         elements = batch * context * 2 * LLAMA_8B.num_kv_heads
-        told = {"op": "decode of KV", "batch": batch, "context": context, "splits": split}
+        told: dict[str, Any] = {"op": "decode of KV", "batch": batch, "context": context}
         ceiling = elements * LLAMA_8B.head_dim * 2 / base / bandwidth
-        rows.append(told | {"kv": "bfloat16", "us": base * 1e6, "of_ceiling": ceiling})
+        rows.append(told | {"kv": "bfloat16", "splits": split, "us": base * 1e6, "of_ceiling": ceiling})
         heads, dim = LLAMA_8B.num_kv_heads, LLAMA_8B.head_dim
         for dtype in (torch.int8, torch.float8_e4m3fn, torch.float8_e5m2):
             codec = SlotCodec(heads, dim, dtype, heads * (dim + 4))
@@ -117,15 +117,15 @@ def bench_decode_of_codes(bandwidth: float) -> Rows:
             calls = [
                 partial(
                     paged_decode, q, codec.codes_of(slots[:, layer]), *where, scales=codec.scales_of(slots[:, layer]),
-                    **rule,
+                    scale=0.088, splits=split_codes,
                 )
                 for layer in layers
             ]  # fmt: skip
             seconds = graph_time_s(calls)
             rows.append(
                 told
-                | {"kv": str(dtype).removeprefix("torch."), "us": seconds * 1e6, "faster": round(base / seconds, 3),
-                   "of_ceiling": elements * (dim + 4) / seconds / bandwidth}
+                | {"kv": str(dtype).removeprefix("torch."), "splits": split_codes, "us": seconds * 1e6,
+                   "faster": round(base / seconds, 3), "of_ceiling": elements * (dim + 4) / seconds / bandwidth}
             )  # fmt: skip
     return rows
 

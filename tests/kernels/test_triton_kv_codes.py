@@ -11,13 +11,17 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
+import triton
+import triton.language as tl
 from triton import knobs
 
 from diptych.bench.kernels.cases import LLAMA_8B, Heads, PagedCase, chunk_rows, paged_case
 from diptych.kernels.kv_codes import SlotCodec
 from diptych.kernels.reference_fused import paged_attention_dense_ref
 from diptych.kernels.triton_decode import paged_decode
+from diptych.kernels.triton_decode_codes import takes_pairs
 from diptych.kernels.triton_invariant_attention import invariant_decode, invariant_prefill, invariant_rows
+from diptych.kernels.triton_kv import even_odd
 from diptych.kernels.triton_prefill import paged_prefill, prefill_rows, prefill_tiles
 from diptych.kernels.triton_rope import rope_write
 from diptych_tests.gpu_shapes import SHAPES, TOLERANCE
@@ -156,6 +160,95 @@ def test_codes_in_half_precision(codes):
         check_prefill(some, [33], invariant=False, tile=16, tolerance=2e-3)
 
 
+def of_any_size(
+    heads: Heads, lens, codes: torch.dtype, dtype: torch.dtype, *, device: str = "cpu"
+) -> tuple[Quantized, Tensor]:
+    """Tokens' heads and rows of q whose magnitudes lie thousands apart; and q."""
+    case = paged_case(heads, lens, dtype=dtype, device=device)
+    generator = torch.Generator(device=device).manual_seed(3)
+    sizes = torch.randn(case.kv.shape[:-1], generator=generator, device=device)[..., None]
+    case.kv.copy_(case.kv.float() * torch.exp(sizes * torch.tensor([1.0, 2.5], device=device)[:, None, None, None] - 4))
+    some = quantized(case, codes)
+    q = queries(some, len(lens))
+    return some, q * torch.exp(2 * torch.randn(*q.shape[:2], 1, generator=generator, device=device)).to(dtype)
+
+
+def check_any_size(heads: Heads, lens, codes: torch.dtype, dtype: torch.dtype, *, tolerance: float, **kwargs) -> None:
+    some, q = of_any_size(heads, lens, codes, dtype, device=kwargs.pop("device", "cpu"))
+    case = some.case
+    got = paged_decode(q, some.codes, case.tables, case.rows, case.lens, scale=1.0, scales=some.scales, **kwargs)
+    for seq, length in enumerate(lens):
+        rule = {name: kwargs.get(name) for name in ("window", "softcap")}
+        row = q[seq : seq + 1]
+        compare(
+            got[seq],
+            paged_attention_dense_ref(row, some.kv, case.table(seq), length - 1, scale=1.0, **rule)[0],
+            tolerance,
+        )
+
+
+@interpreted
+@pytest.mark.parametrize(
+    ("heads", "rule"),
+    [(SMALL, {}), (Heads(3, 1, 20), {"window": 5}), (Heads(12, 1, 64), {"softcap": 30.0, "splits": 3})],
+    ids=str,
+)
+def test_magnitudes_of_tokens_and_queries_may_lie_far_apart_in_half_precision(codes, heads, rule):
+    check_any_size(heads, [70, 1, 32], codes, torch.float16, tolerance=2e-3, **rule)
+    check_any_size(heads, [70, 1, 32], codes, torch.bfloat16, tolerance=8e-3, **rule)
+
+
+@interpreted
+@pytest.mark.parametrize("part", [0, 1])
+def test_a_scale_that_is_not_a_number_is_seen_by_its_readers(codes, part):
+    some = quantized(paged_case(SMALL, [40, 40], dtype=torch.bfloat16), codes)
+    case = some.case
+    some.scales[case.table(0)[1], part, 3, 1] = float("nan")
+    q = queries(some, 2)
+    got = paged_decode(q, some.codes, case.tables, case.rows, case.lens, scale=1.0, scales=some.scales)
+    assert got[0, 2:].isnan().all(), "heads of the second KV head"
+    assert not got[0, :2].isnan().any()
+    assert not got[1].isnan().any()
+
+
+def test_pairs_are_read_for_models_in_sixteen_bits():
+    some = quantized(paged_case(SMALL, [5], block_size=4), torch.int8)
+    q, kv = queries(some, 1), some.codes
+    assert not takes_pairs(q, kv), "float32 needs products in float32"
+    assert takes_pairs(q.half(), kv)
+    room = torch.zeros(kv.shape[0] * kv.stride(0) + 1, dtype=torch.int8)
+    assert not takes_pairs(q.half(), room[1:].as_strided(kv.shape, kv.stride())), "pairs are not aligned"
+
+
+@triton.jit
+def _widen_kernel(pairs_ptr, even_ptr, odd_ptr, kind_ptr, ASM: tl.constexpr):
+    at = tl.arange(0, 64)[:, None] * 16 + tl.arange(0, 16)[None, :]
+    even, odd = even_odd(tl.load(pairs_ptr + at), kind_ptr.dtype.element_ty, ASM)
+    tl.store(even_ptr + at, even)
+    tl.store(odd_ptr + at, odd)
+
+
+def check_widened(codes: torch.dtype, device: str) -> None:
+    """Every code, on both sides of a pair, as float16 exactly. The interpreter is wrong about NaN, and about floating-point
+    codes below the least normal one."""
+    every = torch.arange(256, dtype=torch.uint8, device=device)
+    both = torch.stack((every.repeat(4), every.flip(0).repeat(4)), dim=-1)
+    even, odd = (torch.empty(1024, dtype=torch.float16, device=device) for _ in range(2))
+    kind = torch.empty(1, dtype=codes, device=device)
+    _widen_kernel[(1,)](both.view(torch.int16), even, odd, kind, ASM=device != "cpu", num_warps=1)
+    for got, column in ((even, 0), (odd, 1)):
+        expected = both[:, column].contiguous().view(codes).float()
+        sure = torch.ones_like(expected, dtype=torch.bool)
+        if device == "cpu" and codes.is_floating_point:
+            sure = expected.isfinite() & (expected.abs() >= torch.finfo(codes).smallest_normal)
+        torch.testing.assert_close(got.float()[sure], expected[sure], rtol=0, atol=0, equal_nan=True)
+
+
+@interpreted
+def test_every_code_is_widened_exactly(codes):
+    check_widened(codes, "cpu")
+
+
 @interpreted
 def test_a_querys_bits_are_the_same_in_decode_and_in_any_chunk(codes):
     """Batch-invariant: alone, and as the last row of chunks."""
@@ -254,6 +347,19 @@ def test_attention_over_codes_gpu(cuda, codes, heads, dtype, block_size):
             check_decode(some, invariant_decode, window=window, splits=splits, tolerance=tolerance)
         for invariant in (False, True):
             check_prefill(some, [1, 17, 300, 70, 0, 9], invariant=invariant, window=window, tolerance=tolerance)
+
+
+@pytest.mark.gpu
+def test_every_code_is_widened_exactly_gpu(cuda, codes):
+    check_widened(codes, cuda)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("heads", [LLAMA_8B, Heads(16, 2, 80), Heads(8, 1, 256)], ids=str)
+def test_magnitudes_of_tokens_and_queries_may_lie_far_apart_in_half_precision_gpu(cuda, codes, heads):
+    for rule in ({}, {"splits": 3, "window": 100}, {"softcap": 30.0}):
+        check_any_size(heads, [1, 17, 1000, 64], codes, torch.float16, tolerance=2e-3, device=cuda, **rule)
+        check_any_size(heads, [1, 17, 1000, 64], codes, torch.bfloat16, tolerance=8e-3, device=cuda, **rule)
 
 
 @pytest.mark.gpu

@@ -17,10 +17,8 @@ from diptych.engine.exec.kv_pool import KvPool
 from diptych.engine.exec.methods.base import PLAIN_ROWS, StepRows
 from diptych.engine.exec.weights import ModelWeights
 from diptych.engine.messages import ScheduledSeq
-from diptych.kernels.triton_decode import choose_splits
+from diptych.kernels.triton_decode import PROGRAMS, PROGRAMS_OF_PAIRS, choose_splits
 from diptych.kernels.triton_prefill import prefill_tiles
-
-_PROGRAMS_PER_MULTIPROCESSOR = 4
 
 
 @dataclass(slots=True)
@@ -48,7 +46,9 @@ class CudaRuntime:
         self.num_programs = 8
         if device.type == "cuda":
             count = torch.cuda.get_device_properties(device).multi_processor_count
-            self.num_programs = _PROGRAMS_PER_MULTIPROCESSOR * count
+            coded = any(group.codec is not None for group in pool.groups)
+            pairs = coded and weights.embedding.dtype != torch.float32 and not batch_invariant
+            self.num_programs = (PROGRAMS_OF_PAIRS if pairs else PROGRAMS) * count
 
     def build(self, seqs: Sequence[ScheduledSeq]) -> CudaBatch:
         """Raises: InternalError when a sequence breaks the scheduler's promises."""
