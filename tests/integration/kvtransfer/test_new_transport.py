@@ -112,10 +112,12 @@ def test_auto_tries_what_fits_the_device_best_first(monkeypatch: pytest.MonkeyPa
 
 
 def _prefill(folder: Path, *flags: str) -> str:
-    """Output of `diptych prefill` without a model."""
+    """Output of `diptych prefill` with a folder that holds no model."""
+    model = folder / "nothing"
+    model.mkdir(exist_ok=True)
     paths = [str(folder), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     ended = subprocess.run(
-        [sys.executable, "-P", "-m", "diptych.cli", "prefill", "--model", str(folder / "nothing"), *flags],
+        [sys.executable, "-P", "-m", "diptych.cli", "prefill", "--model", str(model), *flags],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)}, capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
     assert ended.returncode, ended.stdout
@@ -132,7 +134,7 @@ def test_an_installed_plug_in_is_a_transport(tmp_path: Path) -> None:
     (package / "entry_points.txt").write_text("[diptych.transports]\nrelay = relay_plugin:SPEC\n")
     reported = _prefill(tmp_path, "--transport", "relay")
     assert "must be one of auto" not in reported
-    assert "must be a local Hugging Face folder" in reported
+    assert "must hold a config.json" in reported
 
 
 def test_a_worker_process_refuses_an_unknown_transport_before_it_loads(pd: ModuleType) -> None:
