@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from diptych.kernels.pdl import begin, use_pdl
-from diptych.kernels.triton_decode_codes import decode_codes_kernel, pairs_tile, takes_pairs
+from diptych.kernels.triton_decode_codes import decode_codes_kernel, grain_of, pairs_tile, takes_pairs
 from diptych.kernels.triton_kv import add_codes, load_kv, soft_cap
 
 LOG2_E = 1.4426950408889634
@@ -248,6 +248,8 @@ def paged_decode(
         lse = torch.empty((num_seqs, num_q_heads, splits), dtype=torch.float32, device=q.device)
     pdl = use_pdl(q.device, num_seqs)
     num_kv_heads, dim = kv.shape[3], triton.next_power_of_2(head_dim)
+    pairs = scales is not None and takes_pairs(q, kv)
+    grain = grain_of(kv) if pairs else 1
     arguments = (
         q,
         kv,
@@ -262,10 +264,7 @@ def paged_decode(
         softcap or 0.0,
         q.stride(0),
         q.stride(1),
-        kv.stride(0),
-        kv.stride(1),
-        kv.stride(2),
-        kv.stride(3),
+        *(stride // grain for stride in kv.stride()[:4]),
         *scale_strides(scales),
         block_tables.stride(0),
         out.stride(0),
@@ -277,12 +276,13 @@ def paged_decode(
         "GROUP": group, "HEAD_DIM": head_dim, "BLOCK_SIZE": kv.shape[2], "SPLIT": splits > 1, "WINDOW": window or 0,
         "SOFTCAP": softcap is not None, "PDL": pdl, "num_stages": num_stages, "launch_pdl": pdl,
     }  # fmt: skip
-    if scales is not None and takes_pairs(q, kv):
+    if pairs:
         decode_codes_kernel[(num_kv_heads, num_seqs, splits)](
             *arguments,
             COLUMNS=max(8, triton.next_power_of_2(group)),
             PAIRS=max(16, dim // 2),
             TILE=tile or pairs_tile(dim),
+            GRAIN=grain,
             ASM=q.is_cuda,
             num_warps=num_warps or 1,
             **rule,

@@ -16,6 +16,8 @@ K's scales multiply scores.
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
 from __future__ import annotations
 
+import math
+
 import torch
 import triton
 import triton.language as tl
@@ -64,7 +66,7 @@ def _attend_codes(
     ASM: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Keys [low, high). kv_ptr, and the strides of kv, count pairs of codes."""
+    """Keys [low, high). kv_ptr, and strides of kv, count pairs of codes."""
     pair = tl.arange(0, PAIRS)
     for start in tl.range(low, high, TILE):
         at = start + tl.arange(0, TILE)
@@ -148,10 +150,12 @@ def decode_codes_kernel(
     SPLIT: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
+    GRAIN: tl.constexpr,
     ASM: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Arguments are those of `_paged_decode_kernel`, strides in elements."""
+    """Arguments are those of `_paged_decode_kernel`, but for kv's strides: they count GRAIN codes (grain_of). So the compiler
+    knows how many bytes it may load at once, also where a slot is no multiple of 16: 2 heads of 64 codes and a scale are 136."""
     kv_head, seq, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     # What no kernel of the step writes is read before the wait.
     length = tl.load(lens_ptr + seq)
@@ -182,16 +186,17 @@ def decode_codes_kernel(
     even = tl.zeros([PAIRS, COLUMNS], tl.float32)
     odd = tl.zeros([PAIRS, COLUMNS], tl.float32)
     most = low * 0.0 + _LEAST
+    grain: tl.constexpr = GRAIN // 2
     pairs_ptr = kv_ptr.to(tl.pointer_type(tl.int16), bitcast=True)
     full = low + tl.maximum(high - low, 0) // TILE * TILE
     peak, total, most, even, odd = _attend_codes(
         q_even, q_odd, unit, peak, total, most, even, odd, pairs_ptr, scales_ptr, table, low, full, kv_head, scale, softcap,
-        stride_block // 2, stride_kv // 2, stride_slot // 2, stride_head // 2, stride_scales_block, stride_scales_kv,
+        stride_block * grain, stride_kv * grain, stride_slot * grain, stride_head * grain, stride_scales_block, stride_scales_kv,
         stride_scales_slot, kv_ptr.dtype.element_ty, HEAD_DIM // 2, PAIRS, BLOCK_SIZE, TILE, SOFTCAP, ASM, False,
     )  # fmt: skip
     peak, total, most, even, odd = _attend_codes(
         q_even, q_odd, unit, peak, total, most, even, odd, pairs_ptr, scales_ptr, table, full, high, kv_head, scale, softcap,
-        stride_block // 2, stride_kv // 2, stride_slot // 2, stride_head // 2, stride_scales_block, stride_scales_kv,
+        stride_block * grain, stride_kv * grain, stride_slot * grain, stride_head * grain, stride_scales_block, stride_scales_kv,
         stride_scales_slot, kv_ptr.dtype.element_ty, HEAD_DIM // 2, PAIRS, BLOCK_SIZE, TILE, SOFTCAP, ASM, True,
     )  # fmt: skip
 
@@ -214,10 +219,14 @@ def decode_codes_kernel(
         tl.store(at + 1, odd, mask=real)
 
 
+def grain_of(kv: Tensor) -> int:
+    """Codes, a power of two of at most 16, that divide every stride of the slots and the address. kv: see paged_decode."""
+    return math.gcd(16, kv.data_ptr(), *kv.stride()[:4])
+
+
 def takes_pairs(q: Tensor, kv: Tensor) -> bool:
     """Whether decode_codes_kernel reads them: a model in 16 bits, and pairs of codes that are aligned."""
-    even = kv.data_ptr() % 2 == 0 and not any(stride % 2 for stride in kv.stride()[:4])
-    return q.dtype != torch.float32 and q.shape[2] % 2 == 0 and even
+    return q.dtype != torch.float32 and q.shape[2] % 2 == 0 and grain_of(kv) > 1
 
 
 def pairs_tile(head_dim: int) -> int:

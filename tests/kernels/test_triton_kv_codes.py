@@ -19,7 +19,7 @@ from diptych.bench.kernels.cases import LLAMA_8B, Heads, PagedCase, chunk_rows, 
 from diptych.kernels.kv_codes import SlotCodec
 from diptych.kernels.reference_fused import paged_attention_dense_ref
 from diptych.kernels.triton_decode import paged_decode
-from diptych.kernels.triton_decode_codes import takes_pairs
+from diptych.kernels.triton_decode_codes import grain_of, takes_pairs
 from diptych.kernels.triton_invariant_attention import invariant_decode, invariant_prefill, invariant_rows
 from diptych.kernels.triton_kv import even_odd
 from diptych.kernels.triton_prefill import paged_prefill, prefill_rows, prefill_tiles
@@ -218,6 +218,12 @@ def test_pairs_are_read_for_models_in_sixteen_bits():
     assert takes_pairs(q.half(), kv)
     room = torch.zeros(kv.shape[0] * kv.stride(0) + 1, dtype=torch.int8)
     assert not takes_pairs(q.half(), room[1:].as_strided(kv.shape, kv.stride())), "pairs are not aligned"
+
+
+def test_loads_are_as_wide_as_slots_allow():
+    for heads, grain in ((SMALL, 8), (Heads(4, 4, 16), 16), (Heads(3, 3, 20), 4), (Heads(2, 2, 64), 8)):
+        some = quantized(paged_case(heads, [5], block_size=4), torch.int8)
+        assert grain_of(some.codes) == grain, heads
 
 
 @triton.jit
