@@ -132,8 +132,10 @@ fuzz: $(VENV)/.dev ## random and damaged input to every parser of bytes from out
 	@DIPTYCH_TEST_FUZZ_S=$$(( $(MINUTES) * 60 )) $(BIN)/pytest -v tests/security/test_fuzz.py $(ARGS)
 
 AUDIT_VENV ?= .venv-audit
-audit: $(AUDIT_VENV)/.ready ## known vulnerabilities of the pinned packages, by pip-audit; says so where it or its source is missing
-	@$(AUDIT_VENV)/bin/python -P .ci/audit.py $(ARGS)
+# A checkout of PyPA's advisory database, or OSV's records of PyPI as a folder or a zip: then nothing is asked for over a network.
+DATABASE ?=
+audit: $(if $(DATABASE),$(VENV)/.dev,$(AUDIT_VENV)/.ready) ## known vulnerabilities of the pinned packages, by pip-audit, or by DATABASE=; says so where its source is missing
+	@$(if $(DATABASE),$(BIN),$(AUDIT_VENV)/bin)/python -P .ci/audit.py $(if $(DATABASE),--database "$(DATABASE)") $(ARGS)
 
 $(AUDIT_VENV)/.ready: $(VENV)/.python
 	@$(BIN)/python -m venv $(AUDIT_VENV)
