@@ -94,7 +94,8 @@ class Soak:
                     "mib_max": round(max(one.mib for one in kept), 1), "ring_mib": round(kept[-1].fixed_mib, 1),
                     "late_growth": None if grown is None else {
                         "requests": grown.requests, "mib": round(grown.mib, 2), "most_mib": round(grown.most_mib, 2),
-                        "sees_kib_a_request": round(grown.sees_kib, 2), "holds": grown.holds,
+                        "total_mib": round(grown.total_mib, 2), "sees_kib_a_request": round(grown.sees_kib, 2),
+                        "holds": grown.holds,
                     },
                     "descriptors_median_first_half": statistics.median(descriptors[:half]),
                     "descriptors_median_second_half": statistics.median(descriptors[half:]),
@@ -328,6 +329,10 @@ def main(arguments: Sequence[str]) -> int:
         "kills": soak.kills,
         "not_killed": soak.not_killed,
         "lives": lives,
+        "samples": {
+            name: [[round(one.seconds), one.requests, round(one.mib, 2), round(one.fixed_mib, 2)] for one in samples]
+            for name, samples in sorted(soak.samples.items())
+        },
         "memory_grew": grown,
         "too_few_requests_of": unjudged,
         "descriptors_grew": more,

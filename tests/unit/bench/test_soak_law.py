@@ -22,8 +22,8 @@ def life(mib_of, *, requests=REQUESTS, every_s=5.0, a_minute=110.0, seed=1):
 
 
 def first_use(n):
-    """A pool of 140 MiB, arenas that grow in steps of half a MiB more and more rarely, a cache up to its bound."""
-    return 900.0 + 140.0 * -math.expm1(-n / 40) + 0.5 * math.floor(2 * math.log1p(n / 20)) + min(n, 800) * 0.004
+    """A pool of 140 MiB, arenas that grow in steps more and more rarely, a cache up to its bound."""
+    return 900.0 + 140.0 * -math.expm1(-n / 40) + 1.5 * math.floor(2 * math.log1p(n / 20)) + min(n, 800) * 0.004
 
 
 @pytest.mark.parametrize("a_minute", [15.0, 46.0, 110.0, 900.0])
@@ -43,8 +43,21 @@ def test_19_a_leak_of_a_kibibyte_a_request_is_found(a_minute, seed) -> None:
     assert found.sees_kib < 1.0
 
 
+def test_19_a_batch_larger_than_any_before_it_is_no_leak_and_many_are() -> None:
+    late = growth(life(lambda n: first_use(n) + 3.0 * (n > 2900) + 2.0 * (n > 3500)))
+    assert late is not None
+    assert late.total_mib > 4.0
+    assert late.holds
+    much = growth(life(lambda n: first_use(n) + 12.0 * (n > 2900)))
+    assert much is not None
+    assert not much.holds
+    often = growth(life(lambda n: first_use(n) + 0.5 * (n // 200)))
+    assert often is not None
+    assert not often.holds
+
+
 def test_19_a_short_life_finds_larger_leaks_only_and_says_so() -> None:
-    short = {"requests": WARM + 900}
+    short = {"requests": WARM + 600}
     small = growth(life(lambda n: 900.0 + n / 1024.0, **short))
     large = growth(life(lambda n: 900.0 + 4.0 * n / 1024.0, **short))
     assert small is not None
