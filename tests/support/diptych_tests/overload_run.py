@@ -30,6 +30,7 @@ from typing import Any
 import aiohttp
 
 from diptych.bench import result
+from diptych.router.config import ADMISSION_MODES
 from diptych_tests.fake_model_cluster import FakeModelCluster, ask, body_of, fake_model_cluster
 
 PREFILLS, DECODES = 2, 2
@@ -42,6 +43,9 @@ TARGET_S = 6.0
 TIMES = 5.0
 ATTEMPTS = 4
 RECOVERY_S = 10.0
+SETTLED_S = 5.0
+"""Of a load: what is sent before is not counted."""
+_TELL_S = 10.0
 CAPACITY = PREFILLS * STEP_TOKENS / PREFILL_STEP_S / (sum(PROMPT) / 2)
 """Requests a second that the prefill workers compute at most."""
 
@@ -122,8 +126,20 @@ async def run(
         while (at := at + rng.expovariate(rate)) < start + seconds:
             arrivals.append(at)
         start += seconds
-    await asyncio.gather(*(client(number, at) for number, at in zip(numbers, arrivals, strict=False)))
+    telling = asyncio.create_task(_tell(sent, began, start))
+    try:
+        await asyncio.gather(*(client(number, at) for number, at in zip(numbers, arrivals, strict=False)))
+    finally:
+        telling.cancel()
     return sent
+
+
+async def _tell(sent: Sequence[Attempt], began: float, seconds: float) -> None:
+    """A line now and then: minutes pass otherwise without one."""
+    while True:
+        await asyncio.sleep(_TELL_S)  # sleep: between two lines
+        statuses = dict(Counter(one.status for one in sent))
+        print(f"  {time.monotonic() - began:.0f} s of {seconds:.0f} s: {statuses or 'no answer yet'}", flush=True)
 
 
 def goodput(sent: Sequence[Attempt], since: float, until: float) -> tuple[float, float]:
@@ -137,8 +153,8 @@ def figures(
 ) -> dict[str, Any]:
     before, surge, after = (seconds for seconds, _ in phases)
     ends = before + surge
-    got = goodput(sent, before + 5.0, ends)
-    accepted = [one for one in sent if one.status == 200 and before + 5.0 <= one.at < ends]
+    got = goodput(sent, before + SETTLED_S, ends)
+    accepted = [one for one in sent if one.status == 200 and before + SETTLED_S <= one.at < ends]
     late = [one.at - ends for one in sent if one.at >= ends and not one.good]
     last = [one for one in sent if one.at >= ends + RECOVERY_S]
     times = sorted(one.ttft_s for one in accepted)
@@ -149,8 +165,8 @@ def figures(
         "errors": [one.error for one in sent if one.error][:20],
         "num_errors": sum(bool(one.error) for one in sent),
         "goodput_per_s": round(got[0], 2),
-        "goodput_of_peak": round(got[0] / peak[0], 3),
-        "tokens_of_peak": round(got[1] / peak[1], 3),
+        "goodput_of_peak": round(got[0] / peak[0], 3) if peak[0] else None,
+        "tokens_of_peak": round(got[1] / peak[1], 3) if peak[1] else None,
         "accepted": len(accepted),
         "accepted_in_time": round(sum(one.good for one in accepted) / max(1, len(accepted)), 4),
         "accepted_ttft_s": {"p50": at(0.5), "p99": at(0.99), "max": at(1.0)},
@@ -175,14 +191,17 @@ async def serve(cluster: FakeModelCluster, *, seconds: float, surge_s: float, pe
             first = next(numbers)
             return await run(http, phases, seed, range(first, first + 10**6))
 
+        print("0.6 of the capacity, so that rates are measured", flush=True)
         await some([(15.0, 0.6 * CAPACITY)], seed)  # rates are measured, and speeds learned
         if peaks:
             found["steady"] = {}
             for part in (0.75, 0.9, 1.05):
+                print(f"{part} of the capacity", flush=True)
                 sent = await some([(seconds, part * CAPACITY)], seed)
-                each, tokens = goodput(sent, 5.0, seconds)
+                each, tokens = goodput(sent, SETTLED_S, seconds)
                 found["steady"][part] = {"good_per_s": round(each, 3), "tokens_per_s": round(tokens, 1)}
                 print(part, found["steady"][part], flush=True)
+        print(f"half the capacity, {TIMES:.0f} times it for {surge_s:.0f} s, and half again", flush=True)
         phases = [(15.0, 0.5 * CAPACITY), (surge_s, TIMES * CAPACITY), (30.0, 0.5 * CAPACITY)]
         found["phases"], found["sent"] = phases, await some(phases, seed + 1)
     return found
@@ -194,6 +213,7 @@ async def measured(root: Path, *, modes: Sequence[str], seconds: float, surge_s:
     for mode in modes:
         folder = root / mode
         folder.mkdir()
+        print(f"admission {mode}: the cluster starts", flush=True)
         workers = {
             f"{role}_{i}": {"fake": {"step_s": step_s}, "max_num_batched_tokens": STEP_TOKENS}
             for role, count, step_s in (("prefill", PREFILLS, PREFILL_STEP_S), ("decode", DECODES, DECODE_STEP_S))
@@ -220,12 +240,20 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--out", type=Path, required=True)
     chosen = parser.parse_args(arguments)
+    modes = chosen.modes.split(",")
+    if modes[0] != "on" or len(set(modes)) < len(modes) or set(modes) - set(ADMISSION_MODES):
+        parser.error(f"--modes {chosen.modes}: on, and then others of {', '.join(ADMISSION_MODES)}, with commas")
+    for name in ("seconds", "surge_s"):
+        if getattr(chosen, name) <= SETTLED_S:
+            flag, given = name.replace("_", "-"), getattr(chosen, name)
+            parser.error(f"--{flag} {given:g}: must be above {SETTLED_S:g}, whose requests are not counted")
+    chosen.out.parent.mkdir(parents=True, exist_ok=True)
     environment = result.surroundings()
     with tempfile.TemporaryDirectory() as root:
         body = asyncio.run(
             measured(
                 Path(root),
-                modes=chosen.modes.split(","),
+                modes=modes,
                 seconds=chosen.seconds,
                 surge_s=chosen.surge_s,
                 seed=chosen.seed,
@@ -247,7 +275,7 @@ def main(arguments: Sequence[str]) -> int:
         },
     )
     on = body["admission on"]
-    holds = on["goodput_of_peak"] >= 0.9 and on["in_time_10_s_after"] == 1.0 and not on["num_errors"]
+    holds = (on["goodput_of_peak"] or 0.0) >= 0.9 and on["in_time_10_s_after"] == 1.0 and not on["num_errors"]
     return 0 if holds else 1
 
 
