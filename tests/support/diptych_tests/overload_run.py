@@ -139,7 +139,10 @@ async def _tell(sent: Sequence[Attempt], began: float, seconds: float) -> None:
     while True:
         await asyncio.sleep(_TELL_S)  # sleep: between two lines
         statuses = dict(Counter(one.status for one in sent))
-        print(f"  after {time.monotonic() - began:.0f} s (arrivals: {seconds:.0f} s): {statuses or 'no answer yet'}", flush=True)
+        print(
+            f"  after {time.monotonic() - began:.0f} s (arrivals: {seconds:.0f} s): {statuses or 'no answer yet'}",
+            flush=True,
+        )
 
 
 def goodput(sent: Sequence[Attempt], since: float, until: float) -> tuple[float, float]:
