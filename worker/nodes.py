@@ -60,6 +60,11 @@ def rendezvous_at(host: str, port: int) -> str:
     return f"tcp://{host_port(host, port + 1)}"
 
 
+def stages_are_whole(degrees: Degrees, nnodes: int) -> bool:
+    """Whether the ranks of each stage are on one host: then they exchange rows through memory."""
+    return degrees.num_ranks // nnodes % degrees.tensor_parallel == 0
+
+
 def network_of(host: str, device: str, environ: Mapping[str, str]) -> tuple[dict[str, str], str]:
     """The interface of the ranks' exchanges: that of the address `host`, where the operator names no other.
 
@@ -72,7 +77,7 @@ def network_of(host: str, device: str, environ: Mapping[str, str]) -> tuple[dict
     return more, "" if "GLOO_SOCKET_IFNAME" in environ else host
 
 
-def gathered_nodes(config: WorkerConfig, start: NodeStart) -> tuple[Nodes, dict[str, str], dict[str, str]]:
+def gathered_nodes(config: WorkerConfig, start: NodeStart) -> tuple[Nodes, dict[str, Any], dict[str, str]]:
     """Wait for the other hosts, and let them start their ranks.
 
     Returns: the hosts; what this host's ranks get, too: further arguments, and variables.
@@ -80,6 +85,7 @@ def gathered_nodes(config: WorkerConfig, start: NodeStart) -> tuple[Nodes, dict[
     """
     degrees = config.degrees
     start.degrees = degrees
+    start.arguments = {**start.arguments, "stage_on_one_host": stages_are_whole(degrees, config.nnodes)}
     group = Group(
         own_version(), config.nnodes, degrees.tensor_parallel, degrees.pipeline, uuid.uuid4().hex, config.rank_silence_s
     )
@@ -94,7 +100,8 @@ def gathered_nodes(config: WorkerConfig, start: NodeStart) -> tuple[Nodes, dict[
     except BaseException:
         nodes.close(orderly=False)
         raise
-    return nodes, {"rendezvous": rendezvous_at(*nodes.address), "host": host}, more
+    where = {"rendezvous": rendezvous_at(*nodes.address), "host": host}
+    return nodes, {**where, "stage_on_one_host": start.arguments["stage_on_one_host"]}, more
 
 
 def _key(secret_file: str) -> bytes:

@@ -53,16 +53,15 @@ class CudaCommunicator:
     """Implements Communicator on this thread's GPU.
 
     Args:
-        host: of the same ranks.
+        host: of the same ranks. Those of a stage that are on one host can map each other's memory; if all of them are, NCCL
+            meets on the loopback interface.
         deadline_s: of each wait for another rank.
-        one_host: all ranks are on this one: they can map each other's memory, and NCCL meets on the loopback interface.
     Raises: ConfigError where GPUs neither reach each other's memory nor have NCCL; RunnerLost.
     """
 
-    def __init__(self, host: HostCommunicator, *, deadline_s: float, one_host: bool) -> None:
+    def __init__(self, host: HostCommunicator, *, deadline_s: float) -> None:
         self.place, self._host = host.place, host
-        self._one_host = one_host
-        if one_host:
+        if host.one_host:
             os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
         self.on_progress: Callable[[], None] = lambda: None
         self._device = torch.device("cuda", torch.cuda.current_device())
@@ -90,8 +89,8 @@ class CudaCommunicator:
         trouble: ConfigError | None = None
         memory: PeerMemory | None = None
         handle = bytes(64)
-        if not self._one_host:
-            return None, ConfigError("device", "cuda", "ranks on several hosts need NCCL, and a GPU each")
+        if not self._host.stage_on_one_host:
+            return None, ConfigError("device", "cuda", "a stage on several hosts needs NCCL, and a GPU for each rank")
         try:
             memory = PeerMemory(2 * self._degree * ROOM * WORD_BYTES)
             handle = memory.handle()

@@ -81,8 +81,8 @@ def add_in_order(parts: list[Tensor]) -> Tensor:
 
 
 class HostCommunicator:
-    """Implements Communicator over gloo: between processes of one host, or of several. On one host rows of up to SLOT_BYTES go
-    through memory that the ranks of a stage share (parallel.inboxes).
+    """Implements Communicator over gloo: between processes of one host, or of several. Where the ranks of a stage are on one
+    host, rows of up to SLOT_BYTES go through memory that they share (parallel.inboxes).
 
     Every rank gathers the addends of all others and adds them up itself: the order of the sum is that of the ranks, and with
     two ranks no other way moves fewer bytes.
@@ -93,10 +93,13 @@ class HostCommunicator:
             is there: the network is a private one.
         deadline_s: of each operation, and of the wait for the other ranks here.
         host: this machine's own address, for "tcp://"; empty: the one that its name has.
+        stage_on_one_host: also for "tcp://": the ranks of each stage are processes of one user on one machine.
     Raises: ConfigError for a rendezvous of another form; RunnerLost when the other ranks do not come.
     """
 
-    def __init__(self, place: RankPlace, *, rendezvous: str, deadline_s: float, host: str = "") -> None:
+    def __init__(
+        self, place: RankPlace, *, rendezvous: str, deadline_s: float, host: str = "", stage_on_one_host: bool = False
+    ) -> None:
         self.place = place
         self.on_progress: Callable[[], None] = lambda: None
         self._deadline = timedelta(seconds=deadline_s)
@@ -107,7 +110,10 @@ class HostCommunicator:
         shard = place.shard
         self._peers = self._group(self.store, f"stage{place.stage}", shard.rank, shard.degree, device)
         self._inboxes: Inboxes | None = None
-        if rendezvous.startswith("file:") and shard.degree > 1 and can_share():
+        self.one_host = rendezvous.startswith("file:")
+        """All ranks are on this one."""
+        self.stage_on_one_host = self.one_host or stage_on_one_host
+        if self.stage_on_one_host and shard.degree > 1 and can_share():
             self._inboxes = self._share()
 
     def _share(self) -> Inboxes | None:

@@ -23,6 +23,7 @@ def make(
     pipeline: int = 1,
     deadline_s: float = 120.0,
     host: str = "",
+    stage_on_one_host: bool = False,
     device: str = "cpu",
     device_index: int = 0,
     dtype: str = "float32",
@@ -47,8 +48,8 @@ def make(
     Args:
         model: a local Hugging Face folder.
         rank, tensor_parallel, pipeline: see RankPlace.
-        rendezvous, host, deadline_s: see HostCommunicator; the deadline is that of each operation between ranks. A stage waits
-            as long as the stage before computes: it is above the longest step.
+        rendezvous, host, stage_on_one_host, deadline_s: see HostCommunicator; the deadline is that of each operation between
+            ranks. A stage waits as long as the stage before computes: it is above the longest step.
         device_index: of the GPU that computes, among those that this process sees. It sees those of the other ranks, too.
         gpu_memory_utilization, reserve_bytes: see PoolBudget, on a GPU whose pool is sized by its memory; None: num_blocks.
         max_num_batched_tokens: see PoolBudget.
@@ -85,24 +86,39 @@ def make(
         max_loras=max_loras,
         max_lora_rank=max_lora_rank,
         place=place,
-        communicator=connect(place, device=device, rendezvous=rendezvous, deadline_s=deadline_s, host=host),
+        communicator=connect(
+            place,
+            device=device,
+            rendezvous=rendezvous,
+            deadline_s=deadline_s,
+            host=host,
+            stage_on_one_host=stage_on_one_host,
+        ),
     )
 
 
 def connect(
-    place: RankPlace, *, device: str, rendezvous: str, deadline_s: float, host: str = ""
+    place: RankPlace,
+    *,
+    device: str,
+    rendezvous: str,
+    deadline_s: float,
+    host: str = "",
+    stage_on_one_host: bool = False,
 ) -> Communicator | None:
     """To the other ranks, over what fits the device; None: there are none. Raises: ConfigError; RunnerLost."""
     if place.num_ranks == 1:
         return None
-    host_ranks = HostCommunicator(place, rendezvous=rendezvous, deadline_s=deadline_s, host=host)
+    host_ranks = HostCommunicator(
+        place, rendezvous=rendezvous, deadline_s=deadline_s, host=host, stage_on_one_host=stage_on_one_host
+    )
     host_ranks.on_progress = progress
     if device != "cuda":
         return host_ranks
     # Here and not above: nothing on the CPU's path imports Triton.
     from diptych.engine.exec.cuda.communicator import CudaCommunicator
 
-    gpu_ranks = CudaCommunicator(host_ranks, deadline_s=deadline_s, one_host=rendezvous.startswith("file:"))
+    gpu_ranks = CudaCommunicator(host_ranks, deadline_s=deadline_s)
     gpu_ranks.on_progress = progress
     return gpu_ranks
 

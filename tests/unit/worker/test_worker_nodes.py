@@ -14,7 +14,7 @@ from diptych.common.degrees import Degrees
 from diptych.common.errors import ConfigError
 from diptych.engine.ranks.nodes.joining import Welcome
 from diptych.worker.config import WorkerConfig
-from diptych.worker.nodes import NodeOfThisHost, NodeStart, gathered_nodes, network_of, rendezvous_at
+from diptych.worker.nodes import NodeOfThisHost, NodeStart, gathered_nodes, network_of, rendezvous_at, stages_are_whole
 from diptych.worker.rank_config import RankConfig
 from diptych_tests.pd import SECRET_FILE
 
@@ -116,3 +116,10 @@ def test_23_too_few_hosts_until_the_deadline() -> None:
         gathered_nodes(config, NodeStart({}, 1, 0.0))
     with pytest.raises(ConfigError, match="secret_file"):
         gathered_nodes(WorkerConfig(**TWO, master_port=port), NodeStart({}, 1, 0.0))
+
+
+def test_23_ranks_of_a_stage_on_one_host_are_found_by_the_degrees() -> None:
+    whole = [((1, 2), 2), ((4, 2), 2), ((2, 4), 2), ((2, 1), 1)]
+    cut = [((2, 1), 2), ((4, 1), 2), ((4, 2), 4), ((3, 2), 3)]
+    assert all(stages_are_whole(Degrees(*degrees), nnodes) for degrees, nnodes in whole)
+    assert not any(stages_are_whole(Degrees(*degrees), nnodes) for degrees, nnodes in cut)

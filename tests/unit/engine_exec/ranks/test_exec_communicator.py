@@ -206,6 +206,7 @@ def test_over_tcp_ranks_meet_at_an_address(tmp_path):
 
     def one(place):
         communicator = make(place)
+        assert not communicator.stage_on_one_host
         with pytest.raises(ConnectionRefusedError):  # the store listens on no other address of this machine
             socket.create_connection(("127.0.0.2", port), GENEROUS_S)
         total = communicator.all_reduce(addends(place.rank))
@@ -214,3 +215,28 @@ def test_over_tcp_ranks_meet_at_an_address(tmp_path):
 
     with ThreadPoolExecutor(2) as threads:
         assert all(torch.equal(total, addends(0) + addends(1)) for total in threads.map(one, places(2)))
+
+
+def test_23_over_tcp_the_ranks_of_a_stage_on_one_host_share_memory():
+    """Stages are on several hosts, and what is exchanged in each layer is within one of them."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        where = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+    make = partial(HostCommunicator, rendezvous=where, deadline_s=GENEROUS_S, host="127.0.0.1", stage_on_one_host=True)
+
+    def one(place):
+        ranks = make(place)
+        if communicator.can_share():
+            ranks._by_gloo = None  # no way but memory
+        total = ranks.all_reduce(addends(place.rank))
+        if not place.last_stage:
+            ranks.send(total)
+        else:
+            total = ranks.receive(*total.shape, total.dtype)
+        assert ranks.agree_min(place.rank) == 0
+        ranks.close()
+        return total
+
+    with ThreadPoolExecutor(4) as threads:
+        totals = list(threads.map(one, places(2, 2)))
+    assert all(torch.equal(total, addends(0) + addends(1)) for total in totals)
