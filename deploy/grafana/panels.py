@@ -394,7 +394,8 @@ DESCRIPTIONS: dict[str, str] = {
         "Requests held in the router because the pool's queue is full for their tenant's share."
     ),
     "Placement tickets by outcome": (
-        "Tickets of clients that stream from decode directly: finished, failed, or lapsed (never used)."
+        "Tickets of clients that stream from decode directly: finished, failed, or lapsed (never used). "
+        "Withheld: none was given, so the router relays the answer."
     ),
     "Copies of hot prefixes, since the start": ("Requests placed away from the best hit to copy a hot prefix."),
     "Arrived requests": "Every request, answered or not: equal to answers and errors together, and what still runs.",

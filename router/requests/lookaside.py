@@ -3,9 +3,12 @@
     grant -> unredeemed (doubtful: counts for FRESH_S when workers are compared, never against others' turns)
                |-- redeemed --> held (pending on its workers) --first token--> prompt computed --end--> released
                |-- nothing for FRESH_S, or the client's stream ended --> set aside (not counted) -- redeemed --> held
-    any -- no status for STATUS_TIMEOUT_S, the worker's incarnation ended, the deadline passed --> lapsed
+               |-- nothing for UNREDEEMED_S --> lapsed
+    redeemed -- no end LATE_S after decode must have ended it --> lapsed
+    any -- the worker's incarnation ended --> lapsed
 
-The decode worker reports a ticket's status (the client never does) on the router's stream to it.
+The decode worker reports a ticket's status (the client never does) on the router's stream to it. The time that a ticket
+allows begins when decode redeems it: until then its deadline has no effect.
 """
 
 from __future__ import annotations
@@ -41,8 +44,10 @@ from diptych.router.requests.submission import adapter_need, claims_of, placemen
 from diptych.rpc.convert import finish_reason_from_proto
 from diptych.rpc.v1 import decode_pb2, router_pb2
 
-STATUS_TIMEOUT_S = 60.0
-"""Longer than any worker accepts a ticket."""
+UNREDEEMED_S = 65.0
+"""Longer than any worker accepts a ticket, with the time that its status takes."""
+LATE_S = 5.0
+"""Of a ticket's last status."""
 FRESH_S = 0.5
 """A used ticket is reported within a round trip to the client and one to the worker."""
 MAX_UNREDEEMED = 2048
@@ -82,9 +87,12 @@ class _Grant:
     tenant: str
     judgement: AdmissionDecision
     until: float
-    """When it is released in any case: until its first token the ticket's expiry, then the deadline."""
-    deadline: float
+    """When it lapses."""
+    allowed_s: float
+    """Seconds for which decode runs it, at most."""
     redeemed: bool = False
+    has_token: bool = False
+    """Its first token was reported."""
     aside: Reservation | None = None
     """The reservation to restore if the ticket is redeemed after all."""
     num_choices: int = 1
@@ -102,7 +110,7 @@ class Lookaside:
         self._key = key
         self._metrics = metrics
         self._clock = clock
-        self._granted = metrics.tickets.labels("granted")
+        self._granted, self._withheld = metrics.tickets.labels("granted"), metrics.tickets.labels("withheld")
         self._outcomes = {name: metrics.tickets.labels(name) for name in ("finished", "failed", "lapsed")}
         self._admission_counters = {verdict: metrics.admission.labels(verdict.value) for verdict in Verdict}
         self._placements = {local: metrics.placements.labels("local" if local else "remote") for local in (False, True)}
@@ -134,6 +142,7 @@ class Lookaside:
             self._cluster.name_blocks(prompt)
         chosen = [self._choose(*one, now) for one in zip(requests, prompts, strict=True)]
         good = [one for one in chosen if isinstance(one, _Chosen)]
+        self._withheld.inc(sum(isinstance(one, NoWorkerError) for one in chosen))
         for one in good:
             self._remember(one, now, spend)
         claims = [
@@ -202,8 +211,8 @@ class Lookaside:
             spend=spend,
             tenant=request.tenant,
             judgement=one.judgement,
-            until=min(request.deadline, now + STATUS_TIMEOUT_S),
-            deadline=request.deadline,
+            until=now + UNREDEEMED_S,
+            allowed_s=request.deadline - now,
             num_choices=request.sampling.num_choices,
             model=request.shown_model,
             adapter=request.adapter,
@@ -221,7 +230,7 @@ class Lookaside:
             return
         if not grant.redeemed:
             self._on_redeemed(status.attempt, grant)
-        if status.first_token:
+        if status.first_token and not grant.has_token:
             self._on_first_token(status.attempt, grant, status.cached_tokens)
         if status.ended:
             self._on_end(grant, status)
@@ -231,6 +240,7 @@ class Lookaside:
         """It was redeemed: from now on it is an ordinary request."""
         self._count_redeemed(attempt, grant)
         grant.redeemed = True
+        grant.until = self._clock.now() + grant.allowed_s + LATE_S
         reservations = self._cluster.reservations
         if grant.aside is not None:
             reservations.reserve(attempt, grant.aside)
@@ -246,7 +256,7 @@ class Lookaside:
 
     def _on_first_token(self, attempt: str, grant: _Grant, cached_tokens: int) -> None:
         now, trace = self._clock.now(), grant.decision.trace
-        grant.until = grant.deadline
+        grant.has_token = True
         trace.ttft_s, trace.cached_tokens = now - grant.decision.arrived, cached_tokens
         self._metrics.first_token(trace.ttft_s, grant.tenant, now)
         self._metrics.computed(grant.decision.prompt_tokens, cached_tokens, grant.tenant, now)

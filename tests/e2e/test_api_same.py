@@ -34,10 +34,10 @@ Answer = tuple[list[int], str, str]
 """Token ids, text, finish_reason."""
 
 
-def tickets_used(cluster) -> float:
-    """Requests whose answers went from a decode worker to their client directly."""
+def tickets(cluster, outcome: str) -> float:
+    """Granted: to clients, which then are answered by a decode worker directly. Finished: decode has told the router so."""
     for line in httpx.get(f"{cluster.http_url}/metrics", timeout=300.0).text.splitlines():
-        if line.startswith('diptych_placement_tickets_total{outcome="finished"'):
+        if line.startswith(f'diptych_placement_tickets_total{{outcome="{outcome}"'):
             return float(line.rpartition(" ")[2])
     return 0.0
 
@@ -77,13 +77,16 @@ async def over_grpc(address: str, request: router_pb2.GenerateRequest) -> Answer
     return ids, "".join(texts), finish
 
 
-async def over_sdk(client: AsyncClient, ask: dict[str, Any]) -> Answer:
-    """Asserts that a whole answer and a stream are the same."""
+async def over_sdk(client: AsyncClient, ask: dict[str, Any], *, at_once: bool = True) -> Answer:
+    """Asserts that a whole answer and a stream are the same. `at_once`: ask for them beside each other."""
 
     async def streamed() -> list[Any]:
         return [delta async for delta in client.stream(**ask)]
 
-    whole, deltas = await asyncio.gather(client.generate(**ask), streamed())
+    if at_once:
+        whole, deltas = await asyncio.gather(client.generate(**ask), streamed())
+    else:
+        whole, deltas = await client.generate(**ask), await streamed()
     reported = ([token for delta in deltas for token in delta.token_ids], "".join(delta.text for delta in deltas))
     assert reported == (list(whole.token_ids), whole.text)
     return *reported, whole.finish_reason
@@ -111,7 +114,7 @@ async def test_the_same_through_every_api(cluster, text, options) -> None:
     if "choice" in options:
         request.sampling.grammar.kind = types_pb2.GRAMMAR_KIND_CHOICE
         request.sampling.grammar.source = json.dumps(options["choice"])
-    before = await asyncio.to_thread(tickets_used, cluster)
+    granted, finished = [await asyncio.to_thread(tickets, cluster, name) for name in ("granted", "finished")]
 
     def synchronous(lookaside: bool) -> Answer:
         with Client(cluster.grpc_address, timeout_s=300.0, lookaside=lookaside) as client:
@@ -131,12 +134,14 @@ async def test_the_same_through_every_api(cluster, text, options) -> None:
             over_sdk(client, ask | options),
             asyncio.to_thread(synchronous, False),
         )
-        others.append(await over_sdk(direct, ask | options))
+        # One after another: a request that would wait for its turn at the router gets no ticket, and the router relays it.
+        others.append(await over_sdk(direct, ask | options, at_once=False))
         others.append(await asyncio.to_thread(synchronous, True))
     assert others == [expected] * 5
+    assert await asyncio.to_thread(tickets, cluster, "granted") - granted == 3, "the router relayed some of them"
 
     async def reported() -> bool:
-        return await asyncio.to_thread(tickets_used, cluster) - before >= 3
+        return await asyncio.to_thread(tickets, cluster, "finished") - finished >= 3
 
     await waiting.until(reported, "decode tells the router of them now and then", every_s=0.05)
 

@@ -16,6 +16,7 @@ from diptych.common.errors import (
 )
 from diptych.common.secret import derive_key
 from diptych.common.ticket import PURPOSE
+from diptych.router.requests import lookaside
 
 PROMPT = [1] * 40
 
@@ -326,8 +327,9 @@ async def test_an_impatient_client_asks_the_router_for_all(world, monkeypatch):
     assert relayed(fleet) == 1
 
 
-async def test_an_unused_ticket_lapses(world):
+async def test_an_unused_ticket_lapses(world, monkeypatch):
     fleet, decode, client = world
+    monkeypatch.setattr(lookaside, "UNREDEEMED_S", 0.5)
     from diptych.client import wire
     from diptych.rpc.v1 import router_pb2
 

@@ -66,6 +66,7 @@ async def test_an_unused_ticket_holds_up_no_request(world):
         assert replies[0].HasField("placed")
         # another ticket would be one too many; a waiting request does not count what may never arrive
         assert "turn" in from_failure(replies[1].failure).message
+        assert fleet.frontend.metrics.tickets.labels("withheld").value == 1
         assert fleet.frontend._cluster.wait_queue.may_pass("", 1)
         assert fleet.frontend._cluster.reservations.tokens("p0") == 40
         async with AsyncClient(address) as other:
