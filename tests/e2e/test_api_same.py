@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from diptych.client import AsyncClient, Client, DuplicateRequestError, InvalidRequestError
+from diptych.client import AsyncClient, Client, DuplicateRequestError, InvalidRequestError, lookaside
 from diptych.rpc.channels import open_channel
 from diptych.rpc.v1 import router_pb2, router_pb2_grpc, types_pb2
 from diptych_tests import waiting
@@ -102,7 +102,10 @@ CASES = [
 
 
 @pytest.mark.parametrize(("text", "options"), CASES)
-async def test_the_same_through_every_api(cluster, text, options) -> None:
+async def test_the_same_through_every_api(cluster, text, options, monkeypatch) -> None:
+    monkeypatch.setattr(
+        lookaside, "PLACE_PATIENCE_S", 300.0
+    )  # else the router is asked for the answer on a busy machine
     ask = {"prompt": text, "max_tokens": 14, "seed": 11, "local_prefill_max_tokens": 0}
     sampling = {name: value for name, value in options.items() if name != "choice"}
     body = ask | sampling | ({"guided_choice": options["choice"]} if "choice" in options else {})
@@ -116,8 +119,8 @@ async def test_the_same_through_every_api(cluster, text, options) -> None:
         request.sampling.grammar.source = json.dumps(options["choice"])
     granted, finished = [await asyncio.to_thread(tickets, cluster, name) for name in ("granted", "finished")]
 
-    def synchronous(lookaside: bool) -> Answer:
-        with Client(cluster.grpc_address, timeout_s=300.0, lookaside=lookaside) as client:
+    def synchronous(*, directly: bool) -> Answer:
+        with Client(cluster.grpc_address, timeout_s=300.0, lookaside=directly) as client:
             stream = client.stream(**ask, **options)
             deltas = list(stream)
             ids = [token for delta in deltas for token in delta.token_ids]
@@ -132,11 +135,11 @@ async def test_the_same_through_every_api(cluster, text, options) -> None:
             over_http(cluster.http_url, body),
             over_grpc(address, request),
             over_sdk(client, ask | options),
-            asyncio.to_thread(synchronous, False),
+            asyncio.to_thread(synchronous, directly=False),
         )
         # One after another: a request that would wait for its turn at the router gets no ticket, and the router relays it.
         others.append(await over_sdk(direct, ask | options, at_once=False))
-        others.append(await asyncio.to_thread(synchronous, True))
+        others.append(await asyncio.to_thread(synchronous, directly=True))
     assert others == [expected] * 5
     assert await asyncio.to_thread(tickets, cluster, "granted") - granted == 3, "the router relayed some of them"
 
