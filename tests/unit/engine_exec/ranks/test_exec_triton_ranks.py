@@ -6,12 +6,17 @@ from __future__ import annotations
 import random
 import threading
 
+import numpy as np
 import pytest
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from triton import knobs
 
+from diptych.common.adapters.peft import read_adapter
+from diptych.engine.exec.backends import triton
+from diptych.engine.exec.linear import DenseLinear
+from diptych_tests.lora import linear_shapes, write_adapter
 from diptych_tests.rank_threads import ThreadedRanks
 
 # The interpreter of Triton 3.6 takes loop bounds out of one-element arrays.
@@ -54,5 +59,29 @@ def test_ranks_give_the_tokens_of_one(one_kernel_at_a_time, model_dir_of, driver
     try:
         assert all(runner.backend == "triton" for runner in ranks.runners)
         assert driver_of(folder, runner=ranks).generate(prompts, 4, chunk=7) == expected
+    finally:
+        ranks.close()
+
+
+def test_ranks_add_their_parts_of_adapters(one_kernel_at_a_time, model_dir_of, driver_of, monkeypatch, tmp_path):
+    """Where A lies behind the weights, as on a GPU: what a rank adds is in the sum over the ranks once."""
+    folder = model_dir_of("LlamaForCausalLM", **SHAPE | {"num_hidden_layers": 1})
+    written = write_adapter(tmp_path / "all", linear_shapes(folder), rank=3, seed=1)
+    common = {"num_blocks": 32, "block_size": 8, "num_threads": 1, "max_loras": 1, "max_lora_rank": 4}
+    prompts, slots = [[5, 9, 17, 50, 31], [44, 12, 60], [7]], [0, -1, 0]
+
+    def installed(driver, *runners):
+        for runner in runners:
+            runner.install_adapter(0, runner.read_adapter(written, read_adapter(written)))
+        return driver.in_one_batch(prompts, slots, 2)
+
+    plain = driver_of(folder, backend="torch", **common)
+    expected = installed(plain, plain.runner)
+    monkeypatch.setattr(triton, "keep_linear", lambda method, weights: DenseLinear(weights.weight, weights.bias))
+    ranks = ThreadedRanks(folder, 2, 1, backend="triton", **common)
+    try:
+        tokens, logprobs = installed(driver_of(folder, runner=ranks), *ranks.runners)
+        assert tokens == expected[0]
+        np.testing.assert_allclose(logprobs, expected[1], atol=1e-4)
     finally:
         ranks.close()
