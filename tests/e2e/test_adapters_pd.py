@@ -4,18 +4,22 @@ are those of peft and transformers. Reloads under load change whole answers only
 from __future__ import annotations
 
 import asyncio
+import json
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import httpx
+import jsonschema_rs
 import pytest
 
 from diptych.router.api.auth.keys import add_key
 from diptych_tests import golden_adapters, waiting
 from diptych_tests.clusters import Cluster
 from diptych_tests.golden_adapters import ask, ids_of
+from diptych_tests.tool_router import face
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.slow]
 
@@ -57,6 +61,39 @@ async def test_all_adapters_in_one_batch_across_the_pools(http: httpx.AsyncClien
         http, served.cluster.model, golden_adapters.cases(), golden_adapters.max_new_tokens()
     )
     served.cluster.wait_idle()
+
+
+ASK = [{"role": "user", "content": "Describe a city that you like, in a few words."}]
+MODELS = ("", "pirate", "record", "robot")
+
+
+async def test_tool_calls_are_those_of_one_process(
+    served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    city = {"type": "object", "properties": {"city": {"type": "string", "maxLength": 12}}, "required": ["city"]}
+    tools = [
+        {"type": "function", "function": {"name": "weather", "parameters": city | {"additionalProperties": False}}}
+    ]
+    async with face(served.cluster, "hermes", tmp_path, monkeypatch) as here:
+
+        async def call(model: str, local: int) -> tuple[str, str]:
+            answer = await here.http.chat.completions.create(
+                model=model or here.model,
+                messages=ASK,  # type: ignore[arg-type]
+                tools=tools,  # type: ignore[arg-type]
+                tool_choice="required",
+                parallel_tool_calls=False,
+                temperature=0,
+                max_tokens=64,
+                extra_body={"local_prefill_max_tokens": local, "cache_salt": f"tools-{local}"},
+            )
+            (found,) = answer.choices[0].message.tool_calls or []
+            assert jsonschema_rs.is_valid(city, json.loads(found.function.arguments))  # type: ignore[union-attr]
+            return found.function.name, found.function.arguments  # type: ignore[union-attr]
+
+        apart, together = [await asyncio.gather(*(call(model, local) for model in MODELS)) for local in (0, 4000)]
+    assert apart == together
+    assert len(set(apart)) > 1, "adapters change calls"
 
 
 async def test_20_reloads_under_load_mix_no_answer_and_leave_none_stale(
