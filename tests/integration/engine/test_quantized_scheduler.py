@@ -91,7 +91,9 @@ def told(results: list[OfflineResult]) -> list[tuple[list[int], list[float]]]:
 
 
 @pytest.mark.parametrize(("method", "kv", "backend"), CASES)
-def test_preempted_and_continued_sequences_end_with_the_same_ids(folder_of, method, kv, backend) -> None:
+def test_preempted_and_continued_sequences_end_with_the_same_ids(request, folder_of, method, kv, backend) -> None:
+    if backend == "native":
+        request.getfixturevalue("compiler")
     folder = folder_of(method)
     whole = engine_of(folder, backend, kv).generate(requests())
     assert all(result.error is None and len(result.token_ids) == COUNT for result in whole)
