@@ -107,6 +107,7 @@ class EngineCore:
             kv=able.kv,
             group_blocks=(config.num_blocks, *able.group_blocks[1:]) if able.group_blocks else (),
             rank_sizes=able.rank_sizes,
+            parts=able.parts,
             max_loras=able.max_loras,
         )
         self.scheduler = Scheduler(config, limits, identity, detokenizer_factory, drafter)

@@ -42,6 +42,8 @@ class RunnerCapabilities:
         group_blocks: blocks of each group's pool; empty: `num_blocks` in every one.
         rank_sizes: layers, and KV bytes of a token, of each rank where there are several. `pack` and `unpack` are for one rank
             then, and each rank's KV is a part of its own (common/kv_parts.py).
+        parts: the ranks' formats, where there are several KV groups: each rank has its heads of every group. Empty: one group, or
+            one rank.
         max_loras: slots for LoRA adapters; 0: no row may have one.
         max_lora_rank: the largest rank that a slot takes.
         kernels: names of the back ends, with their blocks where there are several.
@@ -64,6 +66,7 @@ class RunnerCapabilities:
     kv: KvFormat | None = None
     group_blocks: tuple[int, ...] = ()
     rank_sizes: tuple[tuple[int, int], ...] = ()
+    parts: tuple[KvFormat, ...] = ()
     max_loras: int = 0
     max_lora_rank: int = 0
     kernels: str = ""

@@ -187,8 +187,8 @@ def _load(
     parsed = describe(raw)
     facts = ModelFacts(
         checkpoint_dtype(raw) if config.device != "cpu" and config.dtype == AUTO else "float32",
-        # An engine over several ranks knows one KV group: every layer keeps every token.
-        kv_format_of(parsed, block_size=config.block_size, window_groups=config.degrees.num_ranks == 1),
+        # A pipeline stage need not have layers of each KV group, and its ranks are told of one: every layer keeps every token.
+        kv_format_of(parsed, block_size=config.block_size, window_groups=config.pipeline_parallel_size == 1),
     )
     parts = _parts_of(config, parsed, facts.kv)
     gpus = _rank_gpus(config) if parts else ()
@@ -227,7 +227,7 @@ def _load(
         "max_lora_rank": config.max_lora_rank,
     }
     by_memory = config.device == "cuda" and not config.num_blocks and not config.kv_memory_bytes
-    ranks = _start_ranks(config, folder, shared, gpus, by_memory=by_memory) if parts else None
+    ranks = _start_ranks(config, folder, shared, gpus, kv, parts, by_memory=by_memory) if parts else None
     runner: Computes
     if ranks is None:
         budget = None
@@ -331,7 +331,14 @@ def _link_of(gpus: Sequence[Gpu]) -> str:
 
 
 def _start_ranks(
-    config: WorkerConfig, folder: Path, shared: Mapping[str, Any], gpus: Sequence[Gpu], *, by_memory: bool
+    config: WorkerConfig,
+    folder: Path,
+    shared: Mapping[str, Any],
+    gpus: Sequence[Gpu],
+    kv: KvFormat,
+    parts: Sequence[KvFormat],
+    *,
+    by_memory: bool,
 ) -> RanksExecutor:
     """Returns when all of them have loaded their parts. Raises: InternalError when one does not come up: its log says why."""
     degrees = config.degrees
@@ -341,6 +348,9 @@ def _start_ranks(
         "max_num_batched_tokens": config.max_num_batched_tokens,
         "deadline_s": _CALL_S,
     }
+    several_groups = not kv.has_one_full_group
+    if several_groups:
+        arguments |= {"window_groups": True, "max_num_seqs": config.max_num_seqs}
     threads = threads_of_a_rank(config.threads, degrees.num_ranks // config.nnodes)
     utilization = config.gpu_memory_utilization if by_memory else 0.0
     log.info("starting the ranks", degrees=str(degrees), threads_of_each=threads, hosts=config.nnodes)
@@ -361,6 +371,8 @@ def _start_ranks(
                 start_deadline_s=_START_S,
                 silence_s=config.rank_silence_s,
                 nodes=nodes,
+                kv=kv if several_groups else None,
+                parts=parts,
             )
         except ExecutorLost as error:
             raise InternalError(f"the ranks did not start: {error}") from None

@@ -30,6 +30,7 @@ from pathlib import Path
 
 from diptych.common.adapters.peft import AdapterFacts
 from diptych.common.errors import ConfigError, InternalError
+from diptych.common.kv_format import KvFormat
 from diptych.common.shared_memory import SharedArea, find
 from diptych.engine.executor import ExecutorLost
 from diptych.engine.messages import BlockCopy, LoadedAdapter, Payload, ScheduledSeq, StepResult
@@ -100,6 +101,8 @@ class RanksExecutor:
         deadline_s: for one call, from its first byte to the last rank's answer.
         start_deadline_s: until all runners are made.
         silence_s: without a sign of life of any rank while a step runs, after which all are lost.
+        kv, parts: the model's KV, and of it that of each rank, where there are several KV groups: every rank has its heads of
+            each. None: one group, whose layers keep every token.
     Raises: ExecutorLost when a rank does not come up; ConfigError when the ranks' runners do not fit together.
     """
 
@@ -112,11 +115,14 @@ class RanksExecutor:
         start_deadline_s: float = 600.0,
         silence_s: float = SILENCE_S,
         nodes: Nodes | None = None,
+        kv: KvFormat | None = None,
+        parts: Sequence[KvFormat] = (),
     ) -> None:
         num_ranks = len(specs) if nodes is None else nodes.group.nnodes * len(specs)
         if not 0 <= sampler < num_ranks:
             raise ConfigError("sampler", sampler, f"must be one of {num_ranks} ranks")
         self._sampler, self._deadline_s, self._nodes = sampler, deadline_s, nodes
+        self._kv_parts = tuple(parts) if kv is not None else ()
         self._may_give_up = not sampler and nodes is None
         """A step, between two layers: all ranks are of one stage, and see one board."""
         self._lost = ""
@@ -160,8 +166,8 @@ class RanksExecutor:
                 links = nodes.links(start_deadline_s, lambda: bool(self._lost))
                 self._ranks += [_RemoteRank(number, link) for number, link in links.items()]
             answers = self._call(Kind.READY, b"", deadline_s=start_deadline_s)
-            self._parts = [_capabilities(answer) for answer in answers]
-            self.capabilities = _together(self._parts, sampler)
+            self._parts = [_capabilities(answer, 1 if kv is None else len(kv.groups)) for answer in answers]
+            self.capabilities = replace(_together(self._parts, sampler), kv=kv, parts=self._kv_parts)
         except BaseException:
             self.close(asked=False)
             raise
@@ -309,9 +315,11 @@ class RanksExecutor:
             self._range(Kind.UNPACK, block_ids, num_tokens, area, offset, len(view), layers, group, part)
 
     def _size(self, num_tokens: int, layers: range | None, group: int, part: int) -> int:
-        able = self._parts[part]
-        every = able.num_layers
-        return num_tokens * able.kv_bytes_per_token * (every if layers is None else len(layers)) // every
+        every, token_bytes = self._parts[part].num_layers, self._parts[part].kv_bytes_per_token
+        if self._kv_parts:
+            kv = self._kv_parts[part]
+            every, token_bytes = kv.groups[group].num_layers, kv.groups[group].bytes_per_token(kv.shard)
+        return num_tokens * token_bytes * (every if layers is None else len(layers)) // every
 
     def _range(
         self,
@@ -638,13 +646,13 @@ def _in_host_memory(payload: Payload) -> memoryview:
     return payload
 
 
-def _capabilities(answer: bytes) -> RunnerCapabilities:
-    """As rank_process declares them. Without the one group: its sizes are those of ranks. Raises: ConfigError for several."""
+def _capabilities(answer: bytes, expected_groups: int) -> RunnerCapabilities:
+    """As rank_process declares them, without the formats of its KV. Raises: ConfigError for another number of KV groups."""
     declared, num_groups = json.loads(answer)
-    if num_groups > 1:
-        rule = "ranks have one KV group, whose layers keep every token"
-        raise ConfigError("groups", num_groups, rule)
-    tuples = {"eos_token_ids": tuple(declared["eos_token_ids"]), "group_blocks": (), "rank_sizes": ()}
+    if num_groups != expected_groups:
+        raise ConfigError("groups", num_groups, f"the engine has {expected_groups} KV groups for these ranks")
+    blocks = tuple(declared["group_blocks"]) if num_groups > 1 else ()
+    tuples = {"eos_token_ids": tuple(declared["eos_token_ids"]), "group_blocks": blocks, "rank_sizes": (), "parts": ()}
     return RunnerCapabilities(**{**declared, **tuples})
 
 
@@ -653,7 +661,7 @@ def _together(parts: Sequence[RunnerCapabilities], sampler: int) -> RunnerCapabi
     Args: sampler: the first rank of the last stage; so many ranks as there are from it on are in each stage.
     Raises: ConfigError for ranks whose blocks differ in number or size, or whose slots for adapters differ.
     """
-    for name in ("num_blocks", "block_size", "num_host_blocks", "max_loras", "max_lora_rank"):
+    for name in ("num_blocks", "block_size", "num_host_blocks", "group_blocks", "max_loras", "max_lora_rank"):
         values = [asdict(part)[name] for part in parts]
         if any(value != values[0] for value in values):
             raise ConfigError(name, values, "must be the same on every rank")

@@ -43,7 +43,7 @@ class PackJob:
 
 @dataclass(slots=True)
 class _Progress:
-    """By group, or by rank: tokens before `until` are packed, or need not be. Of those from there to the end, the first
+    """By unit: tokens before `until` are packed, or need not be. Of those from there to the end, the first
     `layers` layers are."""
 
     until: list[int]
@@ -61,19 +61,21 @@ class Packing:
         num_layers: int = 1,
         kv: KvFormat | None = None,
         rank_sizes: Sequence[tuple[int, int]] = (),
+        parts: Sequence[KvFormat] = (),
     ) -> None:
         self._kv = kv if kv is not None and not kv.has_one_full_group else None
         """None: one group, which keeps every token."""
-        self._group_bytes = (
-            (kv_bytes_per_token,)
-            if self._kv is None
-            else tuple(group.bytes_per_token(self._kv.shard) for group in self._kv.groups)
-        )
         self._rank_sizes = rank_sizes
-        if rank_sizes:
-            assert self._kv is None, "ranks have one group"
-            # Below, `group` is the number of a rank then: its KV is sent like that of another full group.
-            self._group_bytes = tuple(token_bytes for _, token_bytes in rank_sizes)
+        groups = range(1 if self._kv is None else len(self._kv.groups))
+        self._units = [(group, part) for part in range(len(rank_sizes) or 1) for group in groups]
+        """KV group and rank: each is packed by itself. Below, a unit is an index in this list."""
+        if self._kv is not None:
+            formats = parts or (self._kv,)
+            self._unit_bytes = [
+                formats[part].groups[group].bytes_per_token(formats[part].shard) for group, part in self._units
+            ]
+        else:
+            self._unit_bytes = [token_bytes for _, token_bytes in rank_sizes] or [kv_bytes_per_token]
         self._block_size = block_size
         self._num_layers = num_layers
         self._quota = quota_per_peer
@@ -93,7 +95,7 @@ class Packing:
         if overlap is not None:
             self.overlap = overlap
         for grant in grants:
-            least = self._block_size * max(self._group_bytes)
+            least = self._block_size * max(self._unit_bytes)
             if len(grant.payload) < least:
                 raise ConfigError("slab_bytes", len(grant.payload), f"a slab must hold a block of {least} bytes")
             peer = self._held_by.pop(grant.slab, None)
@@ -119,14 +121,14 @@ class Packing:
         return self._kv is None and all(num_layers == self._num_layers for num_layers, _ in self._rank_sizes)
 
     def least_packed(self, request: Request) -> int:
-        """Tokens before this are packed in every group, or need not be."""
+        """Tokens before this are packed in every unit, or need not be."""
         progress = self._progress.get(request.attempt)
         return min(self._start(request) if progress is None else progress.until)
 
-    def packed_until(self, request: Request, group: int = 0) -> int:
-        """Tokens of the group before this are packed, were with decode from the start, or are not sent."""
+    def packed_until(self, request: Request, unit: int = 0) -> int:
+        """Tokens of the unit before this are packed, were with decode from the start, or are not sent."""
         progress = self._progress.get(request.attempt)
-        return self._start(request)[group] if progress is None else progress.until[group]
+        return self._start(request)[unit] if progress is None else progress.until[unit]
 
     def is_packed(self, request: Request) -> bool:
         """Nothing is left to pack."""
@@ -151,43 +153,42 @@ class Packing:
         for request in requests:
             if not self._may_hold_more(request):
                 continue
-            for group in self._in_turn(request):
-                if self._packed_layers(request, group):
+            for unit in self._in_turn(request):
+                if self._packed_layers(request, unit):
                     if request.num_computed >= request.kv_target:
-                        return self._layers(request, self._layers_of(group), self._grants.pop(), group)
+                        return self._layers(request, self._layers_of(unit), self._grants.pop(), unit)
                     continue
-                token_bytes = self._group_bytes[group]
-                start, end = self.packed_until(request, group), self._packable_end(request, group)
+                token_bytes, (group, part) = self._unit_bytes[unit], self._units[unit]
+                start, end = self.packed_until(request, unit), self._packable_end(request, unit)
                 if end <= start:
                     continue
                 grant = self._grants.pop()
                 size = self._block_size
                 fit = len(grant.payload) // token_bytes // size * size
                 count = min(end - start, fit)
-                table, part = (0, group) if self._rank_sizes else (group, 0)
-                blocks = self._blocks(request, start, count, table)
-                return PackJob(request, grant, blocks, start, count, group=table, part=part)
+                blocks = self._blocks(request, start, count, group)
+                return PackJob(request, grant, blocks, start, count, group=group, part=part)
         return None
 
     def _in_turn(self, request: Request) -> Sequence[int]:
-        """The groups; of several ranks first the one of which least is packed. Then the ranks' ranges of the same tokens follow
+        """The units; of several ranks first the one of which least is packed. Then the ranks' ranges of the same tokens follow
         each other, and a peer of other ranks that needs them together keeps few of them waiting."""
-        groups = range(len(self._group_bytes))
+        units = range(len(self._units))
         if not self._rank_sizes:
-            return groups
-        return sorted(groups, key=lambda rank: self.packed_until(request, rank))
+            return units
+        return sorted(units, key=lambda unit: (self.packed_until(request, unit), self._units[unit]))
 
     def layer_job(self, request: Request, num_computed: int) -> PackJob | None:
         """The step that runs computes the last tokens of `request` and is done with `num_computed` layers: those that
         are not packed yet. None: there are none, no slab is free for them, or they do not fit."""
         if not self._grants or not self._may_hold_more(request):
             return None
-        for group in self._in_turn(request):
-            wanted = self.packed_until(request, group) < request.kv_target
-            if wanted and num_computed > self._packed_layers(request, group):
-                if self._layers_that_fit(request, self._grants[-1], group) < 1:
+        for unit in self._in_turn(request):
+            wanted = self.packed_until(request, unit) < request.kv_target
+            if wanted and num_computed > self._packed_layers(request, unit):
+                if self._layers_that_fit(request, self._grants[-1], unit) < 1:
                     return None
-                return self._layers(request, num_computed, self._grants.pop(), group)
+                return self._layers(request, num_computed, self._grants.pop(), unit)
         return None
 
     def packed(self, job: PackJob, checksum: int) -> RangePacked:
@@ -196,25 +197,25 @@ class Packing:
         request, peer, grant = job.request, job.request.peer, job.grant
         self._held_by[grant.slab] = peer
         self._per_peer[peer] = self._per_peer.get(peer, 0) + 1
-        group = job.part if self._rank_sizes else job.group
-        size_bytes = job.num_tokens * self._group_bytes[group]
+        unit = self._units.index((job.group, job.part))
+        size_bytes = job.num_tokens * self._unit_bytes[unit]
         first_layer = num_layers = 0
-        every = self._layers_of(group)
+        every = self._layers_of(unit)
         progress = self._progress.get(request.attempt)
         if progress is None:
-            progress = self._progress[request.attempt] = _Progress(self._start(request), [0] * len(self._group_bytes))
-        progress.layers[group] = 0
+            progress = self._progress[request.attempt] = _Progress(self._start(request), [0] * len(self._units))
+        progress.layers[unit] = 0
         if self._kv is not None:
             num_layers = self._kv.groups[job.group].num_layers
-        if self._rank_sizes:
+        elif self._rank_sizes:
             num_layers = every
         if job.layers is not None:
             first_layer, num_layers = job.layers.start, len(job.layers)
             size_bytes = size_bytes * num_layers // every
         if job.layers is not None and job.layers.stop < every:
-            progress.until[group], progress.layers[group] = job.first_token, job.layers.stop
+            progress.until[unit], progress.layers[unit] = job.first_token, job.layers.stop
         else:
-            progress.until[group] = job.first_token + job.num_tokens
+            progress.until[unit] = job.first_token + job.num_tokens
         return RangePacked(
             request.attempt, grant.slab, grant.generation, job.first_token, job.num_tokens, size_bytes, checksum,
             first_layer, num_layers, job.group, job.part,
@@ -225,49 +226,49 @@ class Packing:
         self._grants.append(job.grant)
 
     def _start(self, request: Request) -> list[int]:
-        """By group, the first token to be sent."""
+        """By unit, the first token to be sent."""
         held, end, ranks = request.source.decode_cached_tokens, request.kv_target, request.source.ranks
-        if self._kv is None:
-            return [held if not ranks or rank in ranks else end for rank in range(len(self._group_bytes))]
-        start = [end] * len(self._kv.groups)
-        for part in expected_ranges(self._kv, held, end, reusable=request.source.reusable):
-            start[part.group] = part.first
-        return start
+        start = [held]
+        if self._kv is not None:
+            start = [end] * len(self._kv.groups)
+            for part in expected_ranges(self._kv, held, end, reusable=request.source.reusable):
+                start[part.group] = part.first
+        return [start[group] if not ranks or rank in ranks else end for group, rank in self._units]
 
     def _may_hold_more(self, request: Request) -> bool:
         return self._per_peer.get(request.peer, 0) < self._quota
 
-    def _packed_layers(self, request: Request, group: int) -> int:
+    def _packed_layers(self, request: Request, unit: int) -> int:
         progress = self._progress.get(request.attempt)
-        return 0 if progress is None else progress.layers[group]
+        return 0 if progress is None else progress.layers[unit]
 
-    def _layers_of(self, group: int) -> int:
-        """Of a rank, or of a group where ranges of some layers can be made."""
-        return self._rank_sizes[group][0] if self._rank_sizes else self._num_layers
+    def _layers_of(self, unit: int) -> int:
+        """Where ranges of some layers can be made: there is one group."""
+        return self._rank_sizes[self._units[unit][1]][0] if self._rank_sizes else self._num_layers
 
-    def _layers_that_fit(self, request: Request, grant: SlabGrant, group: int) -> int:
-        count = request.kv_target - self.packed_until(request, group)
-        return len(grant.payload) * self._layers_of(group) // (count * self._group_bytes[group])
+    def _layers_that_fit(self, request: Request, grant: SlabGrant, unit: int) -> int:
+        count = request.kv_target - self.packed_until(request, unit)
+        return len(grant.payload) * self._layers_of(unit) // (count * self._unit_bytes[unit])
 
-    def _layers(self, request: Request, until: int, grant: SlabGrant, group: int) -> PackJob:
+    def _layers(self, request: Request, until: int, grant: SlabGrant, unit: int) -> PackJob:
         """All tokens that are left, of the layers from the first that is not packed to `until`, or as many as fit."""
-        start, first = self.packed_until(request, group), self._packed_layers(request, group)
+        start, first = self.packed_until(request, unit), self._packed_layers(request, unit)
         count = request.kv_target - start
-        layers = range(first, min(until, first + max(1, self._layers_that_fit(request, grant, group))))
-        part = group if self._rank_sizes else 0
+        layers = range(first, min(until, first + max(1, self._layers_that_fit(request, grant, unit))))
+        part = self._units[unit][1]
         return PackJob(request, grant, self._blocks(request, start, count), start, count, layers, part=part)
 
     def _blocks(self, request: Request, start: int, count: int, group: int = 0) -> list[int]:
         size, first = self._block_size, request.seq.first_blocks[group]
         return request.tables[group][start // size - first : -(-(start + count) // size) - first]
 
-    def _packable_end(self, request: Request, group: int = 0) -> int:
+    def _packable_end(self, request: Request, unit: int) -> int:
         if request.num_computed >= request.kv_target:
             return request.kv_target
-        packed_until = self.packed_until(request, group)
-        if self._kv is not None and self._kv.groups[group].window:
+        packed_until = self.packed_until(request, unit)
+        if self._kv is not None and self._kv.groups[self._units[unit][0]].window:
             return packed_until
         end = request.num_computed // self._block_size * self._block_size
-        early_bytes = (end - packed_until) * self._group_bytes[group]
+        early_bytes = (end - packed_until) * self._unit_bytes[unit]
         least = self.overlap.least_early_bytes(request.source.link_bytes_per_s)
         return end if early_bytes >= least else packed_until

@@ -87,6 +87,7 @@ class Lifecycle:
             limits.num_layers,
             limits.kv,
             limits.rank_sizes,
+            limits.parts,
         )
         self.outbox = Outbox()
         self.emit, self.totals = self.outbox.add, self.outbox.totals

@@ -30,17 +30,19 @@ class ModelLimits:
     group_blocks: tuple[int, ...] = ()
     """Of each group's pool; empty: the configured number."""
     rank_sizes: tuple[tuple[int, int], ...] = ()
-    """Layers, and bytes of a token's KV, of each rank; empty: one rank. Several have one group."""
+    """Layers, and bytes of a token's KV, of each rank; empty: one rank."""
+    parts: tuple[KvFormat, ...] = ()
+    """Of several ranks with several groups."""
     max_loras: int = 0
     """See RunnerCapabilities."""
 
     @property
     def pieces(self) -> tuple[tuple[int, int, int], ...]:
-        """Of which a block consists: KV group, rank, and bytes of a token's KV in it. Several ranks have one group."""
-        if self.rank_sizes:
-            return tuple((0, part, size) for part, (_, size) in enumerate(self.rank_sizes))
+        """Of which a block consists: KV group, rank, and bytes of a token's KV in it."""
         groups = range(1 if self.kv is None else len(self.kv.groups))
-        return tuple((group, 0, self.group_sizes(group)[1]) for group in groups)
+        return tuple(
+            (group, part, self.group_sizes(group, part)[1]) for part in range(self.num_parts) for group in groups
+        )
 
     @property
     def num_parts(self) -> int:
@@ -48,12 +50,12 @@ class ModelLimits:
 
     def group_sizes(self, group: int, part: int = 0) -> tuple[int, int]:
         """Layers, and bytes of a token's KV, of the group with this index in the rank `part`."""
-        if self.rank_sizes:
+        if self.rank_sizes and not self.parts:
             return self.rank_sizes[part]
         if self.kv is None:
             return self.num_layers, self.kv_bytes_per_token
-        one = self.kv.groups[group]
-        return one.num_layers, one.bytes_per_token(self.kv.shard)
+        kv = self.parts[part] if self.parts else self.kv
+        return kv.groups[group].num_layers, kv.groups[group].bytes_per_token(kv.shard)
 
 
 def check_request(

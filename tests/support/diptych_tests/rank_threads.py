@@ -184,6 +184,9 @@ class ThreadedRanks:
         for runner, own in zip(self.runners, adapter.of_ranks, strict=True):
             runner.install_adapter(slot, own, parts)
 
+    def expect_compiled(self) -> None:
+        self.on_all(lambda runner: runner.expect_compiled())
+
     def note_pulled(self, *arguments: Any) -> None:
         self.sampler.note_pulled(*arguments)
 

@@ -18,6 +18,8 @@ from diptych.common.block_identity import IdentityHeader
 from diptych.common.clock import FakeClock
 from diptych.common.errors import AdapterError, ConfigError
 from diptych.common.grammar import Grammar, GrammarKind
+from diptych.common.kv_format import windowed_format
+from diptych.common.kv_parts import split
 from diptych.common.request import Prompt
 from diptych.common.sampling import EarlyStopping, SamplingParams
 from diptych.common.shared_memory import SharedArea
@@ -162,6 +164,32 @@ def test_kv_of_all_ranks_is_packed_and_unpacked(start):
         for executor, table in ((prefill, [3, 5, 7]), (decode, [9, 2, 6]))
     ]
     assert rows[0].token_ids == rows[1].token_ids
+
+
+def test_23_ranks_have_their_heads_of_every_kv_group(start):
+    """A worker of two ranks kept every token of layers with a window."""
+    kv = windowed_format([0, 8], 2, FakeRunner(4, BLOCK).kv.only_group.dims[0], block_size=BLOCK, dtype="int8")
+    fields = {"windows": [0, 8], "num_host_blocks": 0}
+    executor, _ = start(fields, fields, kv=kv, parts=split(kv, tensor_parallel=2))
+    local = FakeRunner(**{**POOL, **fields})
+    assert executor.capabilities.group_blocks == local.group_blocks
+    config = EngineConfig(24, BLOCK, max_step_time_s=None, mixed_step_time_s=None, check_invariants=True)
+    over_ranks, alone = (
+        OfflineEngine(one, config, IDENTITY, clock=FakeClock()) for one in (executor, LocalExecutor(local))
+    )
+    found, expected = (engine.generate(requests()[:3]) for engine in (over_ranks, alone))
+    assert [one.token_ids for one in found] == [one.token_ids for one in expected]
+    tables = ([3, 5], [1, 2])
+    seq = ScheduledSeq("a", list(range(40, 47)), 0, tables, True, SamplingParams(9), 0, first_blocks=(0, 0))
+    executor.execute([seq], lambda: False)
+    local.execute([seq])
+    for group, table in enumerate(tables):
+        size = 7 * kv.groups[group].bytes_per_token(kv.shard) // 2
+        want, got = bytearray(size), bytearray(size)
+        checksum = local.pack(table, 7, memoryview(want), None, group)
+        for part in (0, 1):
+            assert executor.pack(table, 7, memoryview(got), None, group, part) == checksum
+            assert got == want
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -374,7 +402,7 @@ def test_ranks_that_do_not_come_up_or_do_not_fit_together(start):
         start({"num_blocks": 30}, {})
     with pytest.raises(ConfigError, match="max_loras"):
         start({"max_loras": 2}, {"max_loras": 3})
-    with pytest.raises(ConfigError, match="groups=2: ranks have one KV group"):
+    with pytest.raises(ConfigError, match="groups=2: the engine has 1 KV groups for these ranks"):
         start({"windows": [0, 8]}, {"windows": [0, 8]})
     with pytest.raises(ConfigError, match=r"tensor_parallel_size=3: 8 heads cannot be divided among 3 ranks"):
         start({}, {}, factory="rank_runner:refuses")
