@@ -85,7 +85,10 @@ def model(pd: ModuleType, folder: Path) -> Iterator[Make]:
         ranks.close()
 
 
-@pytest.mark.parametrize(("prefill", "decode"), [(2, 2), (2, 1), (1, 2), (2, 4)])
+@pytest.mark.parametrize(
+    ("prefill", "decode"),
+    [(2, 2), (2, 4), pytest.param(2, 1, marks=pytest.mark.slow), pytest.param(1, 2, marks=pytest.mark.slow)],
+)
 async def test_23_windows_move_between_ranks_and_the_tokens_are_those_of_one(
     pd: ModuleType, model: Make, prefill: int, decode: int
 ) -> None:
