@@ -39,7 +39,8 @@ class GenerateOptions(SamplingOptions, total=False):
         parallel_tool_calls: False: one call at most.
         split: split a chat answer into content, reasoning and tool_calls; always done with tools.
         idempotency_key: the router refuses a second request of this key while the first runs and for a while after it
-            has succeeded (DuplicateRequestError). Printable ASCII, at most 128 bytes.
+            has succeeded (DuplicateRequestError). Another router goes on with the answer, if it is still computed or kept.
+            Printable ASCII, at most 128 bytes.
         resume: when the stream breaks after its first message, go on with it, at another router if the client has several,
             with pauses of at most 60 s in all (RetryPolicy.resume_budget_s). Tokens and text are those of an undisturbed run.
             Default: where the client has several addresses.

@@ -74,7 +74,7 @@ class ModelNotFoundError(DiptychError):
 
 
 class DuplicateRequestError(DiptychError):
-    """A request with this idempotency key runs, or has succeeded."""
+    """A request with this idempotency key runs, or has succeeded, or it was another one."""
 
     grpc_code, http_status, reason = 6, 409, "DUPLICATE_REQUEST"
 

@@ -12,6 +12,7 @@ import httpx
 import openai
 import pytest
 
+from diptych.client import AsyncClient
 from diptych.common.errors import InvalidRequestError, QuotaExceededError
 from diptych.router.api.auth.limits import MeteredRouterApi, TenantQuotas
 from diptych.router.api.http.options import HttpOptions
@@ -510,3 +511,23 @@ async def test_a_key_makes_no_ids_where_they_are_left_out(fleet) -> None:
         answer = await client.post(CHAT, json=body_of(CHAT), headers=KEY)
     assert "id: " not in answer.text
     assert worker.submits[0].keep
+
+
+async def test_the_sdks_answer_is_found_by_its_key_too(fleet) -> None:
+    """Another process of the same caller asks again, at another router: it gets all of it."""
+    worker = await fleet.add("d0", **FINDS)
+    await fleet.until_ready()
+    asked = {"token_ids": [1] * 20, "max_tokens": NUM_TOKENS, "idempotency_key": "mine"}
+    answers = []
+    async with other_router(fleet) as second:
+        for frontend in (fleet.frontend, second):
+            servers = ApiServers("127.0.0.1", 0, 0)
+            at = await servers.start(frontend, frontend.metrics)
+            try:
+                async with AsyncClient(at.grpc, timeout_s=60.0) as client:
+                    answers.append(await client.generate(**asked))
+            finally:
+                await servers.stop(1.0)
+    assert [list(answer.token_ids) for answer in answers] == [list(range(NUM_TOKENS))] * 2
+    assert answers[0].text == answers[1].text == spoken()[0]
+    assert len(worker.submits) == len(worker.resumes) == 1
