@@ -111,12 +111,13 @@ class Cluster:
         return [child.name for child in self.state.children if child.role in ("prefill", "decode")]
 
     def wait_idle_of(self, name: str, *, deadline_s: float = FREE_S) -> float:
-        """As wait_idle, also while a step is held: no audit is answered before that one is given up."""
+        """As wait_idle, also while a step is held, when no audit is answered before that one is given up, and while the worker is
+        about to be started again."""
 
         def idle() -> bool:
             try:
                 return self.idle(name)
-            except grpc.RpcError:
+            except (grpc.RpcError, StopIteration):
                 return False
 
         return wait_until(idle, deadline_s=deadline_s, what=f"{name} is idle again")

@@ -6,8 +6,10 @@ from __future__ import annotations
 import math
 import random
 
+import grpc
 import pytest
 
+from diptych_tests.clusters import Cluster
 from diptych_tests.soak_law import WARM, WARM_ROUTER, Sample, growth, private_mib
 
 REQUESTS = 4000
@@ -100,3 +102,18 @@ Private_Dirty:      2048 kB
 
 def test_19_the_ring_is_told_apart() -> None:
     assert private_mib(SMAPS.splitlines()) == (3.0, 3.0)
+
+
+def test_19_a_worker_that_is_still_starting_at_the_end_is_waited_for(monkeypatch) -> None:
+    """The last one killed has no process yet, and then one that does not answer: neither is something left over."""
+    answers = iter([StopIteration(), grpc.RpcError(), False, True])
+
+    def idle(cluster, name):
+        answer = next(answers)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(Cluster, "idle", idle)
+    Cluster(None, None, None).wait_idle_of("decode-1")
+    assert next(answers, "all asked") == "all asked"
