@@ -241,13 +241,13 @@ def test_a_gpu_that_the_kernels_were_not_written_for_refuses_it(monkeypatch, cap
             plan("triton", batch_invariant=True)
 
 
-def test_the_compiled_kernels_accept_it(tiny_dir, driver_of):
+def test_the_compiled_kernels_accept_it(compiler, tiny_dir, driver_of):
     """They are batch-invariant with and without the flag: see test_exec_native.py."""
     driver = driver_of(tiny_dir, backend="native", batch_invariant=True)
     assert driver.generate(prompts_of(9), 3) == driver_of(tiny_dir, backend="native").generate(prompts_of(9), 3)
 
 
-def test_a_layer_that_falls_to_torch_refuses_it_with_the_reason(model_dir_of, driver_of):
+def test_a_layer_that_falls_to_torch_refuses_it_with_the_reason(compiler, model_dir_of, driver_of):
     folder = model_dir_of("LlamaForCausalLM", head_dim=24)
     with pytest.raises(ConfigError, match=r"back end torch is not.*native refuses.*head_dim"):
         driver_of(folder, batch_invariant=True)
