@@ -56,7 +56,7 @@ down: ## stop the cluster that `make up` started
 KEEPS_BYTECODE := env -u PYTHONDONTWRITEBYTECODE
 
 test: $(VENV)/.dev model ## the tests, with one real cluster; under ten minutes on two cores
-	@$(KEEPS_BYTECODE) $(BIN)/pytest -n $(TEST_PROCESSES) --dist loadscope --no-loadscope-reorder -m "not slow and not gpu and not netns and not containers and not clients" $(ARGS)
+	@$(KEEPS_BYTECODE) $(BIN)/pytest -n $(TEST_PROCESSES) --max-worker-restart 0 --dist loadscope --no-loadscope-reorder -m "not slow and not gpu and not netns and not containers and not clients" $(ARGS)
 
 test-full: $(VENV)/.dev model ## every test that needs no GPU and no root
 	@$(KEEPS_BYTECODE) $(BIN)/pytest -m "not gpu and not netns and not containers and not clients" $(ARGS)

@@ -339,6 +339,7 @@ def run(
     processes = 1 if condition.beside else PROCESSES
     command = [
         sys.executable, "-P", "-m", "pytest", "-v", "-n", str(processes), "--dist", "loadscope", "--no-loadscope-reorder",
+        "--max-worker-restart", "0",  # one that was killed for memory: its tests would be waited for in vain
         "-p", "no:cacheprovider", "-m", MARKS, "--durations=20", *flags, *selected,
     ]  # fmt: skip
     group = make_quota_group(PROCESSES / 4) if condition.quarter else None
