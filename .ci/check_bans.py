@@ -3,6 +3,7 @@
 Banned are: code execution from data; TLS without its checks, and broken hashes; forks,
 since in a copy of a process with UCX, gRPC or CUDA their handlers run
 (common/child.py starts children); children that could outlive who started them;
+select(), which refuses descriptors from 1,024 on, where poll() takes them;
 and sleeps in tests, whose outcome would depend on the machine's speed. A loop that
 polls a condition may sleep (better: diptych_tests.waiting); where another sleep decides nothing, the line says why:
 `# sleep: REASON`.
@@ -36,7 +37,7 @@ MAY_SLEEP = ("tests/support/diptych_tests/waiting.py", "tests/conftest.py", "tes
 BANNED_CALLS = {
     "eval", "exec", "builtins.eval", "builtins.exec", "os.system", "os.popen", "yaml.load", "yaml.unsafe_load",
     "tempfile.mktemp", "torch.hub.load", "ssl._create_unverified_context", "hashlib.md5", "hashlib.sha1",
-    "jinja2.Environment",
+    "jinja2.Environment", "select.select",
 }  # fmt: skip
 UNCHECKED = {"check_hostname": False, "ssl_check_hostname": False, "ssl_cert_reqs": "none", "verify": False}
 """Arguments and attributes that switch a check of TLS off; `verify` is one of HTTP clients. Where only one certificate is

@@ -146,7 +146,9 @@ def _write(fd: int, text: str) -> int:
         try:
             left = left[os.write(fd, left) :]
         except BlockingIOError:  # somebody made the descriptor non-blocking
-            select.select([], [fd], [])
+            poll = select.poll()  # select() refuses descriptors from 1,024 on
+            poll.register(fd, select.POLLOUT)
+            poll.poll()
         except OSError:
             break
     return len(all_of_it) - len(left)

@@ -151,7 +151,9 @@ class RankEnd:
 
     def comes(self, timeout_s: float) -> bool:
         """Whether a frame comes within this time."""
-        return bool(select.select((self._link,), (), (), timeout_s)[0])
+        poll = select.poll()  # select() refuses descriptors from 1,024 on
+        poll.register(self._link, select.POLLIN)
+        return bool(poll.poll(1e3 * timeout_s))
 
     def receive(self) -> tuple[int, int, bytes, int]:
         """(kind, call, body, descriptor or -1). Raises: EOFError: the engine closed the socket."""

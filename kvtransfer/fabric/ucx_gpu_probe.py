@@ -106,9 +106,10 @@ def _say(child: subprocess.Popen[bytes]) -> bytes:
     """Its address. Raises: TransferError."""
     assert child.stdout is not None
     limit, output = time.monotonic() + _DEADLINE_S, b""
+    poll = select.poll()  # select() refuses descriptors from 1,024 on
+    poll.register(child.stdout, select.POLLIN)
     while (left := limit - time.monotonic()) > 0.0:
-        readable, _, _ = select.select([child.stdout], [], [], left)
-        more = os.read(child.stdout.fileno(), 1 << 16) if readable else b""
+        more = os.read(child.stdout.fileno(), 1 << 16) if poll.poll(1e3 * left) else b""
         output += more
         for line in output.splitlines(keepends=True):  # libraries print, too
             if line.startswith(_ADDRESS) and line.endswith(b"\n"):

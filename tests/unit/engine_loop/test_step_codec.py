@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import fcntl
+import os
 import random
+import resource
+import socket
 
 import numpy as np
 import pytest
@@ -11,6 +15,7 @@ import pytest
 from diptych.common.sampling import EarlyStopping, SamplingParams, TokenLogprobs
 from diptych.engine.messages import BlockCopy, Candidate, ComputedFrom, CopyKind, ScheduledSeq, StepResult
 from diptych.engine.ranks import step_codec
+from diptych.engine.ranks.frames import RankEnd
 from diptych.engine.ranks.step_codec import SeqDecoder, SeqEncoder
 
 SAMPLINGS = [
@@ -202,3 +207,18 @@ def test_masks_follow_the_outputs_and_reach_behind_drafts():
     seq.history.append(9)
     [there], _ = decoder.decode(encoder.encode([seq]))
     assert not there.grammar.matcher().accept(9)
+
+
+def test_15_frames_come_over_descriptors_above_1024() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 4096) if hard > 0 else 4096, hard))
+    ours, theirs = socket.socketpair()
+    try:
+        high = socket.socket(fileno=fcntl.fcntl(theirs.fileno(), fcntl.F_DUPFD_CLOEXEC, 1500))
+        with ours, theirs, high:
+            end = RankEnd(high)
+            assert not end.comes(0.0)
+            os.write(ours.fileno(), b"a frame")
+            assert end.comes(60.0)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
