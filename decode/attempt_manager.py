@@ -35,6 +35,7 @@ from diptych.decode.attempt import Attempt, CompileGrammar
 from diptych.decode.outbox import Events, Outbox
 from diptych.decode.remote_prefill import RemotePrefillContext
 from diptych.decode.submission import parse_submit
+from diptych.decode.ticket_statuses import TicketStatuses
 from diptych.decode.transcript import MAX_TOTAL_BYTES, Budget, Transcript
 from diptych.engine.grammar.program import Program
 from diptych.engine.messages import (
@@ -154,6 +155,7 @@ class AttemptManager:
         self._sessions: set[Session] = set()
         self._routers: set[Session] = set()
         self._endpoint: decode_pb2.DirectEndpoint | None = None
+        self._ticket_statuses = TicketStatuses()
         self._idle = asyncio.Event()
         self._idle.set()
         self._accepting = True
@@ -178,6 +180,8 @@ class AttemptManager:
             self._routers.add(session)
             if self._endpoint is not None:
                 session.outbox.direct_endpoint(self._endpoint)
+            for status in self._ticket_statuses.recent(asyncio.get_running_loop().time()):
+                session.outbox.ticket_status(status)
         return session
 
     def close_session(self, session: Session) -> None:
@@ -191,6 +195,8 @@ class AttemptManager:
             session.outbox.direct_endpoint(endpoint)
 
     def send_ticket_status(self, status: decode_pb2.TicketStatus) -> None:
+        """To every router, and to those that come soon: a stream may have broken."""
+        self._ticket_statuses.add(status, asyncio.get_running_loop().time())
         for session in list(self._routers):
             session.outbox.ticket_status(status)
 

@@ -600,6 +600,11 @@ class Cluster:
             return None
         return member.link.decode.direct_endpoint
 
+    def is_member(self, incarnation: Incarnation) -> bool:
+        """Whether it has a lease, and no other incarnation has taken its place."""
+        member = self._members.get(incarnation[0])
+        return member is not None and member.link.incarnation == incarnation[1]
+
     def on_outcome(self, worker_id: str, reason: str) -> None:
         """Record how a request ended at a worker. `reason`: of the error, or "". An inconclusive outcome only ends a
         probe."""

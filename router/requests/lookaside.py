@@ -5,9 +5,11 @@
                |-- nothing for FRESH_S, or the client's stream ended --> set aside (not counted) -- redeemed --> held
                |-- nothing for UNREDEEMED_S --> lapsed
     redeemed -- no end LATE_S after decode must have ended it --> lapsed
-    any -- the worker's incarnation ended --> lapsed
+    any -- the worker's stream broke --> set aside -- any status --> as before
+    any -- the worker's incarnation ended, or its stream was not opened again for SILENT_S --> lapsed
 
-The decode worker reports a ticket's status (the client never does) on the router's stream to it. The time that a ticket
+The decode worker reports a ticket's status (the client never does) on the router's stream to it, and on the next one once
+more, if that breaks: the clients' streams go on meanwhile. The time that a ticket
 allows begins when decode redeems it: until then its deadline has no effect.
 """
 
@@ -48,6 +50,8 @@ UNREDEEMED_S = 65.0
 """Longer than any worker accepts a ticket, with the time that its status takes."""
 LATE_S = 5.0
 """Of a ticket's last status."""
+SILENT_S = 10.0
+"""Of a worker whose stream broke."""
 FRESH_S = 0.5
 """A used ticket is reported within a round trip to the client and one to the worker."""
 MAX_UNREDEEMED = 2048
@@ -94,7 +98,7 @@ class _Grant:
     has_token: bool = False
     """Its first token was reported."""
     aside: Reservation | None = None
-    """The reservation to restore if the ticket is redeemed after all."""
+    """The reservation to restore with the ticket's next status."""
     num_choices: int = 1
     model: str = ""
     adapter: ChosenAdapter | None = None
@@ -119,6 +123,8 @@ class Lookaside:
         """Unredeemed attempts that are not set aside: expiry, oldest first."""
         self._unredeemed: dict[str, int] = {}
         """By tenant."""
+        self._silent: dict[Incarnation, float] = {}
+        """Workers of granted tickets whose stream is down: since when."""
         cluster.on_ticket_status = self.on_ticket_status
 
     def __len__(self) -> int:
@@ -230,6 +236,8 @@ class Lookaside:
             return
         if not grant.redeemed:
             self._on_redeemed(status.attempt, grant)
+        elif grant.aside is not None:
+            self._hold_again(status.attempt, grant, grant.aside)
         if status.first_token and not grant.has_token:
             self._on_first_token(status.attempt, grant, status.cached_tokens)
         if status.ended:
@@ -241,12 +249,16 @@ class Lookaside:
         self._count_redeemed(attempt, grant)
         grant.redeemed = True
         grant.until = self._clock.now() + grant.allowed_s + LATE_S
-        reservations = self._cluster.reservations
         if grant.aside is not None:
-            reservations.reserve(attempt, grant.aside)
-            grant.aside = None
+            self._hold_again(attempt, grant, grant.aside)
         else:
-            reservations.settle(attempt)
+            self._cluster.reservations.settle(attempt)
+
+    def _hold_again(self, attempt: str, grant: _Grant, aside: Reservation) -> None:
+        self._cluster.reservations.reserve(attempt, aside)
+        grant.aside = None
+        if grant.has_token:
+            self._cluster.reservations.prompt_computed(attempt)
 
     def _count_redeemed(self, attempt: str, grant: _Grant) -> None:
         self._fresh.pop(attempt, None)
@@ -325,11 +337,12 @@ class Lookaside:
         """The client's stream with these tickets has ended: unredeemed ones probably will not be used."""
         for attempt in attempts:
             if attempt in self._fresh:
-                self._set_aside(attempt)
+                self._set_aside(attempt, self._grants[attempt])
 
-    def _set_aside(self, attempt: str) -> None:
-        del self._fresh[attempt]
-        self._grants[attempt].aside = self._cluster.reservations.release(attempt)
+    def _set_aside(self, attempt: str, grant: _Grant) -> None:
+        self._fresh.pop(attempt, None)
+        if grant.aside is None:
+            grant.aside = self._cluster.reservations.release(attempt)
 
     def sweep(self) -> None:
         """Release tickets without a further status."""
@@ -338,17 +351,21 @@ class Lookaside:
             attempt, until = next(iter(self._fresh.items()))
             if until > now:
                 break
-            self._set_aside(attempt)
-        gone = {
-            incarnation for incarnation in self._incarnations() if self._cluster.direct_endpoint(incarnation) is None
-        }
+            self._set_aside(attempt, self._grants[attempt])
+        gone = self._gone(now)
         for attempt, grant in list(self._grants.items()):
             if now > grant.until or grant.incarnation in gone:
                 self._unfinished(grant, 0)
                 self._release(attempt, "lapsed", "LAPSED")
+            elif grant.incarnation in self._silent:
+                self._set_aside(attempt, grant)
 
-    def _incarnations(self) -> set[Incarnation]:
-        return {grant.incarnation for grant in self._grants.values()}
+    def _gone(self, now: float) -> set[Incarnation]:
+        """The workers of granted tickets that will report nothing more."""
+        cluster = self._cluster
+        down = {i for i in {grant.incarnation for grant in self._grants.values()} if cluster.direct_endpoint(i) is None}
+        self._silent = {incarnation: self._silent.get(incarnation, now) for incarnation in down}
+        return {i for i, since in self._silent.items() if now - since > SILENT_S or not cluster.is_member(i)}
 
     async def run(self) -> None:
         while True:

@@ -155,6 +155,25 @@ async def test_a_cancel_is_reported_to_routers_with_its_reason(pd, place):
     assert ear.news[-1].reason == "CANCELLED"
 
 
+async def test_a_router_whose_stream_broke_is_told_what_it_missed(pd, place):
+    """What ended meanwhile, and what still runs."""
+    cluster, ear, guest, key = place
+    await ear.close()
+    await guest.redeem("a", ticket_of(key, cluster.submit_message(attempt="a", prompt=PROMPT)))
+    cluster.gate.close(after=5)
+    submit = cluster.submit_message(attempt="b", prompt=PROMPT, max_tokens=400)
+    running = asyncio.create_task(guest.redeem("b", ticket_of(key, submit)))
+    again = Ear(pd.worker_channel(cluster.decode.address))
+    await again.until(lambda: {news.attempt for news in again.news} == {"a", "b"})
+    (missed,) = [news for news in again.news if news.attempt == "a"]
+    assert (missed.taken, missed.first_token, missed.ended, missed.completion_tokens) == (True, True, True, 8)
+    assert not any(news.ended for news in again.news if news.attempt == "b")
+    guest.leave()
+    await asyncio.gather(running, return_exceptions=True)
+    await again.until(lambda: again.news[-1].ended)
+    await again.close()
+
+
 async def test_a_client_that_goes_takes_its_requests_along(pd, place):
     cluster, ear, guest, key = place
     submit = cluster.submit_message(attempt="a", prompt=PROMPT, max_tokens=400)

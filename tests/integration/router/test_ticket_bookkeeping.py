@@ -16,7 +16,7 @@ from diptych.common.ids import new_request_id
 from diptych.common.secret import derive_key
 from diptych.common.ticket import PURPOSE
 from diptych.decode.ticket_verifier import EPOCH_S
-from diptych.router.requests.lookaside import FRESH_S, LATE_S, UNREDEEMED_S
+from diptych.router.requests.lookaside import FRESH_S, LATE_S, SILENT_S, UNREDEEMED_S
 from diptych.router.requests.messages import UncheckedRequest
 from diptych.rpc.v1 import decode_pb2, router_pb2, types_pb2
 
@@ -109,6 +109,49 @@ async def test_an_answer_that_decode_gives_is_charged(tickets, timeout_s, redeem
     assert tickets.spent == {"acme": 5}
     assert tickets.outcomes() == {"granted": 1, "finished": 1, "failed": 0, "lapsed": 0}
     assert len(tickets.reservations) == len(tickets.lookaside) == 0
+
+
+@pytest.mark.parametrize("has_token", [False, True])
+async def test_what_a_worker_reports_after_its_stream_broke_still_counts(tickets, fleet, monkeypatch, has_token):
+    """Answers go on while the router's stream to decode is down; their tickets lapsed."""
+    cluster = fleet.frontend._cluster
+    attempt, unused = tickets.place(), tickets.place()
+    first = decode_pb2.TicketStatus(attempt=attempt, taken=True, first_token=has_token)
+    tickets.lookaside.on_ticket_status(first)
+    loads = [(len(tickets.reservations), tickets.reservations.tokens("p0"), tickets.reservations.requests("d0"))]
+    with monkeypatch.context() as down:
+        down.setattr(cluster, "direct_endpoint", lambda incarnation: None)
+        tickets.lookaside.sweep()
+        tickets.clock.advance(0.9 * SILENT_S)
+        tickets.lookaside.sweep()
+        assert len(tickets.reservations) == 0
+    tickets.lookaside.sweep()
+    tickets.lookaside.on_ticket_status(first)
+    held = PROMPT_TOKENS * (not has_token)
+    loads.append((len(tickets.reservations), tickets.reservations.tokens("p0"), tickets.reservations.requests("d0")))
+    assert loads == [(2, held + PROMPT_TOKENS, 2), (1, held, 1)]
+    tickets.lookaside.on_ticket_status(last(attempt, 5))
+    assert tickets.spent == {"acme": 5}
+    assert tickets.outcomes() == {"granted": 2, "finished": 1, "failed": 0, "lapsed": 0}
+    tickets.lookaside.on_ticket_status(last(unused, 3))
+    assert tickets.spent == {"acme": 8}
+    tickets.check()
+
+
+@pytest.mark.parametrize("is_member", [False, True])
+async def test_tickets_of_a_worker_that_does_not_come_back_lapse(tickets, fleet, monkeypatch, is_member):
+    cluster = fleet.frontend._cluster
+    attempt = tickets.place()
+    tickets.lookaside.on_ticket_status(decode_pb2.TicketStatus(attempt=attempt, taken=True))
+    monkeypatch.setattr(cluster, "direct_endpoint", lambda incarnation: None)
+    monkeypatch.setattr(cluster, "is_member", lambda incarnation: is_member)
+    tickets.lookaside.sweep()
+    assert tickets.outcomes()["lapsed"] == (not is_member)
+    tickets.clock.advance(SILENT_S + 1.0)
+    tickets.lookaside.sweep()
+    assert tickets.outcomes()["lapsed"] == 1
+    assert len(tickets.reservations) == 0
+    tickets.check()
 
 
 async def test_a_first_token_counts_once(tickets, fleet):
