@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
@@ -45,7 +46,7 @@ def served(cluster_module: Any, tmp_path_factory: pytest.TempPathFactory) -> Ite
     """`diptych up` with the trained adapters, by their names."""
     root = tmp_path_factory.mktemp("adapters")
     key, _ = add_key(root / "keys.json", "acme", now=0.0, admin=True)
-    flags = ["--keys-file", str(root / "keys.json"), *golden_adapters.flags()]
+    flags = ["--keys-file", str(root / "keys.json"), "--num-blocks", "512", *golden_adapters.flags()]
     with cluster_module.running_cluster(root, *flags, extra_env={"DIPTYCH_API_KEY": key}) as running:
         yield Served(running, key)
 
@@ -64,7 +65,53 @@ async def test_all_adapters_in_one_batch_across_the_pools(http: httpx.AsyncClien
 
 
 ASK = [{"role": "user", "content": "Describe a city that you like, in a few words."}]
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string", "maxLength": 12},
+        "people": {"type": "integer", "minimum": 1, "maximum": 99},
+    },
+    "required": ["city", "people"],
+    "additionalProperties": False,
+}
+KINDS: dict[str, dict[str, Any]] = {
+    "schema": {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}},
+    "regex": {"guided_regex": "[A-Za-z ]{10,30}\\.", "temperature": 1.0, "seed": 3, "n": 2},
+    "several": {"n": 3, "temperature": 1.0, "seed": 5},
+    "beams": {"use_beam_search": True, "beam_width": 3, "n": 2},
+}
 MODELS = ("", "pirate", "record", "robot")
+
+
+async def test_grammars_beams_and_several_answers_are_those_of_one_process(http: httpx.AsyncClient) -> None:
+    """Prompts computed by prefill, and the same where the process that decodes may compute them; adapters mixed in one batch, and
+    no block of one is a hit for the other."""
+
+    async def choices(kind: str, model: str, local: int) -> list[list[int]]:
+        body = {"messages": ASK, "max_tokens": 32, "temperature": 0.0, "return_token_ids": True}
+        body |= {"local_prefill_max_tokens": local, "cache_salt": f"{kind}-{local}"} | KINDS[kind]
+        answer = await http.post(
+            "/v1/chat/completions",
+            json=body | ({"model": model} if model else {}),
+            headers={"x-diptych-explain": "1"},
+        )
+        assert answer.status_code == 200, answer.text
+        found = answer.json()
+        assert local or not found["diptych"]["local_prefill"], (kind, model)
+        for choice in found["choices"]:
+            text = choice["message"]["content"]
+            if kind == "schema":
+                assert jsonschema_rs.is_valid(SCHEMA, json.loads(text)), (model, text)
+            if kind == "regex":
+                assert re.fullmatch(r"[A-Za-z ]{10,30}\.", text), (model, text)
+        return [choice["token_ids"] for choice in found["choices"]]
+
+    for kind in KINDS:
+        apart, together = [
+            await asyncio.gather(*(choices(kind, model, local) for model in MODELS)) for local in (0, 4000)
+        ]
+        assert apart == together, kind
+        assert len({str(answer) for answer in apart}) > 2, f"{kind}: adapters change answers"
 
 
 async def test_tool_calls_are_those_of_one_process(
