@@ -170,7 +170,7 @@ async def test_a_router_whose_stream_broke_is_told_what_it_missed(pd, place):
     assert not any(news.ended for news in again.news if news.attempt == "b")
     guest.leave()
     await asyncio.gather(running, return_exceptions=True)
-    await again.until(lambda: again.news[-1].ended)
+    await again.until(lambda: any(news.attempt == "b" and news.ended for news in again.news))
     await again.close()
 
 
