@@ -289,6 +289,7 @@ class StepThread:
         else:
             self._core.handle(item)
             if isinstance(item, FirstToken):
+                self._stats = self._core.stats()  # it may be the whole answer
                 self._flush()  # at once: its KV may be here, and launching its first step takes a millisecond
             elif isinstance(item, Cancel):
                 self._cancelled.discard(item.attempt)

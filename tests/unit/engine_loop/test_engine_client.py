@@ -132,6 +132,24 @@ async def test_who_has_an_answer_finds_it_counted(monkeypatch):
     assert counted == [(1, 1, 1), (1, 2, 1), (1, 3, 0)]
 
 
+async def test_who_has_an_answer_of_one_token_that_came_from_elsewhere_finds_it_counted(monkeypatch):
+    counted = []
+    deliver = EngineClient._deliver
+
+    def note(client, events):
+        if any(isinstance(event, Finished) for event in events):
+            counted.append((client.stats().generation_tokens_total, client.stats().num_waiting_remote))
+        deliver(client, events)
+
+    monkeypatch.setattr(EngineClient, "_deliver", note)
+    async with Bench() as bench:
+        bench.client.send(make_request(max_tokens=1, mode=KvMode.REMOTE))
+        await bench.until(lambda event: isinstance(event, Admitted))
+        bench.client.send(FirstToken("a", 7))
+        await bench.end_of()
+    assert counted == [(1, 0)]
+
+
 async def test_generate_streams_and_hides_its_events_from_the_others():
     async with Bench() as bench:
         events = [event async for event in bench.client.generate(make_request(max_tokens=4))]
