@@ -30,6 +30,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import httpx
+
 from diptych.bench.engine.lora import NUM_SERVED, Prompts, checked, write_adapters
 from diptych.bench.gpu.http_client import Answer, ask
 from diptych.bench.gpu.over_http import Server, facts, percentiles, say
@@ -63,7 +65,7 @@ class VllmServer:
         command += ["--host", "127.0.0.1", "--port", str(self.port)]
         with self._log.open("wb") as log:
             self._process = child.start(command, stdout=log, stderr=subprocess.STDOUT, env=self._env)
-        while not asyncio.run(_answers(self.port)):
+        while not _answers(self.port):
             if self._process.poll() is not None or time.monotonic() - begun > START_S:
                 raise RuntimeError(f"vLLM is not ready\n{self._log.read_text(errors='replace')[-6000:]}")
             time.sleep(0.5)
@@ -78,14 +80,9 @@ class VllmServer:
             self._process.wait(10)
 
 
-async def _answers(port: int) -> bool:
-    with contextlib.suppress(OSError, asyncio.IncompleteReadError, TimeoutError):
-        async with asyncio.timeout(5.0):
-            reader, writer = await asyncio.open_connection("127.0.0.1", port)
-            writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
-            line = await reader.readline()
-            writer.close()
-            return b" 200 " in line
+def _answers(port: int) -> bool:
+    with contextlib.suppress(httpx.TransportError):
+        return httpx.get(f"http://127.0.0.1:{port}/health", timeout=5.0).is_success
     return False
 
 
