@@ -10,6 +10,7 @@ Each rank has one connection, and each node one for signs of life. So KV of a ra
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import socket
@@ -104,6 +105,13 @@ def listen(host: str, port: int) -> socket.socket:
         if isinstance(error, OSError) and error.errno in (99, 49):
             raise ConfigError("master_addr", host, "is no address of this machine") from None
         raise ConfigError("master_port", port, f"cannot be listened on: {error.strerror}") from None
+
+
+def stop_listening(listener: socket.socket) -> None:
+    """At once: closing alone lets the kernel go on accepting for as long as another thread's poll has the socket."""
+    with contextlib.suppress(OSError):
+        listener.shutdown(socket.SHUT_RDWR)
+    listener.close()
 
 
 def connect(host: str, port: int, named: str, tls: TlsFiles | None, timeout_s: float) -> socket.socket:

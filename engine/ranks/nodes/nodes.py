@@ -39,6 +39,7 @@ from diptych.engine.ranks.nodes.links import (
     greet_other,
     listen,
     prepare,
+    stop_listening,
 )
 from diptych.engine.ranks.watch import POLL_S, ProcessState
 
@@ -174,7 +175,7 @@ class Nodes:
             self._links = dict.fromkeys(links)
             listener, self._listener = self._listener, None
         if listener is not None:
-            listener.close()
+            stop_listening(listener)
         return dict(sorted(links.items()))
 
     def check_models(self, fingerprint: str, deadline_s: float) -> None:
@@ -314,7 +315,7 @@ class Nodes:
         except BlockingIOError:
             return
         except OSError as error:
-            if listener.fileno() < 0:
+            if listener is not self._listener:
                 return  # all have joined
             _log.warning("a host could not be accepted: %s", error)
             self._closing.wait(POLL_S)
@@ -384,9 +385,10 @@ class Nodes:
             links = [node.link for node in self._nodes.values() if node.link is not None]
             unused = [link for link in self._links.values() if link is not None]
             listener, self._listener = self._listener, None
-        for one in (listener, *unused):
-            if one is not None:
-                one.close()
+        if listener is not None:
+            stop_listening(listener)
+        for one in unused:
+            one.close()
         for link in links:
             with contextlib.suppress(OSError):
                 if self._orderly and not self._lost:
