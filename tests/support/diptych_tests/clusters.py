@@ -24,7 +24,8 @@ from diptych.common.compiled import LANES_VARIABLE
 from diptych.common.errors import ConfigError
 from diptych.common.secret import load_secret
 from diptych.rpc.v1 import worker_pb2, worker_pb2_grpc
-from diptych_tests import waiting
+from diptych_tests import detached, waiting
+from diptych_tests.detached import Detached
 
 wait_until = waiting.wait_until
 START_DEADLINE_S = 600.0
@@ -240,19 +241,16 @@ def running_cluster(root: Path, *flags: str, extra_env: Mapping[str, str] | None
 @contextlib.contextmanager
 def detached_cluster(root: Path, *flags: str) -> Iterator[Cluster]:
     """As running_cluster, by `up --detach`, whose output is in `root / "detach.log"`. Killed at the end if a test has not
-    stopped it."""
+    stopped it, and with this process, whatever ends it."""
     command, _, _ = up_command("--detach", *flags)
     folder, said = RunFolder(root / "run"), root / "detach.log"
-    with said.open("wb") as output:
-        env = environment(folder.root)
-        done = subprocess.run(command, env=env, cwd=root, stdout=output, stderr=output, timeout=START_DEADLINE_S)
-    assert done.returncode == 0, said.read_text(errors="replace")[-6000:]
-    running = Cluster(None, folder, folder.logs / "up.log")  # type: ignore[arg-type]
-    state = running.state
+    env = environment(folder.root)
+    watcher, code = Detached(command, env, str(root), str(folder.root), str(said), START_DEADLINE_S).start()
     try:
-        yield running
+        assert code == 0, said.read_text(errors="replace")[-6000:]
+        yield Cluster(None, folder, folder.logs / "up.log")  # type: ignore[arg-type]
     finally:
-        ProcessIdentity(state.pid, state.start_time).send(signal.SIGKILL)
+        detached.end(watcher)
 
 
 def end(process: subprocess.Popen[bytes], within_s: float = 20.0) -> None:
@@ -305,7 +303,7 @@ def running_serve(root: Path, *flags: str, extra_env: Mapping[str, str] | None =
     def ready() -> bool:
         assert process.poll() is None, serving.log()[-6000:]
         with contextlib.suppress(httpx.TransportError):
-            return httpx.get(f"{serving.http_url}/ready", timeout=5.0).status_code == 200
+            return httpx.get(f"{serving.http_url}/ready", timeout=RPC_S).status_code == 200
         return False
 
     try:
