@@ -4,9 +4,10 @@ Banned are: code execution from data; TLS without its checks, and broken hashes;
 since in a copy of a process with UCX, gRPC or CUDA their handlers run
 (common/child.py starts children); children that could outlive who started them;
 select(), which refuses descriptors from 1,024 on, where poll() takes them;
-and sleeps in tests, whose outcome would depend on the machine's speed. A loop that
-polls a condition may sleep (better: diptych_tests.waiting); where another sleep decides nothing, the line says why:
-`# sleep: REASON`.
+sleeps in tests, whose outcome would depend on the machine's speed; and deadlines in tests that a slow machine misses. A loop
+that polls a condition may sleep (better: diptych_tests.waiting). A line says why another sleep decides nothing
+(`# sleep: REASON`), why a deadline is short (`# short: REASON`), or what ends a child of a test that is killed
+(`# ends: REASON`; better: child.start).
 """
 
 from __future__ import annotations
@@ -28,12 +29,18 @@ LOOP_FORKS = {
     "ProcessPoolExecutor",
 }
 """uvloop's forks run Python's at-fork hooks in the copy. Allowed in benchmarks and tests."""
-MAY_OUTLIVE = ("common/child.py", "cli/up/command.py", "tests/")
-"""common/child.py itself; `up --detach`, which is meant to; tests, which end clusters in fixtures."""
+MAY_OUTLIVE = ("common/child.py", "cli/up/command.py")
+"""common/child.py itself; `up --detach`, which is meant to."""
 IMPORTS = {"__import__", "importlib.import_module", "import_module"}
 SLEEPS = {"time.sleep", "asyncio.sleep"}
 MAY_SLEEP = ("tests/support/diptych_tests/waiting.py", "tests/conftest.py", "tests/sim/")
 """The polling helper; code without access to it; virtual time."""
+LEAST_DEADLINE_S = 20.0
+"""What takes milliseconds on an idle machine takes this long on none."""
+WAITS = {"wait_for", "timeout", "wait", "join", "result", "settimeout", "communicate", "check_call", "Timeout"}
+"""Calls whose last positional argument may be a number of seconds."""
+HTTP_WAITS = {"get", "post", "put", "delete", "head", "options", "request", "stream", "Client", "AsyncClient"}
+"""Of httpx: without a `timeout` they wait for 5 s."""
 BANNED_CALLS = {
     "eval", "exec", "builtins.eval", "builtins.exec", "os.system", "os.popen", "yaml.load", "yaml.unsafe_load",
     "tempfile.mktemp", "torch.hub.load", "ssl._create_unverified_context", "hashlib.md5", "hashlib.sha1",
@@ -68,12 +75,39 @@ def _polls(tree: ast.Module) -> set[ast.AST]:
     return {inner for loop in loops for statement in loop.body for inner in ast.walk(statement)}
 
 
+def _says(node: ast.AST, lines: list[str], word: str) -> bool:
+    """Whether a comment on its lines gives a reason after `# word:`."""
+    first, last = getattr(node, "lineno", 1), getattr(node, "end_lineno", 1)
+    said = "\n".join(lines[first - 1 : last]).rpartition(f"# {word}:")
+    return bool(said[1]) and len(said[2].strip()) >= 10
+
+
 def _waits(call: ast.Call, lines: list[str]) -> bool:
     """Whether it sleeps, longer than one iteration of the event loop, without a reason."""
     if not call.args or (isinstance(call.args[0], ast.Constant) and call.args[0].value == 0):
         return False
-    said = "\n".join(lines[call.lineno - 1 : call.end_lineno]).rpartition("# sleep:")
-    return not (said[1] and len(said[2].strip()) >= 10)
+    return not _says(call, lines, "sleep")
+
+
+def _deadline_s(call: ast.Call, name: str) -> float | None:
+    """The literal number of seconds that the call waits at most; None: there is none. `name`: dotted."""
+    last = name.rpartition(".")[2]
+    given: list[object] = [
+        keyword.value.value
+        for keyword in call.keywords
+        if keyword.arg == "timeout" and isinstance(keyword.value, ast.Constant)
+    ]
+    if last in WAITS and len(call.args) == (2 if last == "wait_for" else 1) and isinstance(call.args[-1], ast.Constant):
+        given.append(call.args[-1].value)
+    numbers = [float(one) for one in given if isinstance(one, int | float) and not isinstance(one, bool) and one > 0]
+    if numbers:
+        return min(numbers)
+    of_httpx = name.startswith("httpx.") and last in HTTP_WAITS
+    return (
+        5.0
+        if of_httpx and not any(keyword.arg in ("timeout", "transport", None) for keyword in call.keywords)
+        else None
+    )
 
 
 def findings(source: str, filename: str) -> list[str]:
@@ -123,11 +157,22 @@ def findings(source: str, filename: str) -> list[str]:
                     report(node, f"{name}={given}: TLS without a check")
             if is_test and call in SLEEPS and node not in polling and _waits(node, lines):
                 report(node, f"{call}(): wait for a condition (diptych_tests.waiting), or say `# sleep: REASON`")
+            if is_test and not _says(node, lines, "short"):
+                deadline_s = _deadline_s(node, call)
+                if deadline_s is not None and deadline_s < LEAST_DEADLINE_S:
+                    report(
+                        node,
+                        f"{call}() waits for {deadline_s:g} s at most: a slow machine needs more (# short: REASON)",
+                    )
             if call in BANNED_CALLS:
                 report(node, f"{call}()")
             if call in FORKING_CALLS or (serves and call.split(".")[-1] in LOOP_FORKS):
                 report(node, f"{call}() forks; see common/child.py")
-            if call == "subprocess.Popen" and not filename.startswith(MAY_OUTLIVE):
+            if (
+                call == "subprocess.Popen"
+                and not filename.startswith(MAY_OUTLIVE)
+                and not (filename.startswith("tests/") and _says(node, lines, "ends"))
+            ):
                 report(node, f"{call}(): what it starts outlives this process when it is killed; see common/child.py")
             if any(keyword.arg == "preexec_fn" for keyword in node.keywords):
                 report(node, "preexec_fn: a fork with code of ours in the copy; see common/child.py")

@@ -365,7 +365,7 @@ def run(
         print(f"{condition.name}: {condition.why}" + (f" (by {by})" if by else ""), flush=True)
         reported = began
         while process.poll() is None:
-            if stop.wait(0.2):
+            if stop.wait(0.2):  # short: between two looks at the run
                 said = "ended from outside"
                 break
             now = time.monotonic()

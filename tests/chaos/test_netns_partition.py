@@ -60,7 +60,9 @@ def usable(hosts: Hosts) -> set[str]:
 def holds_nothing(hosts: Hosts, number: int) -> bool:
     with WorkerAccess(secret=hosts.secret).open(f"{hosts.decodes[number]}:50051") as channel:
         try:
-            audit = worker_pb2_grpc.WorkerStub(channel).Audit(worker_pb2.AuditRequest(full=True), timeout=10.0)
+            audit = worker_pb2_grpc.WorkerStub(channel).Audit(
+                worker_pb2.AuditRequest(full=True), timeout=10.0
+            )  # short: the host may be cut off; it is asked again
         except grpc.RpcError:
             return False
     assert not audit.violations

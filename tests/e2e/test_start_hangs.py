@@ -17,6 +17,7 @@ import psutil
 import pytest
 
 from diptych.cli.up.processes import free_port
+from diptych.common import child
 
 pytestmark = pytest.mark.multiproc
 DEADLINE_S = 300.0
@@ -128,7 +129,7 @@ def starting(cluster_module, model: Path, gate: Path, state: str, *flags: str) -
         "PYTHONPATH": os.pathsep.join([str(gate), env.get("PYTHONPATH", "")]),
     }
     with (gate.parent / "up.log").open("wb") as log:
-        process = subprocess.Popen(command, env=env, stdout=log, stderr=log, start_new_session=True)
+        process = child.start(command, env=env, stdout=log, stderr=log, new_session=True)
     try:
         held = [gate / f"{role}.pid" for role in ("prefill", "decode")]
         wait_until(lambda: all(path.exists() and path.read_text() for path in held), "children are held")
@@ -192,7 +193,7 @@ def test_23_a_server_that_still_loads_its_model_ends_at_once(cluster_module, mod
     ports = ("--http-port", str(free_port("127.0.0.1")), "--grpc-port", str(free_port("127.0.0.1")))
     env = cluster_module.environment(tmp_path / "run") | {"TMPDIR": str(temporary)}
     command = [sys.executable, "-P", "-m", "diptych.cli", "serve", "--model", str(model), *ports]
-    with log.open("wb") as output, subprocess.Popen(command, env=env, stdout=output, stderr=output) as process:
+    with log.open("wb") as output, child.start(command, env=env, stdout=output, stderr=output) as process:
         try:
             wait_until(lambda: process.poll() is not None or "loading the model" in log.read_text(), "it loads")
             process.send_signal(signal.SIGTERM)

@@ -17,6 +17,7 @@ import pytest
 from diptych.cli.up import embedded_redis
 from diptych.cli.up.processes import ProcessIdentity
 from diptych.cli.up.supervisor import ChildSpec, Supervisor
+from diptych.common import child
 from diptych_tests.waiting import wait_until
 
 pytestmark = pytest.mark.multiproc
@@ -75,15 +76,15 @@ def test_children_die_with_a_killed_parent(tmp_path):
         f"child = spawn({SLEEP!r}, log=pathlib.Path({str(tmp_path / 'c.log')!r}), env=dict(os.environ), cwd=pathlib.Path('/'));"
         "print(child.pid, flush=True); time.sleep(600)"
     )
-    parent = subprocess.Popen([sys.executable, "-P", "-c", script], stdout=subprocess.PIPE, text=True)
+    parent = child.start([sys.executable, "-P", "-c", script], stdout=subprocess.PIPE)
     try:
-        child = ProcessIdentity.of(int(parent.stdout.readline()))
-        assert child.alive()
+        left = ProcessIdentity.of(int(parent.stdout.readline()))
+        assert left.alive()
     finally:
         parent.kill()
         parent.wait(timeout=300)
         parent.stdout.close()
-    wait_until(lambda: not child.alive(), what="the child is gone")
+    wait_until(lambda: not left.alive(), what="the child is gone")
 
 
 def test_embedded_redis_serves_its_user_on_a_socket_and_writes_nothing(tmp_path):

@@ -108,9 +108,10 @@ def test_keys_tls_and_mtls(cluster_module, tmp_path) -> None:
             said = done.stdout + done.stderr
             assert (done.returncode, why in said) == (1, True), (why, said)
         # A stranger: no page without the key, no call to a worker without a certificate, and the key is shown nowhere.
-        with httpx.Client(base_url=cluster.http_url, verify=ssl.create_default_context(cafile=str(ca))) as http:
+        trust = ssl.create_default_context(cafile=str(ca))
+        with httpx.Client(base_url=cluster.http_url, verify=trust, timeout=WAIT_S) as http:
             for page in ("/metrics", "/status.json", "/v1/models", "/v1/explain/mine"):
-                assert http.get(page, timeout=WAIT_S).status_code == 401, page
+                assert http.get(page).status_code == 401, page
         for child in cluster.state.children:
             if child.role in ("prefill", "decode"):
                 stub = health_pb2_grpc.HealthStub(grpc.insecure_channel(child.address))

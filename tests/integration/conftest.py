@@ -45,7 +45,7 @@ def valkey_url():
     waiting.wait_until(lambda: os.path.exists(socket), what="Valkey listens")
     yield f"unix://{socket}"
     process.terminate()
-    process.wait(10)
+    process.wait(300)
     shutil.rmtree(folder)
 
 

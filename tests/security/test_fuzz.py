@@ -527,7 +527,7 @@ async def send(channel: Any, method: str, raws: Iterable[bytes]) -> grpc.StatusC
         for raw in raws:
             await call.write(raw)
         await call.done_writing()
-        async with asyncio.timeout(1.0):  # a stream that waits for more is as good as an answer
+        async with asyncio.timeout(1.0):  # short: a stream that waits for more is as good as an answer
             await call.read()
     except (grpc.aio.AioRpcError, TimeoutError, asyncio.InvalidStateError):
         pass

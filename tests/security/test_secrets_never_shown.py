@@ -185,7 +185,7 @@ async def test_the_router_logs_neither_keys_nor_prompts_at_debug_level(tmp_path:
     key, _ = add_key(file, "acme", now=0.0)
     wrong = key[:-4] + "AAAA"
     env = {**os.environ, "DIPTYCH_LOG_JSON": form, "DIPTYCH_LOG_LEVEL": "DEBUG"}
-    process = subprocess.Popen(  # noqa: ASYNC220 - a moment, before anything else runs here
+    process = subprocess.Popen(  # noqa: ASYNC220 - a moment, before anything else runs here  # ends: with its stdin
         [sys.executable, "-P", "-c", SERVER, str(file)], env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
         stderr=subprocess.PIPE, text=True,
     )  # fmt: skip

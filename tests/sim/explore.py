@@ -70,7 +70,7 @@ def side_by_side(args: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory() as folder:
         outs, logs = ([Path(folder, f"{i}.{kind}") for i in range(args.jobs)] for kind in ("json", "log"))
         children = [
-            subprocess.Popen(
+            subprocess.Popen(  # ends: after its seeds
                 [
                     sys.executable, "-P", __file__, "--first", str(cuts[i]), "--seeds", str(cuts[i + 1] - cuts[i]),
                     "--stop-after", str(args.stop_after), "--within", str(args.within), "--out", str(outs[i]),

@@ -30,7 +30,7 @@ def run_parts(commands: list[list[str]], within_s: float) -> list[str]:
     """Side by side; fails with what the children printed."""
     env = {**os.environ, "PYTHONSAFEPATH": "1", "PYTHONHASHSEED": "0"}
     children = [
-        subprocess.Popen(
+        subprocess.Popen(  # ends: after its seeds
             [sys.executable, "-P", *command], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env
         )
         for command in commands

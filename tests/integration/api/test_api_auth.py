@@ -155,9 +155,8 @@ async def test_a_revoked_key_stops_working_while_the_router_runs(file: Path) -> 
     key, _ = add_key(file, "acme", now=0.0)
     clock = Clock()
     async with serving(FakeRouterApi(hello_script()), keys=Authenticator(file, now=clock)) as (address, _):
-        async with httpx.AsyncClient(
-            base_url=f"http://{address}", headers={"authorization": f"Bearer {key}"}
-        ) as client:
+        headers = {"authorization": f"Bearer {key}"}
+        async with httpx.AsyncClient(base_url=f"http://{address}", headers=headers, timeout=WAIT_S) as client:
             assert (await client.get("/v1/models")).status_code == 200
             revoke_key(file, public_id(key))
             clock.now_s = 1.0
@@ -251,7 +250,8 @@ async def test_tls_on_both_apis(tmp_path: Path, file: Path) -> None:
     keys = Authenticator(file, now=Clock())
     async with serving(FakeRouterApi(hello_script()), tls=tls, keys=keys) as (http, address):
         headers = {"authorization": f"Bearer {key}"}
-        async with httpx.AsyncClient(base_url=f"https://{http}", verify=trust, headers=headers) as client:
+        url = f"https://{http}"
+        async with httpx.AsyncClient(base_url=url, verify=trust, headers=headers, timeout=WAIT_S) as client:
             streamed = await client.post(CHAT, json=BODY | {"stream": True})
             assert streamed.text.endswith("data: [DONE]\n\n")
             with pytest.raises(httpx.TransportError):

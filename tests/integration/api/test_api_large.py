@@ -115,7 +115,7 @@ class Words:
         if limit is not None:
             limit.check(text.encode(), param)
         if "wait" in text:
-            assert self.go.wait(10)
+            assert self.go.wait(300)
         return [1] * len(text.split())
 
     def decode(self, token_ids, *, skip_special_tokens=True):

@@ -246,7 +246,7 @@ class Endless:
             self.began.set()
 
     def _between(self, num_layers: int) -> None:
-        while self.began.is_set() and not self._end.wait(0.001):
+        while self.began.is_set() and not self._end.wait(0.001):  # short: a layer of the long step
             self.runner.on_layers(num_layers)
 
     def end(self) -> None:

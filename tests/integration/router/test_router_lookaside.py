@@ -1,11 +1,13 @@
 """Placement tickets: router and SDK over real gRPC, decode workers without an engine."""
 
 import asyncio
+import time
 
 import pytest
 
 from diptych.client import AsyncClient, Client, RetryPolicy, StreamBrokenError
 from diptych.client import lookaside as client_lookaside
+from diptych.common.clock import FakeClock
 from diptych.common.errors import (
     InvalidRequestError,
     NoWorkerError,
@@ -327,9 +329,10 @@ async def test_an_impatient_client_asks_the_router_for_all(world, monkeypatch):
     assert relayed(fleet) == 1
 
 
-async def test_an_unused_ticket_lapses(world, monkeypatch):
+async def test_an_unused_ticket_lapses(world):
     fleet, decode, client = world
-    monkeypatch.setattr(lookaside, "UNREDEEMED_S", 0.5)
+    clock = FakeClock(time.monotonic())
+    fleet.frontend._models["tiny"].lookaside._clock = clock
     from diptych.client import wire
     from diptych.rpc.v1 import router_pb2
 
@@ -339,9 +342,10 @@ async def test_an_unused_ticket_lapses(world, monkeypatch):
         request_serializer=router_pb2.PlaceRequest.SerializeToString,
         response_deserializer=router_pb2.Placed.FromString,
     )
-    placed = await place(router_pb2.PlaceRequest(request=request), timeout=3.0)
+    placed = await place(router_pb2.PlaceRequest(request=request), timeout=300.0)
     assert placed.address == decode.client_address
     assert not fleet.no_reservations()
+    clock.advance(lookaside.UNREDEEMED_S + 1.0)
     await fleet.until(fleet.no_reservations)
     await fleet.until(lambda: tickets(fleet, "lapsed") == 1)
 

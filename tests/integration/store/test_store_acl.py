@@ -14,6 +14,7 @@ import redis.asyncio as aioredis
 from redis.exceptions import NoPermissionError
 
 from diptych.cli.up.embedded_redis import server_binary
+from diptych.common import child
 from diptych.common.store.adapters import AdapterTable
 from diptych.common.store.interface import KvEvent
 from diptych.common.store.redis_store import RedisStore
@@ -38,7 +39,7 @@ def server() -> Iterator[str]:
     socket = folder / "s"
     command = [str(server_binary()), "--port", "0", "--unixsocket", str(socket), "--aclfile", str(folder / "acl")]
     command += ["--save", "", "--dir", str(folder)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE)
+    process = child.start(command, stdout=subprocess.PIPE)
     assert process.stdout is not None
     for line in process.stdout:
         if b"eady to accept connections" in line:
@@ -46,7 +47,7 @@ def server() -> Iterator[str]:
     yield str(socket)
     process.terminate()
     process.stdout.close()
-    process.wait(10)
+    process.wait(300)
     shutil.rmtree(folder)
 
 

@@ -17,6 +17,7 @@ import trustme
 
 from diptych.cli.up.embedded_redis import server_binary
 from diptych.cli.up.processes import free_port
+from diptych.common import child
 from diptych.common.errors import ConfigError
 from diptych.common.store.interface import StoreError
 from diptych.common.store.redis_store import RedisStore
@@ -52,7 +53,7 @@ def redis_server(*options: str) -> Iterator[tuple[subprocess.Popen[bytes], str]]
     folder = Path(tempfile.mkdtemp(prefix="vkt", dir="/tmp"))
     binary, *more = options if options and options[0].startswith("/") else (str(server_binary()), *options)
     command = [binary, "--unixsocket", str(folder / "s"), "--save", "", "--dir", str(folder), *more]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE)
+    process = child.start(command, stdout=subprocess.PIPE)
     assert process.stdout is not None
     try:
         assert any(b"eady to accept connections" in line for line in process.stdout), "the server did not start"

@@ -112,7 +112,7 @@ def test_a_purge_of_a_real_store(master: str) -> None:
 
 @asynccontextmanager
 async def a_worker(pd: ModuleType, name: str, url: str) -> AsyncIterator[WorkerRuntime]:
-    config = pd.worker_config("decode", name, heartbeat_s=0.02, lease_s=1.0, kv_store=url)
+    config = pd.worker_config("decode", name, heartbeat_s=0.02, lease_s=600.0, kv_store=url)
     worker = WorkerRuntime(config, pd.fake_model(), make_transfer=make_transfer, make_services=services_of)
     await worker.start()
     try:

@@ -15,6 +15,7 @@ from typing import Any
 import psutil
 import pytest
 
+from diptych.common import child
 from diptych.common.errors import ConfigError
 from diptych.common.sampling import SamplingParams
 from diptych.engine.executor import ExecutorLost
@@ -85,7 +86,7 @@ def other_host(tmp_path: Path) -> Iterator[Callable[..., OtherHost]]:
             str(SECRET_FILE),
         ]
         with log.open("wb") as stderr:
-            started.append(subprocess.Popen([*command, *flags], env=os.environ | usual, stderr=stderr))
+            started.append(child.start([*command, *flags], env=os.environ | usual, stderr=stderr))
         return OtherHost(port, started[-1], log)
 
     yield start

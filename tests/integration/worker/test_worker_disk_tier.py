@@ -44,7 +44,7 @@ async def a_worker(
     model: LoadedModel | None = None,
     **settings: object,
 ) -> AsyncIterator[WorkerRuntime]:
-    config = pd.worker_config(role, f"{role}-0", heartbeat_s=0.02, lease_s=1.0, disk_kv_dir=str(root), **settings)
+    config = pd.worker_config(role, f"{role}-0", heartbeat_s=0.02, lease_s=600.0, disk_kv_dir=str(root), **settings)
     worker = WorkerRuntime(
         config, model or pd.fake_model(), make_transfer=make_transfer, make_services=services_of, store=store
     )

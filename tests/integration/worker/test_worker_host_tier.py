@@ -29,7 +29,7 @@ PROMPTS = [list(range(100 * i, 100 * i + 49)) for i in range(3)]
 
 @asynccontextmanager
 async def a_worker(pd: ModuleType, store: MemoryStore) -> AsyncIterator[WorkerRuntime]:
-    config = pd.worker_config("decode", "decode-0", heartbeat_s=0.02, lease_s=1.0, num_host_blocks=8)
+    config = pd.worker_config("decode", "decode-0", heartbeat_s=0.02, lease_s=600.0, num_host_blocks=8)
     model = pd.fake_model(num_blocks=8, num_host_blocks=8)
     worker = WorkerRuntime(config, model, make_transfer=make_transfer, make_services=services_of, store=store)
     await worker.start()

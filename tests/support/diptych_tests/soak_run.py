@@ -195,7 +195,9 @@ async def audited(soak: Soak, cluster: clusters.Cluster, ends: asyncio.Event) ->
 
     def audit(name: str) -> worker_pb2.AuditResponse | None:
         with contextlib.suppress(grpc.RpcError, StopIteration), cluster.worker_channel(name) as channel:
-            return worker_pb2_grpc.WorkerStub(channel).Audit(worker_pb2.AuditRequest(full=True), timeout=10.0)
+            return worker_pb2_grpc.WorkerStub(channel).Audit(
+                worker_pb2.AuditRequest(full=True), timeout=10.0
+            )  # short: it may be killed meanwhile; it is counted
         return None
 
     while not ends.is_set():

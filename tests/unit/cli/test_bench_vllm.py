@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,8 +16,10 @@ from diptych.bench.peers.serve_process import command_of
 from diptych.bench.peers.vllm import Load, known_loads, parse_loads
 from diptych.bench.peers.vllm_process import VllmChoice, VllmServer
 from diptych.cli import main
+from diptych.common import child
 from diptych.common.errors import ConfigError
 from diptych.loadtest.config import BenchConfig
+from diptych_tests.waiting import wait_until
 
 
 @pytest.fixture
@@ -101,7 +102,7 @@ def test_prefill_and_decode_get_cores_of_their_own_and_ports_that_differ(environ
 
 
 def test_threads_of_a_session_are_put_on_its_cores():
-    process = subprocess.Popen(["sleep", "60"], start_new_session=True)
+    process = child.start(["sleep", "600"], new_session=True)
     try:
         bench_vllm_peer.put_on_cores(process.pid, [max(os.sched_getaffinity(0))])
         assert os.sched_getaffinity(process.pid) == {max(os.sched_getaffinity(0))}
@@ -111,18 +112,18 @@ def test_threads_of_a_session_are_put_on_its_cores():
 
 
 def test_a_held_server_stops_and_goes_on(environment, monkeypatch):
-    process = subprocess.Popen(["sleep", "60"], start_new_session=True)
+    process = child.start(["sleep", "600"], new_session=True)
     server = VllmServer("vLLM", "http://h:1", [process], environment)
     monkeypatch.setattr(bench_vllm_peer, "_wait", lambda *_: None)
     stat = Path(f"/proc/{process.pid}/stat")
 
-    def settle(state: str) -> bool:
-        return any(stat.read_text().rpartition(")")[2].split()[0] == state for _ in range(10_000))
+    def settle(state: str) -> None:
+        wait_until(lambda: stat.read_text().rpartition(")")[2].split()[0] == state, what=f"it is in state {state}")
 
     server.pause()
-    assert settle("T")
+    settle("T")
     server.resume()
-    assert settle("S")
+    settle("S")
     server.pause()
     server.stop()  # a stopped process would not handle SIGTERM
     assert process.returncode == -signal.SIGTERM

@@ -111,7 +111,7 @@ SAYS = "import os, signal, sys; os.write(1, b'%d\\n' % os.getpid()); "
 )
 def test_2_8_a_child_ends_with_its_parent(state: str, program: str) -> None:
     command = [sys.executable, "-c", PARENT, SAYS + program]
-    with reading(subprocess.Popen(command, stdout=subprocess.PIPE)) as parent:
+    with reading(child.start(command, stdout=subprocess.PIPE)) as parent:
         assert parent.stdout is not None
         pid = int(parent.stdout.readline())
         assert pid != parent.pid
@@ -135,7 +135,7 @@ process.wait()
 
 def test_2_8_a_grandchild_ends_too() -> None:
     command = [sys.executable, "-c", GRANDPARENT, PARENT, SAYS + "os.kill(os.getpid(), signal.SIGSTOP)"]
-    with reading(subprocess.Popen(command, stdout=subprocess.PIPE)) as grandparent:
+    with reading(child.start(command, stdout=subprocess.PIPE)) as grandparent:
         assert grandparent.stdout is not None
         pid = int(grandparent.stdout.readline())
         grandparent.kill()

@@ -134,7 +134,9 @@ def test_15_a_process_works_on_while_its_log_pipe_is_full() -> None:
     command = [sys.executable, "-c", program]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     env = os.environ | {"DIPTYCH_LOG_JSON": "1"}
-    with subprocess.Popen(command, **pipes, text=True, env=env) as process:  # type: ignore[call-overload]
+    with subprocess.Popen(  # type: ignore[call-overload]  # ends: with its stdin
+        command, **pipes, text=True, env=env
+    ) as process:
         late = threading.Timer(WAIT_S, process.kill)
         late.start()
         assert process.stdout.readline() == "goes on\n"

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 
+from diptych.common import child
 from diptych.common.shared_memory import SharedArea, attached, find
 from diptych.engine import progress
 from diptych.engine.ranks.board import AHEAD, Agreement, Board
@@ -87,16 +87,16 @@ def test_23_a_host_ends_its_ranks_when_the_worker_says_nothing_and_not_when_it_w
 
 
 def test_the_state_of_a_process():
-    child = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(60)"])
+    process = child.start([sys.executable, "-S", "-c", "import signal; signal.pause()"])
     try:
-        assert not read_process(child.pid).ended
-        os.kill(child.pid, signal.SIGSTOP)
-        wait_until(lambda: read_process(child.pid).stopped, what="it is stopped")
+        assert not read_process(process.pid).ended
+        os.kill(process.pid, signal.SIGSTOP)
+        wait_until(lambda: read_process(process.pid).stopped, what="it is stopped")
     finally:
-        child.kill()
-    wait_until(lambda: read_process(child.pid).ended, what="it has ended, and nothing has waited for it")
-    child.wait()
-    assert read_process(child.pid).ended
+        process.kill()
+    wait_until(lambda: read_process(process.pid).ended, what="it has ended, and nothing has waited for it")
+    process.wait()
+    assert read_process(process.pid).ended
     assert read_process(os.getpid()).cpu_s > 0.0
     assert read_process(os.getpid()).runs
 

@@ -79,3 +79,50 @@ def test_no_test_waits_for_a_time(bans, source):
 )
 def test_a_pause_that_decides_nothing_says_so(bans, source):
     assert bans.findings(f"async def f():\n    {source}\n", "tests/unit/x.py") == []
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "await asyncio.wait_for(task, 5)",
+        "await asyncio.wait_for(task, timeout=5)",
+        "async with asyncio.timeout(2.0): pass",
+        "assert gate.wait(10)",
+        "thread.join(10.0)",
+        "process.communicate(timeout=15)",
+        "stub.Check(request, timeout=3.0)",
+        "httpx.get(url, timeout=5.0)",
+        "httpx.get(url)",
+        "httpx.AsyncClient(base_url=url)",
+        "sock.settimeout(1)  # short: why",
+    ],
+)
+def test_15_no_test_has_a_deadline_that_a_slow_machine_misses(bans, source):
+    assert bans.findings(f"async def f():\n    {source}\n", "tests/unit/x.py")
+    assert not bans.findings(f"async def f():\n    {source}\n", "engine/x.py")
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "await asyncio.wait_for(task, 60)",
+        "async with asyncio.timeout(WAIT_S): pass",
+        "assert gate.wait()",
+        "', '.join(names)",
+        "pool.wait('late', 100, 1.0)",
+        "client.generate(prompt='a', timeout_s=0.3)",
+        "httpx.AsyncClient(base_url=url, timeout=60.0)",
+        "httpx.AsyncClient(transport=transport)",
+        "gate.wait(0.01)  # short: between two looks",
+    ],
+)
+def test_15_long_and_explained_deadlines_are_allowed(bans, source):
+    assert bans.findings(f"async def f():\n    {source}\n", "tests/unit/x.py") == []
+
+
+def test_15_no_child_of_a_test_outlives_a_killed_test_process(bans):
+    source = "subprocess.Popen(['server'], stdin=pipe){}"
+    assert bans.findings(source.format(""), "tests/unit/x.py")
+    assert bans.findings(source.format("  # ends: soon"), "tests/unit/x.py")
+    assert not bans.findings(source.format("  # ends: with its stdin"), "tests/unit/x.py")
+    assert bans.findings(source.format("  # ends: with its stdin"), "engine/x.py")

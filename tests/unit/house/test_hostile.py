@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from diptych.common import child
 from diptych_tests import waiting
 from diptych_tests.scripts import load_script
 
@@ -177,7 +178,7 @@ def test_a_run_without_tests_has_not_passed(tmp_path):
 
 
 def counting(path: Path) -> subprocess.Popen[bytes]:
-    process = subprocess.Popen([sys.executable, "-S", "-c", COUNTS, str(path)])
+    process = child.start([sys.executable, "-S", "-c", COUNTS, str(path)])
     waiting.wait_until(path.exists, what="it counts")
     return process
 
@@ -256,7 +257,7 @@ def test_asked_to_end_it_leaves_nothing_behind(tmp_path):
         "    time.sleep(3600)  # sleep: ended with the run\n"
     )
     command = [sys.executable, "-P", str(ROOT / "tests" / "hostile.py"), *FLAGS, "--only", "throttled"]
-    process = subprocess.Popen([*command, "--out", str(tmp_path / "out"), str(tmp_path)])
+    process = child.start([*command, "--out", str(tmp_path / "out"), str(tmp_path)])
     try:
         pid = tmp_path / "pid"
         waiting.wait_until(lambda: pid.exists() and pid.read_text(), what="the test runs")

@@ -351,7 +351,7 @@ write(2)
 
 def test_a_kill_in_the_middle_of_a_write_leaves_whole_blocks_only(tmp_path):
     arguments = [str(tmp_path), IDENTITY.hex(), str(SIZE)]
-    with subprocess.Popen(
+    with subprocess.Popen(  # ends: with its stdin
         [sys.executable, "-P", "-c", KILLED, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:
         assert process.stdout is not None

@@ -29,7 +29,7 @@ def started(monkeypatch, driver, device="cuda"):
     before = set(threading.enumerate())
     device_start.begin_context(device)
     for thread in set(threading.enumerate()) - before:
-        thread.join(10.0)
+        thread.join(300.0)
         assert not thread.is_alive()
 
 
