@@ -135,7 +135,7 @@ async def test_forget_is_the_proof_of_death_of_a_killed_publisher(publisher, rea
     reads = [asyncio.create_task(reader.read(publisher.ref, handle, deadline_s=10 * DEADLINE_S)) for handle in handles]
     await in_flight(reader, 4)
     publisher.process.kill()
-    await publisher.process.wait()
+    await publisher.ended()
     await reader.forget(publisher.ref)
     results = await asyncio.gather(*reads, return_exceptions=True)
     assert all(isinstance(result, TransferError) and "peer lost" in str(result) for result in results), results
@@ -147,7 +147,7 @@ async def test_a_publisher_that_started_again_is_a_new_peer(reader) -> None:
     handle = await old.publish("a", 1)
     reader.finish(await reader.read(old.ref, await old.publish("a", 2), deadline_s=DEADLINE_S))
     old.process.kill()
-    await old.process.wait()
+    await old.ended()
     new = await Publisher.start("life2", transport="nixl")
     try:
         with pytest.raises(StaleReferenceError):

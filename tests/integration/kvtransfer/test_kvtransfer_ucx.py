@@ -182,7 +182,7 @@ async def test_a_publisher_that_started_again_is_a_new_peer(reader: Transfer) ->
     handle = await old.publish("a", 1)
     reader.finish(await reader.read(old.ref, await old.publish("a", 2), deadline_s=DEADLINE_S))
     old.process.kill()
-    await old.process.wait()
+    await old.ended()
     new = await Publisher.start("life2")
     try:
         with pytest.raises(StaleReferenceError):
@@ -236,7 +236,7 @@ async def test_listens_on_its_host_only_and_garbage_does_not_hurt(publisher: Pub
 async def test_unreachable_address_fails_fast(publisher: Publisher, reader: Transfer) -> None:
     handle = await publisher.publish("a", 1)
     publisher.process.kill()
-    await publisher.process.wait()
+    await publisher.ended()
     with pytest.raises(DiptychError, match="peer lost"):
         await reader.read(publisher.ref, handle, deadline_s=DEADLINE_S)
     await until_free(reader)

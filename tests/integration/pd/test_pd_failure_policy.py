@@ -112,7 +112,7 @@ async def test_killed_after_the_transfer_changes_nothing(pd: ModuleType, expecte
         )
         await gate.wait()
         prefill[0].process.kill()
-        await prefill[0].process.wait()
+        await prefill[0].ended()
         gate.open()
         await router.ended("a")
         assert answer.error is None
@@ -214,7 +214,7 @@ async def test_restarted_under_the_same_name_again_and_again(pd: ModuleType, exp
             assert answer.explanation.prefill == "prefill-0"
             old = prefill[0]
             old.process.kill()
-            await old.process.wait()
+            await old.ended()
             prefill[0] = await Prefill.start("prefill-0")
             try:
                 stale = cluster.submit_message(attempt=f"b{life}", prompt=PROMPT[::-1], prefill=[old], policy=FAIL)

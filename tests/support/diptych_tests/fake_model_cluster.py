@@ -38,7 +38,7 @@ from diptych.engine.offline import OfflineEngine
 from diptych_tests import pd, router_fleet, waiting
 from diptych_tests.clusters import Cluster, StepGates, end
 from diptych_tests.fault_proxy import FaultProxy, fault_proxy
-from diptych_tests.line_process import SUPPORT
+from diptych_tests.fork_server import SUPPORT
 
 LOOPBACK = "127.0.0.1"
 SHOWN = "127.0.0.2"

@@ -6,46 +6,60 @@ import asyncio
 import json
 import os
 import signal
+import socket
+import subprocess
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any, Self
 
-from diptych_tests import waiting
-
-SUPPORT = Path(__file__).resolve().parents[1]
-PIPE = asyncio.subprocess.PIPE
+from diptych_tests import fork_server, waiting
 
 
 class LineProcess:
     """A module of this package as a child process; `hello` is its first answer."""
 
-    def __init__(self, process: asyncio.subprocess.Process, hello: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        process: subprocess.Popen[bytes] | fork_server.ForkedProcess,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+    ) -> None:
         self.process = process
-        self.hello = hello
+        self.hello: dict[str, Any] = {}
+        self._reader, self._writer = reader, writer
 
     @classmethod
     async def spawn(cls, module: str, arguments: object, *, inside: tuple[str, ...] = (), quiet: bool = False) -> Self:
         """`inside`: a command that runs its arguments somewhere else, for example in another namespace."""
-        path = os.pathsep.join(filter(None, (str(SUPPORT), os.environ.get("PYTHONPATH"))))
-        process = await asyncio.create_subprocess_exec(
-            *inside, sys.executable, "-P", "-m", f"diptych_tests.{module}", json.dumps(arguments),
-            stdin=PIPE, stdout=PIPE, stderr=asyncio.subprocess.DEVNULL if quiet else None,
-            env={**os.environ, "PYTHONSAFEPATH": "1", "PYTHONPATH": path},
-        )  # fmt: skip
-        assert process.stdout is not None
-        hello = await asyncio.wait_for(process.stdout.readline(), waiting.DEADLINE_S)
-        assert hello, f"{module} did not start"
-        return cls(process, json.loads(hello))
+        command = [*inside, sys.executable, "-P", "-m", f"diptych_tests.{module}", json.dumps(arguments)]
+        path = os.pathsep.join(filter(None, (str(fork_server.SUPPORT), os.environ.get("PYTHONPATH"))))
+        env = {**os.environ, "PYTHONSAFEPATH": "1", "PYTHONPATH": path}
+        ours, theirs = socket.socketpair()
+        with theirs, open(os.devnull, "wb") as nothing:  # noqa: ASYNC230 - no disk
+            errors = nothing.fileno() if quiet else sys.__stderr__.fileno()
+            streams = {"stdin": theirs.fileno(), "stdout": theirs.fileno(), "stderr": errors}
+            process = (
+                fork_server.server().start(command, env=env, **streams)
+                if fork_server.takes(command)
+                else subprocess.Popen(command, env=env, **streams)  # noqa: ASYNC220 - a moment
+            )
+        found = cls(process, *await asyncio.open_unix_connection(sock=ours))
+        try:
+            found.hello = await found.answer()
+        except BaseException:
+            await found.stop()
+            raise
+        return found
 
     async def ask(self, line: str) -> dict[str, Any]:
-        assert self.process.stdin is not None
-        self.process.stdin.write(line.encode() + b"\n")
+        self._writer.write(line.encode() + b"\n")
         return await self.answer()
 
     async def answer(self) -> dict[str, Any]:
-        assert self.process.stdout is not None
-        answer: dict[str, Any] = json.loads(await asyncio.wait_for(self.process.stdout.readline(), waiting.DEADLINE_S))
+        line = await asyncio.wait_for(self._reader.readline(), waiting.DEADLINE_S)
+        assert line, f"process {self.process.pid} has ended"
+        answer: dict[str, Any] = json.loads(line)
         return answer
 
     async def freeze(self) -> None:
@@ -58,17 +72,21 @@ class LineProcess:
         self.process.send_signal(signal.SIGSTOP)
         await waiting.until(stopped, "every thread is stopped")
 
+    async def ended(self) -> None:
+        """Until it has ended: killed, or by itself."""
+        await waiting.until(lambda: self.process.poll() is not None, "the process has ended")
+        self._writer.close()
+
     async def stop(self) -> None:
-        if self.process.returncode is None:
-            assert self.process.stdin is not None
+        if self.process.poll() is None:
             self.process.send_signal(signal.SIGCONT)
-            self.process.stdin.close()
-            try:
-                await asyncio.wait_for(self.process.wait(), waiting.DEADLINE_S)
-            except TimeoutError:
-                self.process.kill()
-                await self.process.wait()
-                raise
+            self._writer.write_eof()
+        try:
+            await self.ended()
+        except TimeoutError:
+            self.process.kill()
+            await self.ended()
+            raise
 
 
 async def commands() -> AsyncIterator[list[str]]:
