@@ -30,11 +30,10 @@ from diptych.common.addresses import host_port
 from diptych.common.clock import MonotonicClock
 from diptych.common.errors import ConfigError
 from diptych.common.observe.logging import setup_logging
-from diptych.router.config import RouterConfig
+from diptych.router.config import CLOSE_S, DRAIN_S, RouterConfig
 from diptych.router.processes.child import environment_of
 from diptych.router.processes.siblings import process_socket, serve_parent
 from diptych.router.requests.idempotency import IdempotencyKeys
-from diptych.router.server import CLOSE_S, DRAIN_S
 
 POLL_S = 0.05
 KILL_AFTER_S = DRAIN_S + CLOSE_S + 5.0

@@ -17,6 +17,10 @@ PLACEMENT_POLICIES = ("cost", "round-robin", "random", "least-loaded", "power-of
 ADMISSION_MODES = ("off", "shadow", "on")
 """Those of router.fairness.admission."""
 MOST_PROCESSES = 64
+DRAIN_S = 10.0
+"""What running requests have to end once a router stops."""
+CLOSE_S = 2.0
+"""Then the servers have this to deliver errors."""
 ADAPTER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}")
 """That of common.store.adapters, for the same reason."""
 

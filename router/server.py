@@ -45,7 +45,7 @@ from diptych.router.api.http.options import HttpOptions
 from diptych.router.api.http.protocol import HttpProtocol
 from diptych.router.api.interface import RouterApi
 from diptych.router.api.json_body import Bodies
-from diptych.router.config import RouterConfig
+from diptych.router.config import CLOSE_S, DRAIN_S, RouterConfig
 from diptych.router.fairness.budgets import SharedQuotas
 from diptych.router.frontend import Frontend
 from diptych.router.observe import access_log
@@ -56,8 +56,6 @@ from diptych.rpc.channels import bind, new_server
 from diptych.rpc.health import Health
 from diptych.rpc.operator import operator_key
 
-DRAIN_S = 10.0
-CLOSE_S = 2.0
 HEALTH_INTERVAL_S = 0.25
 READY_INTERVAL_S = 0.02
 

@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any, Self
 
+from diptych.common import child
 from diptych_tests import fork_server, waiting
 
 
@@ -42,7 +43,7 @@ class LineProcess:
             process = (
                 fork_server.server().start(command, env=env, **streams)
                 if fork_server.takes(command)
-                else subprocess.Popen(command, env=env, **streams)  # noqa: ASYNC220 - a moment
+                else child.start(command, env=env, **streams)
             )
         found = cls(process, *await asyncio.open_unix_connection(sock=ours))
         try:
