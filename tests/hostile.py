@@ -88,6 +88,7 @@ FORMS = tuple(
     f"tests/e2e/test_{name}.py"
     for name in (
         "api_audit", "api_fuzz_live", "api_grid", "bad_input", "boards", "cancel", "clients", "doctor", "ipv6", "metrics_add_up",
+        "metrics_add_up_gated",
         "rolling_restart", "start_hangs", "status_page", "supervisor", "traces", "up", "up_detached", "up_router_processes",
         "up_secured",
     )

@@ -41,7 +41,7 @@ class Manifest(msgspec.Struct, frozen=True):
     @property
     def fingerprint(self) -> str:
         """32 hexadecimal digits over names and content of config.json and the weights. The tokenizer has its own
-        revision (common/revision.py)."""
+        revision (common/text/revision.py)."""
         digest = blake3(b"diptych weights fingerprint v1")
         for name in sorted(name for name in self.files if name == _CONFIG or name.endswith(_WEIGHTS)):
             for part in (name, self.files[name].blake3):

@@ -19,7 +19,7 @@ class GpuRing(Ring):
     """Frames are pages of anonymous memory that are never touched between header and trailer: they cost what they hold.
 
     Args:
-        address, handle: of num_slabs * slab_bytes in GPU memory (gpu_memory.py); decode's side of ipc has none.
+        address, handle: of num_slabs * slab_bytes in GPU memory (kvtransfer/gpu/memory.py); decode's side of ipc has none.
     """
 
     verifies_later = True

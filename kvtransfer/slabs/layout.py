@@ -98,7 +98,7 @@ class Ring:
     worker can map it: ranks write their KV into slabs, and read it there."""
 
     verifies_later = False
-    """True: a received payload is summed where it is unpacked, not when it arrives (gpu_ring.py)."""
+    """True: a received payload is summed where it is unpacked, not when it arrives (kvtransfer/gpu/ring.py)."""
 
     def __init__(self, spec: RingSpec) -> None:
         self.spec = spec
