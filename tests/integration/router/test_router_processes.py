@@ -12,6 +12,8 @@ import grpc
 import httpx
 import psutil
 import pytest
+import pytest_asyncio
+from redis import asyncio as aioredis
 
 from diptych.cli.up.processes import free_port
 from diptych.common import child
@@ -20,7 +22,8 @@ from diptych.router.api.auth.keys import add_key
 from diptych.rpc.v1 import router_pb2
 from diptych_tests import router_fleet, waiting
 
-pytestmark = pytest.mark.multiproc
+pytestmark = [pytest.mark.multiproc, pytest.mark.asyncio(loop_scope="module")]
+fixture = pytest_asyncio.fixture(scope="module", loop_scope="module")
 TIMEOUT_S = 300.0
 N = 2
 
@@ -63,6 +66,11 @@ class Router:
             text = (await client.get("/metrics")).text
         return requests_of(text)
 
+    def ended(self):
+        """The processes that the parent found ended, and why."""
+        lines = [json.loads(line) for line in self.log.read_text().splitlines() if "a router process ended" in line]
+        return [(line["child"], line["why"]) for line in lines]
+
     @contextlib.asynccontextmanager
     async def client_of_each(self):
         """A kept connection to each process, by its number."""
@@ -93,7 +101,7 @@ async def running_router(fleet, tmp_path, valkey_url, *flags):
     port, grpc_port = free_port("127.0.0.1"), free_port("127.0.0.1")
     command = [
         sys.executable, "-P", "-m", "diptych.cli", "router", "--model", str(fleet.folder), "--secret-file",
-        str(tmp_path / "secret"), "--redis-url", valkey_url, "--http-port", str(port), "--grpc-port", str(grpc_port),
+        fleet.frontend._config.secret_file, "--redis-url", valkey_url, "--http-port", str(port), "--grpc-port", str(grpc_port),
         "--router-processes", str(N), "--local-prefill-max-tokens", "0", *flags,
     ]  # fmt: skip
     log = tmp_path / "router.log"
@@ -112,10 +120,12 @@ async def running_router(fleet, tmp_path, valkey_url, *flags):
         await waiting.until(lambda: not any(one.is_running() for one in left), "its processes end with it")
 
 
-@pytest.fixture
-async def workers(model_folder, tmp_path, valkey_url, raw):
+@fixture
+async def workers(model_folder, tmp_path_factory, valkey_url):
     """A fleet whose records are in a real store; its own frontend does not run."""
-    fleet = router_fleet.Fleet(model_folder, tmp_path)
+    async with aioredis.Redis.from_url(valkey_url, protocol=2) as client:
+        await client.flushall()
+    fleet = router_fleet.Fleet(model_folder, tmp_path_factory.mktemp("fleet"))
     fleet.store = RedisStore(valkey_url, cluster="diptych")
     await fleet.add("p0", "prefill")
     fleet.decode = await fleet.add("d0")
@@ -125,9 +135,10 @@ async def workers(model_folder, tmp_path, valkey_url, raw):
     await fleet.store.close()
 
 
-@pytest.fixture
-async def router(workers, tmp_path, valkey_url):
-    async with running_router(workers, tmp_path, valkey_url) as router:
+@fixture
+async def router(workers, tmp_path_factory, valkey_url):
+    """For all tests but those of its start and its end. The last one kills it."""
+    async with running_router(workers, tmp_path_factory.mktemp("router"), valkey_url) as router:
         yield router
 
 
@@ -195,7 +206,7 @@ async def test_an_idempotency_key_is_one_for_all_processes_and_outlives_them(rou
 
 async def test_a_process_that_dies_is_started_again_and_the_others_go_on(router, workers):
     async with router.client_of_each() as each:
-        dead = router.children[0]
+        before, dead = len(router.ended()), router.children[0]
         workers.decode.go.clear()
         running = asyncio.create_task(router.ask(each["1"], max_tokens=5))
         await waiting.until(lambda: workers.decode.submits[-1].sampling.max_tokens == 5)
@@ -215,38 +226,38 @@ async def test_a_process_that_dies_is_started_again_and_the_others_go_on(router,
         await waiting.until(complete)
     async with router.client_of_each() as each:
         assert set(each) == {"0", "1"}
-    ended = [json.loads(line) for line in router.log.read_text().splitlines() if "a router process ended" in line]
-    assert [(line["child"], line["why"]) for line in ended] == [("process 0", "killed by SIGKILL")]
+    assert router.ended()[before:] == [("process 0", "killed by SIGKILL")]
     served = list(router.children.values())
     router.process.kill()
     router.process.wait()
     await waiting.until(lambda: not any(process.is_running() for process in served), "they end with their parent")
 
 
-async def test_sigterm_drains_all_processes(router, workers):
-    async with router.client_of_each() as each:
-        workers.decode.go.clear()
-        asked = len(workers.decode.submits)
-        answers = [asyncio.create_task(router.ask(client, max_tokens=4)) for client in each.values()]
-        await waiting.until(lambda: len(workers.decode.submits) == asked + N)
-        children = router.children
-        router.process.send_signal(signal.SIGTERM)
+async def test_sigterm_drains_all_processes(workers, tmp_path, valkey_url):
+    async with running_router(workers, tmp_path, valkey_url) as router:
+        async with router.client_of_each() as each:
+            workers.decode.go.clear()
+            asked = len(workers.decode.submits)
+            answers = [asyncio.create_task(router.ask(client, max_tokens=4)) for client in each.values()]
+            await waiting.until(lambda: len(workers.decode.submits) == asked + N)
+            children = router.children
+            router.process.send_signal(signal.SIGTERM)
 
-        async def refused():
-            try:
-                _, writer = await asyncio.open_connection("127.0.0.1", router.port)
-            except ConnectionRefusedError:
-                return True
-            writer.close()  # a request on it might be taken, and would wait for the gate
-            return False
+            async def refused():
+                try:
+                    _, writer = await asyncio.open_connection("127.0.0.1", router.port)
+                except ConnectionRefusedError:
+                    return True
+                writer.close()  # a request on it might be taken, and would wait for the gate
+                return False
 
-        await waiting.until(refused)
-        workers.decode.go.set()
-        for answer in await asyncio.gather(*answers):
-            assert answer.json()["usage"]["completion_tokens"] == 4
-    await waiting.until(lambda: router.process.poll() is not None)
-    assert router.process.returncode == 128 + signal.SIGTERM
-    assert not any(process.is_running() for process in children.values())
+            await waiting.until(refused)
+            workers.decode.go.set()
+            for answer in await asyncio.gather(*answers):
+                assert answer.json()["usage"]["completion_tokens"] == 4
+        await waiting.until(lambda: router.process.poll() is not None)
+        assert router.process.returncode == 128 + signal.SIGTERM
+        assert not any(process.is_running() for process in children.values())
 
 
 async def test_a_tenants_quota_is_not_multiplied(workers, tmp_path, valkey_url):
@@ -272,7 +283,7 @@ async def test_a_start_that_fails_says_so_and_leaves_nothing(workers, tmp_path, 
     (tmp_path / "empty").mkdir()
     command = [
         sys.executable, "-P", "-m", "diptych.cli", "router", "--model", str(folder), "--secret-file",
-        str(tmp_path / "secret"), "--redis-url", valkey_url, "--http-port", str(port), "--grpc-port",
+        workers.frontend._config.secret_file, "--redis-url", valkey_url, "--http-port", str(port), "--grpc-port",
         workers.decode.address.rpartition(":")[2] if "port" in fault else "0", "--router-processes", str(N),
     ]  # fmt: skip
     env = os.environ | {"TMPDIR": str(tmp_path)}
