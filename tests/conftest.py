@@ -226,6 +226,15 @@ def set_lanes(compiler: str, monkeypatch: pytest.MonkeyPatch) -> Callable[[int],
 
 
 @pytest.fixture
+def forked_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes of ranks that a test's own process starts are forks (diptych_tests.fork_server)."""
+    from diptych.engine.ranks import starting
+    from diptych_tests import fork_server
+
+    fork_server.fork_children_of(starting, monkeypatch)
+
+
+@pytest.fixture
 def tree(tmp_path: Path) -> Path:
     """A copy of what git would commit, symlinks kept: may be changed at will."""
     target = tmp_path / "tree"

@@ -61,7 +61,7 @@ class Held:
 
 
 @pytest.fixture
-def ranks() -> Iterator[Callable[..., Callable[[], LoadedModel]]]:
+def ranks(forked_ranks: None) -> Iterator[Callable[..., Callable[[], LoadedModel]]]:
     """ranks(held call, after how many) -> a factory of models of two ranks; `ranks.of[executor]` is what holds it."""
     held: dict[RanksExecutor, Held] = {}
 

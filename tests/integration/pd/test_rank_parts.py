@@ -23,7 +23,7 @@ POOL = {"num_blocks": 64, "block_size": 16, "vocab_size": 1000}
 
 
 @pytest.fixture
-def ranks() -> Iterator[Callable[..., LoadedModel]]:
+def ranks(forked_ranks: None) -> Iterator[Callable[..., LoadedModel]]:
     """ranks(pipeline=...) -> a model of two ranks: two halves of the heads, or of the layers, of four layers."""
     executors: list[RanksExecutor] = []
 

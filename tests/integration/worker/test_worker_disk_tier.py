@@ -158,6 +158,7 @@ def of_two_ranks(pd: ModuleType) -> LoadedModel:
 
 
 @pytest.mark.multiproc
+@pytest.mark.usefixtures("forked_ranks")
 @pytest.mark.parametrize("make", [of_windows, of_two_ranks])
 async def test_files_have_the_blocks_of_every_group_and_of_every_rank(
     pd: ModuleType, tmp_path: Path, make: Callable[[ModuleType], LoadedModel]

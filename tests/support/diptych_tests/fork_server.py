@@ -26,15 +26,20 @@ import sys
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 from diptych.common import child
+
+if TYPE_CHECKING:
+    import pytest
 
 SUPPORT = Path(__file__).resolve().parents[1]
 IMPORTS = (
     "diptych.cli.main",
     "diptych.cli.worker_roles",
     "diptych.common.store.redis_store",
+    "diptych.engine.ranks.process",
     "diptych.kvtransfer.build",
     "diptych.router.server",
     "diptych_tests.line_process",
@@ -50,8 +55,48 @@ def takes(command: Sequence[str]) -> bool:
     """Whether `start` can run this command line: a module of this package, or the router."""
     match list(command):
         case [sys.executable, "-P", "-m", module, *arguments]:
-            return module.startswith("diptych_tests.") or (module, arguments[:1]) == ("diptych.cli", ["router"])
+            of_product = ("diptych.cli", "router"), ("diptych.engine.ranks.process", *arguments[:1])
+            return module.startswith("diptych_tests.") or (module, *arguments[:1]) in of_product
     return False
+
+
+def start(
+    command: Sequence[str],
+    *,
+    env: Mapping[str, str] | None = None,
+    cwd: Path | None = None,
+    stdin: child.Stream = child.DEVNULL,
+    stdout: child.Stream = None,
+    stderr: child.Stream = None,
+    new_session: bool = False,
+) -> ForkedProcess | subprocess.Popen[bytes]:
+    """As child.start; a fork where `takes` says so, which has a session of its own."""
+    if not takes(command):
+        return child.start(
+            command, env=env, cwd=cwd, stdin=stdin, stdout=stdout, stderr=stderr, new_session=new_session
+        )
+    with open(os.devnull, "r+b") as nothing:
+
+        def descriptor(number: int, stream: child.Stream) -> int:
+            found = nothing if stream == child.DEVNULL else stream
+            return number if found is None else found if isinstance(found, int) else found.fileno()
+
+        streams = [descriptor(number, stream) for number, stream in enumerate((stdin, stdout, stderr))]
+        return server().start(command, env=os.environ if env is None else env, cwd=cwd, streams=streams)
+
+
+class _Children:
+    """In place of `diptych.common.child` in a module."""
+
+    DEVNULL = child.DEVNULL
+    environment = staticmethod(child.environment)
+    start = staticmethod(start)
+
+
+def fork_children_of(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What this module under test starts by `child.start`, on any thread, are forks until the test ends."""
+    server()
+    monkeypatch.setattr(module, "child", _Children)
 
 
 class ForkedProcess:
@@ -127,18 +172,16 @@ class ForkServer:
         command: Sequence[str],
         *,
         env: Mapping[str, str],
-        stdin: int,
-        stdout: int,
-        stderr: int,
+        streams: Sequence[int],
         cwd: Path | None = None,
     ) -> ForkedProcess:
-        """Run a command line that `takes` accepts. Args: stdin, stdout, stderr: descriptors, which stay the caller's."""
+        """Run a command line that `takes` accepts. Args: streams: descriptors for its first three; they stay the caller's."""
         assert takes(command), command
         request = {"arguments": [*command[3:]], "env": dict(env), "cwd": str(cwd or Path.cwd())}
         read, write = os.pipe()
         try:
             with self._lock:
-                socket.send_fds(self._socket, [json.dumps(request).encode()], [stdin, stdout, stderr, write])
+                socket.send_fds(self._socket, [json.dumps(request).encode()], [*streams, write])
                 answer, descriptors, _, _ = socket.recv_fds(self._socket, 64, 1)
         finally:
             os.close(write)
@@ -212,7 +255,9 @@ def _become(arguments: list[str], env: dict[str, str], cwd: str) -> str:
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(env)
+    sys.path[:0] = [folder for folder in env.get("PYTHONPATH", "").split(os.pathsep) if folder not in sys.path]
     sys.argv = arguments
+    sys.modules.pop(arguments[0], None)  # it is run again, as the main module
     return arguments[0]
 
 

@@ -37,14 +37,9 @@ class LineProcess:
         path = os.pathsep.join(filter(None, (str(fork_server.SUPPORT), os.environ.get("PYTHONPATH"))))
         env = {**os.environ, "PYTHONSAFEPATH": "1", "PYTHONPATH": path}
         ours, theirs = socket.socketpair()
-        with theirs, open(os.devnull, "wb") as nothing:  # noqa: ASYNC230 - no disk
-            errors = nothing.fileno() if quiet else sys.__stderr__.fileno()
-            streams = {"stdin": theirs.fileno(), "stdout": theirs.fileno(), "stderr": errors}
-            process = (
-                fork_server.server().start(command, env=env, **streams)
-                if fork_server.takes(command)
-                else child.start(command, env=env, **streams)
-            )
+        with theirs:
+            streams = {"stdin": theirs.fileno(), "stdout": theirs.fileno(), "stderr": child.DEVNULL if quiet else None}
+            process = fork_server.start(command, env=env, **streams)
         found = cls(process, *await asyncio.open_unix_connection(sock=ours))
         try:
             found.hello = await found.answer()

@@ -155,7 +155,7 @@ Start = Callable[..., Any]
 
 
 @pytest.fixture
-def stack() -> Iterator[ExitStack]:
+def stack(forked_ranks: None) -> Iterator[ExitStack]:
     with ExitStack() as stack:
         yield stack
 

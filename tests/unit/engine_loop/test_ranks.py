@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from diptych.common import child
 from diptych.common.adapters.peft import AdapterFacts, AdapterModule
 from diptych.common.block_identity import IdentityHeader
 from diptych.common.clock import FakeClock
@@ -41,6 +42,7 @@ from diptych.engine.messages import (
 )
 from diptych.engine.offline import OfflineEngine
 from diptych.engine.ranks import executor as executor_module
+from diptych.engine.ranks import starting
 from diptych.engine.ranks.executor import RanksExecutor
 from diptych.engine.ranks.starting import RankSpec
 from diptych.engine.runner import StepAborted
@@ -54,7 +56,7 @@ GENEROUS_S = 120.0
 
 
 @pytest.fixture
-def start(tmp_path):
+def start(tmp_path, forked_ranks):
     """start(rank 0's fields, rank 1's fields, **executor's) -> (executor, notes of each rank)."""
     env = {**os.environ, "PYTHONPATH": f"{Path(__file__).parent}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
     executors = []
@@ -131,7 +133,8 @@ def outputs_of(engine):
     return out
 
 
-def test_two_ranks_compute_what_one_runner_does(start):
+def test_two_ranks_compute_what_one_runner_does(start, monkeypatch):
+    monkeypatch.setattr(starting, "child", child)  # as shipped
     alone = engine_of(LocalExecutor(FakeRunner(**POOL)), preemption_mode="swap")
     expected = outputs_of(alone)
     executor, notes = start({}, {})

@@ -18,12 +18,12 @@ PYTHON = [sys.executable, "-P", "-m"]
 ROUTER = [*PYTHON, "diptych.cli", "router"]
 
 
-def run(server: ForkServer, folder: Path, *arguments: str, **variables: str) -> tuple[int, str]:
+def run(folder: Path, *arguments: str, **variables: str) -> tuple[int, str]:
     """A router that does not start. Returns: its exit code and its words."""
     log = folder / "log"
-    with log.open("wb") as output, open(os.devnull, "rb") as nothing:
-        out, env = output.fileno(), {"PATH": os.environ["PATH"], "PYTHONSAFEPATH": "1", **variables}
-        child = server.start([*ROUTER, *arguments], env=env, cwd=folder, stdin=nothing.fileno(), stdout=out, stderr=out)
+    with log.open("wb") as output:
+        env = {"PATH": os.environ["PATH"], "PYTHONSAFEPATH": "1", **variables}
+        child = fork_server.start([*ROUTER, *arguments], env=env, cwd=folder, stdout=output, stderr=output)
     return child.wait(waiting.DEADLINE_S), log.read_text()
 
 
@@ -31,13 +31,14 @@ def run(server: ForkServer, folder: Path, *arguments: str, **variables: str) -> 
 def test_a_child_has_its_arguments_variables_and_folder_and_ends_with_its_own_code(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    server = fork_server.server()
     monkeypatch.setenv("DIPTYCH_HTTP_PORT", "of the test process")
-    code, words = run(server, tmp_path, DIPTYCH_HTTP_PORT="of the child")
+    code, words = run(tmp_path, DIPTYCH_HTTP_PORT="of the child")
     assert (code, "of the child" in words) == (2, True), words
-    code, words = run(server, tmp_path, "--no-such-flag")
+    code, words = run(tmp_path, "--no-such-flag")
     assert (code, "--no-such-flag" in words) == (2, True), words
-    assert len(list(Path(f"/proc/{server.process.pid}/task").iterdir())) == 1, "a thread would be lost in each fork"
+    assert len(list(Path(f"/proc/{fork_server.server().process.pid}/task").iterdir())) == 1, (
+        "a thread would be lost in each fork"
+    )
 
 
 @pytest.mark.multiproc
