@@ -33,6 +33,8 @@ from diptych.router.fairness.prompt_speeds import PromptSpeeds
 T = TypeVar("T")
 _IDLE_S = 0.05
 """Seconds of its tenant's prompts that a worker has at most left when a request on standby is let in."""
+_ANY_LENGTH = 2**31 - 1
+"""Tokens of a request before which a worker computes all of its tenant's prompts."""
 
 
 class RoomCheck(Protocol):
@@ -137,10 +139,10 @@ class CapacityGate(Generic[T]):
         )
 
     def _is_useful(self, tenant: str, tokens: int, limit: FirstTokenLimit) -> bool:
-        """Whether the request would be in time, or a worker would be idle."""
-        return self.admission.in_time(self.predicted_s(tenant, tokens), limit, self._now()) or self._room(
-            _IDLE_S, tenant, tokens, self._passing_before(tenant, tokens)
-        )
+        """Whether the request would be in time, or a worker would be idle. One that computes a longer prompt of the tenant
+        is not idle, though it would compute this one first: then the longer one would be late as well."""
+        in_time = self.admission.in_time(self.predicted_s(tenant, tokens), limit, self._now())
+        return in_time or self._room(_IDLE_S, tenant, _ANY_LENGTH, self._passing_before(tenant, _ANY_LENGTH))
 
     def predicted_s(self, tenant: str, tokens: int, ahead: int = 0) -> float:
         """The expected time from now to the first token of a request, uncalibrated, after `ahead` tokens that wait: by its

@@ -219,6 +219,26 @@ def test_one_on_standby_keeps_a_worker_from_being_idle():
     assert pool.let_in == ["hopeless"]
 
 
+def test_19_a_worker_that_computes_a_longer_prompt_is_not_idle():
+    """A short request on standby would be computed first, and be late all the same: the longer one would be late, too."""
+    pool = Pool()
+    long = 1500
+
+    def room(window_s, tenant, tokens, beside=0.0, *, doubtful=False):
+        before = pool.placed.get(tenant, 0.0) if tokens >= long else 0.0
+        return before + beside < window_s * pool.speed
+
+    pool.gate._room = room
+    pool.placed["t"] = float(long)
+    assert not pool.gate.may_pass("t", 100, pool.limit(0.05))
+    assert pool.wait("short", 100, 0.05)[0].standby
+    pool.gate.let_in()
+    assert pool.let_in == []
+    pool.placed["t"] = 0.0
+    pool.gate.let_in()
+    assert pool.let_in == ["short"]
+
+
 def test_standby_goes_after_the_others_and_the_one_with_the_most_time_first():
     pool = Pool()
     pool.placed["t"] = 2000.0

@@ -45,6 +45,17 @@ def test_accepted_requests_keep_their_target_and_a_modest_tenant_is_unharmed():
     assert good == sent
 
 
+def test_19_requests_on_standby_harm_no_longer_one():
+    """Prompts of 32 to 8,000 tokens: short ones that will be late anyway do not pass long ones that are placed."""
+    load = NAMES["target, mixed lengths"]
+    rate = capacity(load)
+    trace = requests(load, [(10.0, 0.5 * rate), (20.0, 5.0 * rate), (20.0, 0.5 * rate)], 1)
+    outcomes = run(load, trace, surge_ends=30.0)
+    accepted = [o for o in outcomes if o.ttft_s > 0 and 15.0 <= o.request.at < 30.0]
+    assert len(accepted) > 40
+    assert sum(is_good(load, o) for o in accepted) >= 0.95 * len(accepted)
+
+
 def test_shadow_refuses_none():
     load = NAMES["target"]
     trace = requests(load, [(6.0, 5.0 * capacity(load))], 13)
