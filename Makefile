@@ -251,7 +251,7 @@ bench-router: $(VENV)/.dev ## the router's decisions: speed and memory, and how 
 bench-overload: $(VENV)/.dev ## admission under five times the load, in virtual time
 	@$(BIN)/python -P -m diptych.bench.router.overload $(ARGS)
 
-bench-overload-http: $(VENV)/.dev ## the same over HTTP with real processes, and a model whose step takes a fixed time: six minutes
+bench-overload-http: $(VENV)/.dev ## the same over HTTP with real processes, and a model whose step takes a fixed time: eight minutes
 	@PYTHONPATH=tests/support $(BIN)/python -P -m diptych_tests.overload_run --out bench-out/overload-http.json $(ARGS)
 
 bench-beside: $(VENV)/.dev model ## a short request's time to first token beside long prompts of other tenants and its own
