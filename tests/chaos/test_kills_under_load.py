@@ -58,6 +58,13 @@ def test_parts_of_a_run_make_one_record() -> None:
     assert whole["by_phase"]["queued"] == {"hit": 0, "missed": 1, "decode": 0, "prefill": 0}
     assert whole["replace_s"] == {"n": 2, "p50": 0.1, "p99": 0.3, "max": 0.3}
     assert whole["gap_less_recompute_s"]["max"] == 1.0
+    assert [*whole["holds"].values()] == [True, False, True, True]  # 15 kills in each phase: there were two
+    slow = kill_parts.merged([*[first] * 15, *[part(1, "decoding", "", 1.1)] * 5])
+    slow["gaps"][0]["gap_s"] = 4.6
+    slow["failed"] = ["a"]
+    assert [*kill_parts.merged([slow])["holds"].values()] == [False, True, False, False]
+    nothing = kill_parts.merged([first | {"kills": [], "losses": [], "gaps": []}])
+    assert [*nothing["holds"].values()] == [True, False, False, False]
     assert [one["kill"] for one in whole["losses"]] == [one["kill"] for one in whole["gaps"]] == [0, 1]
     assert whole["logprobs"] == {"compared": 8, "equal to the bit": 6}
     assert [one["cores"] for one in whole["parts"]] == [1, 2]

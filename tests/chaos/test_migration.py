@@ -45,6 +45,11 @@ ASK: dict[str, Any] = {
     "prompt": PROMPT, "max_tokens": NUM_TOKENS, "temperature": 1.0, "seed": 11, "ignore_eos": True, "explain": True,
     "local_prefill_max_tokens": 0,
 }  # fmt: skip
+LIST_OF_WORDS = """
+root ::= word " " word " " word " " word " " word " " more
+more ::= word " " word " " word " " word " " word " " word " " word " " word " " word " " word " " word " " word "."
+word ::= "red" | "green" | "blue" | "tall" | "small" | "old" | "new"
+"""
 WORD = "(red|green|blue|tall|small|old|new)"
 LIST = {
     "type": "object",
@@ -63,6 +68,7 @@ CASES: dict[str, dict[str, Any]] = {
     "logprobs": {"logprobs": 3, "prompt_logprobs": 2},
     "json_schema": {"json_schema": LIST, "compact_json": True, "ignore_eos": False, "max_tokens": 120},
     "regex": {"regex": f"({WORD} ){{24}}{WORD}\\.", "ignore_eos": False, "max_tokens": 150},
+    "ebnf": {"ebnf": LIST_OF_WORDS, "ignore_eos": False, "max_tokens": 150},
     "n": {"n": 3, "logprobs": 1},
     "best_of": {"n": 1, "best_of": 2},
     "beams": {"n": 2, "beam_width": 2, "temperature": 0.0, "seed": None},

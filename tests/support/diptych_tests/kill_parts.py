@@ -5,7 +5,8 @@
     python -P tests/chaos/kill_workers.py --merge RECORD RECORD ... --out FILE
 
 The record is written again and again while it runs; `broken` says then that the run has not ended. SIGTERM and SIGINT end the
-run at once, with what it has found.
+run at once, with what it has found. `holds` says which promises it shows; the exit status is 1 only where an answer failed,
+differs, or is missing, since times are those of the machine.
 """
 
 from __future__ import annotations
@@ -178,6 +179,7 @@ def main(arguments: Sequence[str]) -> int:
     body = _several(chosen, arguments, head) if chosen.clusters > 1 else _one(chosen, phases, head)
     _write(chosen.out, {**head, **body})
     shown = (
+        "holds",
         "num_kills",
         "by_phase",
         "replace_s",

@@ -59,6 +59,8 @@ _PATIENCE_S = 1.0
 """A phase with one kill more than the others is looked for, too, after so long without a request in one of these."""
 _LOOK_S, _POOL_S, _WORD_S = 0.01, 0.2, 5.0
 """Between two looks at the prefill workers, and at which workers are usable; for a worker's or the router's word."""
+LEAST_HITS, MOST_REPLACE_S, MOST_GAP_S = 15, 1.0, 4.0
+"""What a whole run shows on a quiet machine: kills of each phase, and seconds."""
 _FIRST_TOKENS = 4
 """A kill at the first token has hit when no more than these had been sent."""
 _LOGPROB_TOLERANCE = 1e-5
@@ -675,17 +677,26 @@ def summed(body: dict[str, Any]) -> dict[str, Any]:
         if not kill["missed"]:
             row[kill["victim"].partition("-")[0]] += 1
     gaps = body["gaps"]
+    replace_s = percentiles([one["replace_s"] for one in body["losses"]])
+    gap_less_recompute_s = percentiles([round(max(0.0, one["gap_s"] - one["recompute_s"]), 3) for one in gaps])
     return {
+        "holds": {
+            "every answer is that without kills": not (body["failed"] or body["wrong"] or body["broken"]),
+            f"{LEAST_HITS} kills in each phase": all(table[phase]["hit"] >= LEAST_HITS for phase in body["phases"]),
+            f"placed again within {MOST_REPLACE_S:g} s (p99)": replace_s.get("p99", math.inf) <= MOST_REPLACE_S,
+            f"no gap above {MOST_GAP_S:g} s and what was computed again": gap_less_recompute_s.get("max", math.inf)
+            <= MOST_GAP_S,
+        },
         "num_kills": len(body["kills"]),
         "by_phase": table,
         "lost_requests": dict(Counter(_phase_of(one["kind"], one["had"]) for one in body["losses"])),
-        "replace_s": percentiles([one["replace_s"] for one in body["losses"]]),
+        "replace_s": replace_s,
         "gap_s": percentiles([one["gap_s"] for one in gaps]),
         "recompute_s": percentiles([one["recompute_s"] for one in gaps]),
         "noticed_s": percentiles([one["noticed_s"] for one in body["kills"] if one.get("noticed_s") is not None]),
         "back_s": percentiles([one["back_s"] for one in body["kills"] if one["back_s"] is not None]),
         "gone_s": percentiles([one["gone_s"] for one in body["kills"] if one.get("gone_s") is not None]),
-        "gap_less_recompute_s": percentiles([round(max(0.0, one["gap_s"] - one["recompute_s"]), 3) for one in gaps]),
+        "gap_less_recompute_s": gap_less_recompute_s,
         **body,
     }
 
