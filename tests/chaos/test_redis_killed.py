@@ -6,19 +6,17 @@ from __future__ import annotations
 import importlib.util
 import itertools
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from diptych_tests.fake_model_cluster import ask, check, fake_model_cluster
-from diptych_tests.redis_away import outage
-
-pytestmark = [
-    pytest.mark.multiproc,
-    pytest.mark.slow,
-    pytest.mark.skipif(importlib.util.find_spec("ucxx") is None, reason="UCXX is not installed"),
-]
+from diptych_tests.redis_away import holds, outage
 
 
+@pytest.mark.multiproc
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("ucxx") is None, reason="UCXX is not installed")
 async def test_redis_is_killed_for_ten_seconds_under_load(tmp_path: Path) -> None:
     async with fake_model_cluster(tmp_path, decode=2) as cluster, cluster.client() as client:
         seen = await outage(cluster, client, itertools.count(1))
@@ -33,3 +31,18 @@ async def test_redis_is_killed_for_ten_seconds_under_load(tmp_path: Path) -> Non
         fresh = ask(10**6)
         check(await client.generate(**fresh), fresh)
         await cluster.idle_again()
+
+
+@pytest.mark.parametrize(
+    ("change", "kept"),
+    [
+        ({}, [True, True, True]),
+        ({"failed": ["a"]}, [False, True, True]),
+        ({"in_outage": {"STALE": 5, "EXACT": 1}}, [True, False, True]),
+        ({"in_outage": {}}, [True, False, True]),
+        ({"summary": {"right_s": {"max": 2.1}}}, [True, True, False]),
+    ],
+)
+def test_what_a_record_shows(change: dict[str, Any], kept: list[bool]) -> None:
+    record = {"failed": [], "in_outage": {"STALE": 5}, "summary": {"right_s": {"max": 1.4}}}
+    assert [*holds(record | change).values()] == kept

@@ -20,7 +20,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -31,6 +31,8 @@ from diptych.client import AsyncClient
 from diptych_tests import waiting
 from diptych_tests.fake_model_cluster import FakeModelCluster, ask, check, fake_model_cluster
 
+MOST_RIGHT_S = 2.0
+"""After Redis' return, until the router's index is right."""
 AWAY_S = 10.0
 """Longer than a lease (5 s): what is not renewed has ended."""
 STREAMS = 4
@@ -174,8 +176,19 @@ def main(arguments: Sequence[str]) -> int:
         "summary": summary,
         "outages": [{name: getattr(one, name) for name in ("answers", *summary)} for one in outages],
     }
+    body["holds"] = holds(body)
     result.write(chosen.out, body)
-    return 1 if body["failed"] or set(body["in_outage"]) != {"STALE"} else 0
+    print(body["holds"], flush=True)
+    return 0 if all(body["holds"].values()) else 1
+
+
+def holds(body: Mapping[str, Any]) -> dict[str, bool]:
+    """Which promises a record shows."""
+    return {
+        "no request failed": not body["failed"],
+        "placements are labelled": set(body["in_outage"]) == {"STALE"},
+        f"the index is right within {MOST_RIGHT_S:g} s": body["summary"]["right_s"]["max"] <= MOST_RIGHT_S,
+    }
 
 
 if __name__ == "__main__":
