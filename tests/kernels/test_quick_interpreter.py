@@ -48,6 +48,54 @@ def _kernel(x_ptr, y_ptr, out_ptr, sums_ptr, rows, WIDTH: tl.constexpr, WRONG: t
     tl.store(sums_ptr + row, tl.sum(codes, axis=1), mask=row < rows)
 
 
+@triton.jit
+def _operands(x_ptr, y_ptr, out_ptr, N: tl.constexpr, KIND: tl.constexpr):
+    """Operators on blocks of one type and of two, beside numbers and scalars, on either side."""
+    at = tl.arange(0, N)
+    x, y = tl.load(x_ptr + at), tl.load(at + y_ptr)
+    first, small = tl.load(x_ptr), tl.load(y_ptr).to(tl.int32)
+    if KIND == "same":
+        out = (x + x) * x - x
+    elif KIND == "two types":
+        out = (x + y) * y - x
+    elif KIND == "integers":
+        out = 3 + x * 2 - 1
+    elif KIND == "numbers":
+        out = 0.5 * x + 1e-3
+    elif KIND == "divided":
+        out = x / 2 + 7 / (x + 1)
+    elif KIND == "scalars":
+        out = (first + 1) * 2 + x - small
+    elif KIND == "compared":
+        out = tl.where((x > 1) & (y <= 2) | (x == first), tl.maximum(x, 1), 0)
+    elif KIND == "shapes":
+        out = tl.sum(x[:, None] * x[None, :] + first, axis=1)
+    elif KIND == "of integers":
+        whole = x.to(tl.int32)
+        out = (whole // 3 + whole % 5) ^ (whole << 1) & 6
+    elif KIND == "moved":
+        out = tl.load(x_ptr + (N - 1 - at).to(tl.uint8)) - tl.load(x_ptr + 1)
+    else:
+        out = x + KIND
+    tl.store(out_ptr + at, out.to(tl.float32))
+
+
+TYPES = [torch.float32, torch.float16, torch.bfloat16, torch.int32, torch.int8, torch.uint8, torch.int64, torch.bool]
+KINDS = ["same", "two types", "integers", "numbers", "divided", "scalars", "compared", "shapes", "of integers", "moved"]
+
+
+def operated(kind, dtype, other):
+    """The result, or the error's words, as text."""
+    generator = torch.Generator().manual_seed(3)
+    x, y = (torch.randint(0, 5, (8,), generator=generator).to(one) for one in (dtype, other))
+    out = torch.full((8,), -9.0)
+    try:
+        _operands[(1,)](x, y, out, N=8, KIND=kind)
+    except InterpreterError as error:
+        return str(error)
+    return str(out.tolist())  # NaN is NaN
+
+
 def computed(wrong=False):
     x = torch.randn(7, 16, generator=torch.Generator().manual_seed(1))
     y = torch.randn(16, 16, generator=torch.Generator().manual_seed(2)).bfloat16()
@@ -75,6 +123,22 @@ def test_results_are_the_same_bits():
         assert torch.equal(got, expected)
     assert len(shipped[0].unique()) > 7
     assert len(shipped[1].unique()) > 1
+
+
+def test_operands_of_every_type_are_converted_as_before():
+    every = [(kind, *pair) for kind in KINDS for pair in zip(TYPES, TYPES[1:] + TYPES[:1], strict=True)]
+    every += [
+        (number, dtype, dtype)
+        for number in (-1, 200, 2**31, 2**40)
+        for dtype in (torch.uint8, torch.int8, torch.float16)
+    ]
+    with quick_interpreter.as_shipped():
+        shipped = {one: operated(*one) for one in every}
+    assert {one: operated(*one) for one in every} == shipped
+    assert sum(found.startswith("[") for found in shipped.values()) > len(every) / 2
+    assert {"out of range", "unsigned tensor"} <= {
+        words for words in ("out of range", "unsigned tensor") for found in shipped.values() if words in found
+    }
 
 
 def test_errors_are_the_same_and_the_language_is_left_as_it_was():

@@ -8,6 +8,10 @@ numbers, in less than half the time.
 - Sums, differences and products of integers are computed in 64 bits too, for an assertion that only the option `debug` makes.
 - Every tensor and every type of blocks describes its shape in objects of their own. Equal shapes share them.
 - The type of a tuple is described when it is asked for.
+- Each call of `triton.language` copies its arguments twice, and each operator is two such calls.
+- Operands of one type and shape need no conversion, nor does an integer beside a block of integers or of floats. The original
+  looks for one in either, and makes each constant twice.
+- Constants, and blocks of one value, are built by way of a description of their type.
 """
 
 # mypy: disable-error-code="no-untyped-def,no-untyped-call"
@@ -18,6 +22,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
+
+import numpy as np
 
 Part = tuple[Any, str, Any]
 """Owner, attribute and value."""
@@ -69,7 +75,7 @@ class _Patches:
 
 def _shapes(core) -> Iterator[Part]:
     """Of tuple, block_type and tensor."""
-    block_init, constexpr, shapes, types = core.block_type.__init__, core.constexpr, {}, {}
+    block_init, constexpr, types = core.block_type.__init__, core.constexpr, {}
     no_shape = (constexpr(1), core.tuple([]))
 
     def tuple_init(self, args, type=None):
@@ -84,29 +90,134 @@ def _shapes(core) -> Iterator[Part]:
         return self.values[self.type.fields.index(name)]
 
     def block_type_init(self, element_ty, shape):
-        lengths = shape.values if isinstance(shape, core.tuple) else shape
-        key = str(element_ty), *(getattr(n, "value", n) for n in lengths)
+        if type(shape) is core.tuple and type(shape.values[0]) is int:  # that of another type
+            key = element_ty.name, *shape.values
+        else:
+            lengths = shape.values if isinstance(shape, core.tuple) else shape
+            key = element_ty.name, *(getattr(n, "value", n) for n in lengths)
         if key not in types:
             block_init(self, element_ty, shape)
-            types[key] = self.shape, self.numel, self.name
-            return
+            of_tensors = constexpr(self.numel), core.tuple([constexpr(n) for n in self.shape.values])
+            types[key] = self.shape, self.numel, self.name, of_tensors
         self.element_ty = element_ty
-        self.shape, self.numel, self.name = types[key]
+        self.shape, self.numel, self.name, self.of_tensors = types[key]
 
     def tensor_init(self, handle, type):
         self.handle, self.type, self.dtype = handle, type, type.scalar
-        if not type.is_block():
-            self.numel, self.shape = no_shape
-            return
-        key = tuple(type.shape.values)
-        if key not in shapes:
-            shapes[key] = constexpr(type.numel), core.tuple([constexpr(n) for n in key])
-        self.numel, self.shape = shapes[key]
+        self.numel, self.shape = type.of_tensors if type.is_block() else no_shape
 
     yield core.tuple, "__init__", tuple_init
     yield core.tuple, "__getattr__", tuple_getattr
     yield core.block_type, "__init__", block_type_init
     yield core.tensor, "__init__", tensor_init
+
+
+def _calls(interpreter, core) -> Iterator[Part]:
+    """The original removes `_semantic` from a copy of the arguments, and `builtin` looks whether it is there."""
+    plain = core.builtin(lambda: None).__code__
+
+    def patch_attr(obj, name, member, builder, scope):
+        semantic = interpreter.TritonSemantic(builder)
+        while getattr(member, "__code__", None) is plain:
+            member = member.__wrapped__
+
+        def call(*args, **kwargs):
+            kwargs["_semantic"] = semantic
+            return member(*args, **kwargs)
+
+        scope.set_attr(obj, name, call)
+
+    as_it_is = {int, float, bool, str, type(None), core.tensor, core.dtype, core.pointer_type, core.block_type}
+
+    def unwrap(value):
+        kind = type(value)
+        if kind in as_it_is:
+            return value
+        if kind is core.constexpr:
+            return value.value
+        return [unwrap(one) for one in value] if kind is list else original(value)
+
+    original = core._unwrap_if_constexpr
+    yield interpreter, "_patch_attr", patch_attr
+    yield core, "_unwrap_if_constexpr", unwrap
+
+
+_INT32 = range(-(2**31), 2**31)
+
+
+def _operands(interpreter, core) -> Iterator[Part]:
+    """Of binary operators: what needs no conversion is told at once. Everything else, and each error, is the original's."""
+    semantic, tensor = interpreter.TritonSemantic, core.tensor
+    integers, floats = {}, {"fp16", "bf16", "fp32", "fp64"}
+    check, broadcast = semantic.binary_op_type_checking_impl, semantic.broadcast_impl_value
+    constant = semantic.scalar_constant
+    constants: dict[tuple[str, int], Any] = {}
+    for bits in (8, 16, 32, 64):
+        integers[f"int{bits}"] = range(-(2 ** (bits - 1)), 2 ** (bits - 1))
+        integers[f"uint{bits}"] = range(2**bits)
+
+    def takes(dtype, value, div_or_mod) -> bool:
+        """Whether an integer beside a block of this type is of this type."""
+        if value not in _INT32:
+            return False
+        if dtype.name in floats:
+            return not div_or_mod or dtype.name in ("fp32", "fp64")
+        return value in integers.get(dtype.name, ())
+
+    def checked(self, lhs, rhs, allow_lhs_ptr=False, allow_rhs_ptr=False, arithmetic_check=True, div_or_mod=False):
+        left, right = type(lhs) is tensor, type(rhs) is tensor
+        if left and right:
+            one, other = lhs.dtype, rhs.dtype
+            if one is other or one.name == other.name:
+                if one.name in integers or (one.name in floats and (not div_or_mod or one.primitive_bitwidth > 16)):
+                    return self.broadcast_impl_value(lhs, rhs)
+            elif allow_lhs_ptr and one.is_ptr() and other.name in integers:
+                return self.broadcast_impl_value(lhs, rhs)
+        elif arithmetic_check and left and type(rhs) is int and takes(lhs.dtype, rhs, div_or_mod):
+            return self.broadcast_impl_value(lhs, self.scalar_constant(rhs, lhs.dtype))
+        elif arithmetic_check and right and type(lhs) is int and takes(rhs.dtype, lhs, div_or_mod):
+            return self.broadcast_impl_value(self.scalar_constant(lhs, rhs.dtype), rhs)
+        return check(self, lhs, rhs, allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod)
+
+    def broadcast_value(self, lhs, rhs):
+        left, right = lhs.type, rhs.type
+        if left.is_block():
+            if not right.is_block():
+                return lhs, splat(rhs, left.shape)
+            return (lhs, rhs) if left.shape.values == right.shape.values else broadcast(self, lhs, rhs)
+        return (splat(lhs, right.shape), rhs) if right.is_block() else (lhs, rhs)
+
+    def splat(scalar, shape):
+        number = scalar.handle
+        data = np.empty(shape.values, interpreter._get_np_dtype(number.dtype))
+        data[...] = number.data
+        return tensor(type(number)(data, number.dtype.scalar), core.block_type(scalar.dtype, shape))
+
+    def scalar_constant(self, value, dtype):
+        if type(value) is not int or value not in _INT32:
+            return constant(self, value, dtype)
+        key = dtype.name, value
+        if key not in constants:
+            constants[key] = constant(self, value, dtype)
+        return constants[key]
+
+    yield semantic, "binary_op_type_checking_impl", checked
+    yield semantic, "broadcast_impl_value", broadcast_value
+    yield semantic, "scalar_constant", scalar_constant
+
+
+def _handles(interpreter, core) -> Iterator[Part]:
+    """What holds the numbers of a tensor."""
+    handle = interpreter.TensorHandle
+    check = handle.__post_init__
+
+    def post_init(self):
+        dtype = self.dtype
+        if type(dtype) is core.dtype and self.data.itemsize * 8 <= max(8, dtype.primitive_bitwidth):
+            return
+        check(self)
+
+    yield handle, "__post_init__", post_init
 
 
 def _dtypes(interpreter) -> Iterator[Part]:
@@ -130,6 +241,9 @@ def _parts() -> Iterator[Part]:
     yield builder, "options", replace(builder.options, sanitize_overflow=False)
     yield from _shapes(tl.core)
     yield from _dtypes(interpreter)
+    yield from _calls(interpreter, tl.core)
+    yield from _operands(interpreter, tl.core)
+    yield from _handles(interpreter, tl.core)
 
 
 _before: list[Part] = []
