@@ -12,9 +12,11 @@ import pytest
 from openai import OpenAI
 
 from diptych.client import AsyncClient
+from diptych_tests import waiting
 
 pytestmark = pytest.mark.multiproc
 
+TICKETS = 'diptych_placement_tickets_total{outcome="finished"'
 FORCED = {"local_prefill_max_tokens": 0}
 
 
@@ -48,11 +50,13 @@ async def test_the_sdk_goes_to_decode_directly(detached_cluster) -> None:
         whole = await client.generate(prompt="The capital of France is", max_tokens=8, temperature=0.0, explain=True)
     assert "Paris" in whole.text
     async with httpx.AsyncClient(timeout=120.0) as http:
-        text = (await http.get(f"{detached_cluster.http_url}/metrics")).text
-    (line,) = [
-        line for line in text.splitlines() if line.startswith("diptych_placement_tickets") and "finished" in line
-    ]
-    assert float(line.split()[-1]) >= 1
+
+        async def told() -> bool:
+            text = (await http.get(f"{detached_cluster.http_url}/metrics")).text
+            (line,) = [one for one in text.splitlines() if one.startswith(TICKETS)]
+            return float(line.split()[-1]) >= 1
+
+        await waiting.until(told, "decode has told the router of the answer's end", every_s=0.05)
 
 
 def test_no_process_has_an_ipv4_socket(detached_cluster) -> None:
