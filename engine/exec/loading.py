@@ -87,7 +87,7 @@ class _Reader:
     def _linear(self, layer: Linear, backend: Backend, like: Tensor) -> LoadedLinear:
         loaded = _linear(layer, self.source, backend, self._shard)
         if self.lora is not None:
-            loaded = backend.keep_lora(loaded, self.lora.add(layer, like))
+            loaded = backend.keep_lora(loaded, self.lora.add(layer, like, backend.lora_slots))
         if self._communicator is not None and layer.shard is ShardBy.INPUTS:
             return backend.keep_reduced(loaded, self._communicator)
         return loaded

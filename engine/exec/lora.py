@@ -8,9 +8,10 @@ does not use, parts that it leaves alone and slots without one are zeros, so tha
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,7 +22,10 @@ from diptych.common.kv_format import Shard
 from diptych.engine.exec.layers.linear import Linear, Part
 from diptych.engine.exec.methods.base import WHOLE, LoadedLinear, StepRows
 from diptych.engine.exec.models.description import ModelDescription
+from diptych.kernels.native.api import HugePages, Memory
 
+_PIECE_BYTES = 8 << 20
+"""Of an adapter's memory."""
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
@@ -64,20 +68,56 @@ class LayerAdapter:
     b: Tensor
     ranks: tuple[int, ...]
 
+    @property
+    def num_bytes(self) -> int:
+        return self.a.nbytes + self.b.nbytes
+
+
+class KeptAdapter(Protocol):
+    """What an adapter has in one layer, as the layer's slots take it."""
+
+    @property
+    def num_bytes(self) -> int: ...
+
+
+_Kept = TypeVar("_Kept", bound=KeptAdapter)
+
+
+class LayerSlots(Protocol[_Kept]):
+    """Of one linear layer, for one back end.
+
+    part_outputs: of each part, in the order of the outputs. dtype: of the computation.
+    """
+
+    part_outputs: tuple[int, ...]
+    inputs: int
+    dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int: ...
+
+    def pack(self, adapter: LayerAdapter, memory: Memory) -> _Kept:
+        """What `install` takes, on any thread. Args: memory: of the adapter, for its parts that lie on the host."""
+        ...
+
+    def install(self, slot: int, adapter: _Kept | None) -> None:
+        """Args: adapter: at most of max_rank; None: the layer is left alone."""
+        ...
+
 
 class LoraSlots:
-    """Of one linear layer; written in place, so that kernels and CUDA graphs may keep the addresses.
+    """Of one linear layer; written in place, so that kernels and CUDA graphs may keep the addresses. Implements LayerSlots.
 
     Args:
         part_outputs: of each part, in the order of the outputs.
     """
 
-    __slots__ = ("a", "b", "part_outputs", "ranks", "_ranks")
+    __slots__ = ("a", "b", "dtype", "inputs", "part_outputs", "ranks", "_ranks")
 
     def __init__(self, part_outputs: tuple[int, ...], inputs: int, sizes: LoraSizes, like: Tensor) -> None:
         """Args: like: of the dtype and on the device of the computation."""
         parts, outputs = len(part_outputs), sum(part_outputs)
-        self.part_outputs = part_outputs
+        self.part_outputs, self.inputs, self.dtype = part_outputs, inputs, like.dtype
         self.a = like.new_zeros((sizes.slots, parts, sizes.max_rank, inputs))
         """[slots, parts, max_rank, inputs]"""
         self.b = like.new_zeros((sizes.slots, sizes.max_rank, outputs)).transpose(1, 2)
@@ -98,8 +138,14 @@ class LoraSlots:
     def num_bytes(self) -> int:
         return self.a.nbytes + self.b.nbytes
 
+    def pack(self, adapter: LayerAdapter, memory: Memory) -> LayerAdapter:
+        """See LayerSlots.pack. For a GPU in page-locked memory, from which it copies while the host goes on."""
+        if not self.a.is_cuda:
+            return adapter
+        return LayerAdapter(adapter.a.pin_memory(), adapter.b.pin_memory(), adapter.ranks)
+
     def install(self, slot: int, adapter: LayerAdapter | None) -> None:
-        """Args: adapter: at most of max_rank; None: the layer is left alone."""
+        """See LayerSlots.install."""
         ranks = (0,) * len(self.part_outputs) if adapter is None else adapter.ranks
         rank = max(ranks)
         if max(self._ranks[slot]) > rank:
@@ -153,7 +199,7 @@ class HostAdapter:
     id: str
     rank: int
     num_bytes: int
-    layers: tuple[LayerAdapter | None, ...]
+    layers: tuple[KeptAdapter | None, ...]
 
     @property
     def num_parts(self) -> int:
@@ -174,16 +220,13 @@ class LoraModel:
     ) -> None:
         self.sizes = sizes
         self._shard, self._before, self._behind = shard, before, behind
-        self._pinned = False
-        """Adapters are kept in page-locked memory, from which a GPU copies while the host goes on."""
-        self._layers: list[tuple[Linear, LoraSlots]] = []
+        self._layers: list[tuple[Linear, LayerSlots[Any]]] = []
 
-    def add(self, layer: Linear, like: Tensor) -> LoraSlots:
-        """Make the slots of the next layer. Args: like: see LoraSlots."""
+    def add(self, layer: Linear, like: Tensor, make: Callable[..., LayerSlots[Any]] = LoraSlots) -> LayerSlots[Any]:
+        """Make the slots of the next layer. Args: like: see LoraSlots. make: see Backend.lora_slots."""
         outputs, inputs = local_sizes(layer, self._shard)
-        slots = LoraSlots(outputs, inputs, self.sizes, like)
+        slots = make(outputs, inputs, self.sizes, like)
         self._layers.append((layer, slots))
-        self._pinned |= like.device.type == "cuda"
         return slots
 
     @property
@@ -210,21 +253,27 @@ class LoraModel:
         known = {part.name: (layer, part) for layer in (*self._before, *own, *self._behind) for part in layer.parts}
         for name, module in modules.items():
             _check_fit(module, known.get(name))
+        memory = HugePages(_PIECE_BYTES)
         with torch.inference_mode():
-            here = [self._layer(layer, slots, modules, adapter) for layer, slots in self._layers]
+            here = [self._layer(layer, slots, modules, adapter, memory) for layer, slots in self._layers]
         layers = (*[None] * len(self._before), *here, *[None] * len(self._behind))
-        num_bytes = sum(one.a.nbytes + one.b.nbytes for one in layers if one is not None)
+        num_bytes = sum(one.num_bytes for one in here if one is not None)
         return HostAdapter(facts.id, adapter.facts.rank, num_bytes, layers)
 
     def _layer(
-        self, layer: Linear, slots: LoraSlots, modules: Mapping[str, AdapterModule], adapter: Adapter
-    ) -> LayerAdapter | None:
+        self,
+        layer: Linear,
+        slots: LayerSlots[Any],
+        modules: Mapping[str, AdapterModule],
+        adapter: Adapter,
+        memory: Memory,
+    ) -> KeptAdapter | None:
         ranks = tuple(modules[part.name].rank if part.name in modules else 0 for part in layer.parts)
         rank = max(ranks)
         if not rank:
             return None
-        a = torch.zeros((len(layer.parts), rank, slots.a.shape[3]), dtype=slots.a.dtype)
-        b = torch.zeros((slots.b.shape[1], rank), dtype=slots.b.dtype)
+        a = torch.zeros((len(layer.parts), rank, slots.inputs), dtype=slots.dtype)
+        b = torch.zeros((sum(slots.part_outputs), rank), dtype=slots.dtype)
         first = 0
         for i, (part, outputs) in enumerate(zip(layer.parts, slots.part_outputs, strict=True)):
             if module := modules.get(part.name):
@@ -234,9 +283,8 @@ class LoraModel:
                 b[first : first + outputs, : module.rank] = _tensor(raw_b)[rows].float() * module.scale
                 _check_finite(a[i], b[first : first + outputs], module, raw_a.name)
             first += outputs
-        if self._pinned:
-            a, b = a.pin_memory(), b.pin_memory()
-        return LayerAdapter(a, b, ranks)
+        kept: KeptAdapter = slots.pack(LayerAdapter(a, b, ranks), memory)
+        return kept
 
 
 def _check_fit(module: AdapterModule, place: tuple[Linear, Part] | None) -> None:

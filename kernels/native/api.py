@@ -5,11 +5,12 @@ from __future__ import annotations
 import ctypes
 import mmap
 from collections.abc import Sequence
-from ctypes import CFUNCTYPE, POINTER, c_float, c_int64, c_void_p
+from ctypes import CFUNCTYPE, POINTER, c_float, c_int32, c_int64, c_void_p
 from enum import IntEnum
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -34,6 +35,8 @@ MAX_INT8_INPUTS = (2**31 - 1) // (127 * 128)
 """Whose products' sum int32 holds."""
 LORA_PARTS = 3
 """Of a layer with adapters, at most."""
+LORA_ROWS = 4
+"""With the same adapter, which are computed together."""
 
 
 class WeightFormat(IntEnum):
@@ -53,18 +56,35 @@ class WeightFormat(IntEnum):
     """bfloat16 weights, and rows that are rounded to it: see bf16.h."""
 
 
-class Lora(ctypes.Structure):
-    """The slots of a layer's adapters, see lora.h: a [slots, parts, max_rank, inputs] and b [slots, max_rank, outputs].
+class Adapter(ctypes.Structure):
+    """An adapter in a slot of a layer, see lora.h: packed matrices a and b, each of bfloat16 or float32.
 
-    ranks: [slots, parts] int32, those in use. bfloats: 1: elements are bfloat16, 0: float32. ends: of each part's outputs, which
-    are multiples of Library.lanes.
+    ranks: of each part; 0: the part is left alone, and nothing is read for it.
     """
 
     _fields_: ClassVar[Any] = [
-        *((name, c_void_p) for name in ("a", "b", "ranks")),
-        *((name, c_int64) for name in ("bfloats", "parts", "max_rank", "outputs")),
+        *((name, c_void_p) for name in ("a", "b")),
+        *((name, c_int32) for name in ("a_bfloats", "b_bfloats")),
+        ("ranks", c_int32 * LORA_PARTS),
+        ("unused", c_int32),
+    ]
+
+
+class Lora(ctypes.Structure):
+    """The slots of a layer's adapters. width: floats of a row of Step.shrunk, a multiple of Library.lanes. ends: of each part's
+    outputs, which are multiples of it, too."""
+
+    _fields_: ClassVar[Any] = [
+        ("slots", POINTER(Adapter)),
+        *((name, c_int64) for name in ("parts", "width")),
         ("ends", c_int64 * LORA_PARTS),
     ]
+
+
+class Team(ctypes.Structure):
+    """Up to LORA_ROWS rows that have the same slot."""
+
+    _fields_: ClassVar[Any] = [("slot", c_int32), ("count", c_int32), ("rows", c_int32 * LORA_ROWS)]
 
 
 class Weights(ctypes.Structure):
@@ -138,8 +158,8 @@ class Group(ctypes.Structure):
 class Step(ctypes.Structure):
     """x .. up: [rows, ...] buffers; tiles: [num_tiles, 4] as in attention.h; groups: as many as the layers name.
 
-    prepared: [rows, the most Library.prepared_bytes of a linear layer]. slots: [rows] int32, of each row's adapter, -1: none; or
-    None: no row has one. shrunk: [rows, the most parts * max_rank of a Lora], with slots.
+    prepared: [rows, the most Library.prepared_bytes of a linear layer]. teams: [num_teams] Team, of the rows that have adapters.
+    shrunk: [rows, the most Lora.width], with teams.
     max_len: tokens of the longest sequence, rounded up to 64. scores: [threads, scores_step], scores_step at least
     Library.tile * max_len.
     """
@@ -150,8 +170,8 @@ class Step(ctypes.Structure):
             for name in ("x", "normed", "qkv", "attended", "gate", "up", "positions", "tiles")
         ),
         ("groups", POINTER(Group)),
-        *((name, c_void_p) for name in ("scores", "prepared", "slots", "shrunk")),
-        *((name, c_int64) for name in ("rows", "num_tiles", "max_len", "scores_step", "num_threads")),
+        *((name, c_void_p) for name in ("scores", "prepared", "teams", "shrunk")),
+        *((name, c_int64) for name in ("rows", "num_tiles", "num_teams", "max_len", "scores_step", "num_threads")),
     ]  # fmt: skip
 
 
@@ -175,7 +195,7 @@ class Library:
         """Queries that go through the KV together."""
         self.lanes: int = function("lanes", returns=c_int64)()
         size_of = function("struct_size", c_int64, returns=c_int64)
-        ours = [ctypes.sizeof(kind) for kind in (Weights, Layer, Model, Group, Step, Lora)]
+        ours = [ctypes.sizeof(kind) for kind in (Weights, Layer, Model, Group, Step, Lora, Adapter, Team)]
         assert [size_of(i) for i in range(len(ours))] == ours, "a struct differs between api.py and decoder.c"
         self._tile_rows = function("tile_rows", c_int64, returns=c_int64)
         self._packed_bytes = function("packed_bytes", *[c_int64] * 4, returns=c_int64)
@@ -185,7 +205,7 @@ class Library:
         self._use_tiles = function("use_tiles", c_int64, returns=c_int64)
         self._norm = function("norm", *[c_void_p] * 3, c_int64, c_int64, c_float)
         self._softcap = function("softcap", c_void_p, c_int64, c_float)
-        self._linear = function("linear", POINTER(Weights), *[c_void_p] * 5, *[c_int64] * 4)
+        self._linear = function("linear", POINTER(Weights), *[c_void_p] * 5, *[c_int64] * 5)
         step = (POINTER(Model), POINTER(Step))
         self.layers = function("layers", *step, c_int64, c_int64, returns=c_int64)
         """Layers [first, last). Returns: see REDUCE."""
@@ -255,20 +275,26 @@ class Library:
         return None if head_dim <= MAX_HEAD_DIM else f"head_dim {head_dim} is above {MAX_HEAD_DIM}"
 
     def linear(
-        self, x: Tensor, weights: Weights, outputs: int, num_threads: int, slots: Tensor | None = None, width: int = 0
+        self,
+        x: Tensor,
+        weights: Weights,
+        outputs: int,
+        num_threads: int,
+        teams: np.ndarray | None = None,
+        width: int = 0,
     ) -> Tensor:
         """
         Args:
-            x: [rows, inputs], contiguous. slots: [rows] int32, contiguous, see Step; width: parts * max_rank of its Lora.
+            x: [rows, inputs], contiguous. teams: see Step; None: no row has an adapter. width: of its Lora.
         Returns: [rows, outputs].
         """
         rows, inputs = x.shape
         out = torch.empty(rows, outputs)
         prepared = torch.empty(rows * self.prepared_bytes(weights, inputs), dtype=torch.uint8)
         shrunk = torch.empty(rows * width)
-        at = None if slots is None else slots.data_ptr()
+        at, num_teams = (None, 0) if teams is None else (teams.ctypes.data, len(teams))
         places = x.data_ptr(), prepared.data_ptr(), at, shrunk.data_ptr(), out.data_ptr()
-        self._linear(ctypes.byref(weights), *places, rows, inputs, outputs, num_threads)
+        self._linear(ctypes.byref(weights), *places, rows, num_teams, inputs, outputs, num_threads)
         return out
 
 
@@ -276,14 +302,15 @@ class HugePages:
     """Memory for weights in large pieces that ask for huge pages: a step reads all of them, and with small pages a good
     part of that time went to address translation."""
 
-    def __init__(self) -> None:
+    def __init__(self, piece_bytes: int = _PIECE_BYTES) -> None:
+        self._piece_bytes = piece_bytes
         self._piece = torch.empty(0)
         self._used = 0
 
     def take(self, size: int) -> Tensor:
         """[size] float32, at a cache line's start; lives as long as the tensor."""
         if self._used + size > self._piece.numel():
-            num_bytes = max(_PIECE_BYTES, 4 * size)
+            num_bytes = max(self._piece_bytes, 4 * size)
             piece = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             if hasattr(mmap, "MADV_HUGEPAGE"):
                 piece.madvise(mmap.MADV_HUGEPAGE)

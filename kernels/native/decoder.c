@@ -5,6 +5,7 @@
  */
 #include "attention_tile.h"
 #include "bf16.h"
+#include "grouped.h"
 #include "lora.h"
 
 #define EXPORT __attribute__((visibility("default")))
@@ -67,9 +68,9 @@ struct step {
     const struct group *groups;
     float *scores;
     char *prepared; /* rows as the format of a layer reads them: prepared_bytes of the widest each */
-    const int32_t *slots; /* of each row's adapter, -1: none; NULL: no row has one */
-    float *shrunk;  /* [rows][parts * max_rank of the widest layer], with slots; see lora.h */
-    int64_t rows, num_tiles, max_len, scores_step, num_threads;
+    const struct team *teams; /* of the rows that have adapters */
+    float *shrunk;  /* [rows][width of the widest layer], with teams; see lora.h */
+    int64_t rows, num_tiles, num_teams, max_len, scores_step, num_threads;
 };
 
 INLINE vec norm_scale(const float *x, long size, float eps) {
@@ -119,11 +120,12 @@ INLINE long row_bytes(long format, long inputs, long group) {
     return format == WEIGHTS_INT8 ? int8_row_bytes(inputs) : grouped_row_bytes(inputs, group);
 }
 
-/* Rows in the form that a format reads. */
+/* Rows in the form that a format reads, and what their adapters need beforehand: lora or NULL. */
 struct preparation {
     const struct weights *weights;
     const struct rows *rows;
-    long step;
+    const struct lora *lora;
+    long step, shrinks;
 };
 
 static void prepare_task(const void *context, long task, int thread) {
@@ -131,6 +133,11 @@ static void prepare_task(const void *context, long task, int thread) {
     const struct weights *w = job->weights;
     const struct rows *rows = job->rows;
     (void)thread;
+    if (task < job->shrinks) {
+        shrink(job->lora, rows, task);
+        return;
+    }
+    task -= job->shrinks;
     for (long r = task * NORM_ROWS; r < min_long(rows->count, (task + 1) * NORM_ROWS); r++) {
         const float *from = rows->x + r * rows->inputs;
         char *to = rows->prepared + r * job->step;
@@ -146,15 +153,15 @@ static struct linear linear_of(const struct weights *w, const struct rows *rows,
     struct linear job = {
         .format = format, .x = (const char *)rows->x, .weight = w->packed, .bias = w->bias, .y = y, .rows = rows->count,
         .inputs = rows->inputs, .outputs = outputs, .group = w->group, .x_step = row_bytes(w->format, rows->inputs, w->group),
-        .y_step = y_step, .add = add, .lora = rows->slots ? w->lora : 0, .slots = rows->slots, .shrunk = rows->shrunk,
+        .y_step = y_step, .add = add, .lora = rows->num_teams ? w->lora : 0, .teams = rows->teams, .shrunk = rows->shrunk,
+        .num_teams = rows->num_teams,
     };
     job.panel_bytes = lay_out_panel(format, rows->inputs, w->group, job.planes);
-    if (w->format != WEIGHTS_PLAIN) {
-        struct preparation preparation = {w, rows, job.x_step};
-        run_tasks(prepare_task, &preparation, ceil_div(rows->count, NORM_ROWS), rows->threads);
-        job.x = rows->prepared;
-    }
-    if (job.lora) shrink(job.lora, rows);
+    struct preparation preparation = {w, rows, job.lora, job.x_step, job.lora ? num_shrinks(job.lora, rows) : 0};
+    int prepares = w->format != WEIGHTS_PLAIN;
+    long tasks = preparation.shrinks + (prepares ? ceil_div(rows->count, NORM_ROWS) : 0);
+    if (tasks) run_tasks(prepare_task, &preparation, tasks, rows->threads);
+    if (prepares) job.x = rows->prepared;
     return job;
 }
 
@@ -170,7 +177,7 @@ static void apply(const struct weights *w, const struct rows *rows, float *y, lo
 }
 
 static struct rows rows_of(const struct step *s, const float *x, long inputs) {
-    return (struct rows){x, s->prepared, s->slots, s->shrunk, s->rows, inputs, (int)s->num_threads};
+    return (struct rows){x, s->prepared, s->teams, s->shrunk, s->rows, s->num_teams, inputs, (int)s->num_threads};
 }
 
 /* y = x W^T + bias is added to the step's rows, or with a post norm or ranks left in `normed`, for norm_task to add. Returns:
@@ -331,7 +338,7 @@ EXPORT int64_t diptych_tile_rows(int64_t group) { return tile_rows(group); }
 EXPORT int64_t diptych_struct_size(int64_t which) {
     const int64_t sizes[] = {
         sizeof(struct weights), sizeof(struct layer), sizeof(struct model), sizeof(struct group), sizeof(struct step),
-        sizeof(struct lora),
+        sizeof(struct lora), sizeof(struct adapter), sizeof(struct team),
     };
     return sizes[which];
 }
@@ -389,9 +396,9 @@ EXPORT void diptych_norm(const float *x, const float *weight, float *y, int64_t 
 /* values[i] = cap * tanh(values[i] / cap), in place: each as if it were alone. */
 EXPORT void diptych_softcap(float *values, int64_t count, float cap) { cap_values(values, count, cap); }
 
-/* y: [rows][outputs of all parts] = x W^T + bias. prepared: [rows][prepared_bytes]; slots, shrunk: see struct step. */
-EXPORT void diptych_linear(const struct weights *weights, const float *x, char *prepared, const int32_t *slots, float *shrunk,
-                           float *y, int64_t rows, int64_t inputs, int64_t outputs, int64_t num_threads) {
-    struct rows some = {x, prepared, slots, shrunk, rows, inputs, (int)num_threads};
+/* y: [rows][outputs of all parts] = x W^T + bias. prepared: [rows][prepared_bytes]; teams, shrunk: see struct step. */
+EXPORT void diptych_linear(const struct weights *weights, const float *x, char *prepared, const struct team *teams, float *shrunk,
+                           float *y, int64_t rows, int64_t num_teams, int64_t inputs, int64_t outputs, int64_t num_threads) {
+    struct rows some = {x, prepared, teams, shrunk, rows, num_teams, inputs, (int)num_threads};
     apply(weights, &some, y, outputs, 0);
 }

@@ -2,154 +2,176 @@
  *
  *     (x a[s][p]^T) b[s][.., outputs of p]
  *
- * in two steps, in float32. Before the layer's product `shrink` multiplies rows by a; behind it `add_adapters` multiplies that by b,
- * where a task has just computed the same outputs. A sum of the first step has 16 chains of fused multiply-adds whatever the width
- * of vectors, one of the second is one chain over the ranks: they depend on the row and its slot alone. Rows without a slot are not
- * touched.
+ * in two steps, in float32. `shrink` multiplies rows by a, beside their preparation for the layer's product; behind that
+ * `add_adapters` multiplies by b, where a task has just computed the same outputs. A sum of the first step is two chains of fused
+ * multiply-adds, over the even and the odd inputs, one of the second is one chain over the ranks: they depend on the row and its slot
+ * alone, whatever the width of vectors. Rows without a slot are not touched.
+ *
+ * A step reads all of its adapters and does little with them, so what counts is how they are read: a slot's matrices lie as they are
+ * gone through, one vector of ranks, or of outputs, behind the other; values that bfloat16 has are kept in it; and rows with the same
+ * slot, wherever they stand, meet them together.
  */
 #ifndef DIPTYCH_LORA_H
 #define DIPTYCH_LORA_H
 
 #include "bfloat.h"
-#include "grouped.h"
+#include "matmul.h"
 
 #define LORA_PARTS 3
-#define LORA_ROWS 8                     /* of a task of shrink */
-#define LORA_RANKS (LANES == 16 ? 8 : 4) /* that share the loads of x */
-#define LORA_VECS 4                     /* of outputs that share the loads of what shrink left */
+#define LORA_ROWS 4          /* of a team */
+#define LORA_AHEAD (4 << 10) /* bytes of a that are asked for early */
 
-/* ranks: those in use, of each slot and part; what lies behind them is not read. ends: of each part's outputs. Elements are
- * bfloat16 or float32. */
-struct lora {
-    const char *a, *b; /* [slots][parts][max_rank][inputs], [slots][max_rank][outputs] */
-    const int32_t *ranks;
-    int64_t bfloats, parts, max_rank, outputs, ends[LORA_PARTS];
+/* An adapter in a slot of a layer. ranks: of each part, one behind the other; 0: the part is left alone.
+ *
+ * a  [ranks of all parts / LANES, rounded up][inputs][LANES]
+ * b  of each part: [outputs / LANES][rank][LANES]
+ *
+ * each of bfloat16 or float32. */
+struct adapter {
+    const char *a, *b;
+    int32_t a_bfloats, b_bfloats, ranks[LORA_PARTS], unused;
 };
 
-INLINE long lora_bytes(const struct lora *lora) { return lora->bfloats ? 2 : 4; }
-INLINE vec load_lora(const int bfloats, const char *from) {
-    return bfloats ? load_bfloats((const uint16_t *)from) : load((const float *)from);
-}
+/* width: floats of a row of `shrunk`. ends: of each part's outputs, multiples of LANES. */
+struct lora {
+    const struct adapter *slots;
+    int64_t parts, width, ends[LORA_PARTS];
+};
+
+/* Up to LORA_ROWS rows that have the same slot. */
+struct team {
+    int32_t slot, count, rows[LORA_ROWS];
+};
 
 /* Rows that meet a layer's weights.
  *
  * prepared  room for them as the layer's format reads them
- * slots     of each row, -1: none; NULL: no row has one
- * shrunk    [rows][parts * max_rank]
+ * teams     of all rows with a slot, by slot; none: no row has one
+ * shrunk    [rows][width of the layer's lora]
  */
 struct rows {
     const float *x;
     char *prepared;
-    const int32_t *slots;
+    const struct team *teams;
     float *shrunk;
-    long count, inputs;
+    long count, num_teams, inputs;
     int threads;
 };
 
-/* to[r] = x a[r]^T. `a`: [ranks][inputs] */
-INLINE void shrink_row(const int bfloats, const int ranks, const float *x, const char *a, long inputs, float *to) {
-    vec sum[LORA_RANKS][SUM_LANES / LANES];
-    const long bytes = bfloats ? 2 : 4, step = inputs * bytes, whole = inputs - inputs % SUM_LANES;
-#pragma GCC unroll 8
-    for (int r = 0; r < ranks; r++)
-#pragma GCC unroll 4
-        for (int i = 0; i < SUM_LANES / LANES; i++) sum[r][i] = (vec){0};
-    for (long k = 0; k < whole; k += SUM_LANES)
-#pragma GCC unroll 4
-        for (int i = 0; i < SUM_LANES / LANES; i++) {
-            vec some = load(x + k + i * LANES);
-#pragma GCC unroll 8
-            for (int r = 0; r < ranks; r++) sum[r][i] += some * load_lora(bfloats, a + r * step + (k + i * LANES) * bytes);
-        }
-    if (whole < inputs) {
-        float rest[SUM_LANES] = {0}, factors[SUM_LANES] = {0}; /* of either type: zeros are zeros */
-        memcpy(rest, x + whole, (inputs - whole) * sizeof(float));
-        for (int r = 0; r < ranks; r++) {
-            memcpy(factors, a + r * step + whole * bytes, (inputs - whole) * bytes);
-            for (int i = 0; i < SUM_LANES / LANES; i++)
-                sum[r][i] += load(rest + i * LANES) * load_lora(bfloats, (const char *)factors + i * LANES * bytes);
-        }
-    }
-    for (int r = 0; r < ranks; r++) {
-        float part[SUM_LANES];
-        memcpy(part, sum[r], sizeof part);
-        for (int half = SUM_LANES / 2; half; half /= 2)
-            for (int i = 0; i < half; i++) part[i] += part[i + half];
-        to[r] = part[0];
-    }
+INLINE vec load_lora(const int bfloats, const char *from, long index) {
+    return bfloats ? load_bfloats((const uint16_t *)from + index) : load((const float *)from + index);
 }
 
-/* y[v] += t b[.., v], vectors of outputs `step` bytes apart in b from one rank to the next. */
-INLINE void expand_row(const int bfloats, const int vectors, const float *t, long rank, const char *b, long step, float *y) {
-    vec sum[LORA_VECS];
+/* to[r][0 .. LANES) = x[r] a^T. `a`: [inputs][LANES] */
+INLINE void shrink_rows(const int bfloats, const int rows, const float *const *x, const char *a, long inputs, float *const *to) {
+    const long step = LANES * (bfloats ? 2 : 4);
+    vec even[LORA_ROWS], odd[LORA_ROWS];
 #pragma GCC unroll 4
-    for (int v = 0; v < vectors; v++) sum[v] = (vec){0};
+    for (int r = 0; r < rows; r++) even[r] = odd[r] = (vec){0};
+    for (long k = 0; k + 1 < inputs; k += 2) {
+        vec first = load_lora(bfloats, a, k * LANES), second = load_lora(bfloats, a, (k + 1) * LANES);
+        for (long at = 0; at < 2 * step; at += LINE) __builtin_prefetch(a + k * step + LORA_AHEAD + at);
+#pragma GCC unroll 4
+        for (int r = 0; r < rows; r++) {
+            even[r] += spread(x[r][k]) * first;
+            odd[r] += spread(x[r][k + 1]) * second;
+        }
+    }
+    if (inputs % 2) {
+        vec last = load_lora(bfloats, a, (inputs - 1) * LANES);
+#pragma GCC unroll 4
+        for (int r = 0; r < rows; r++) even[r] += spread(x[r][inputs - 1]) * last;
+    }
+#pragma GCC unroll 4
+    for (int r = 0; r < rows; r++) store(to[r], even[r] + odd[r]);
+}
+
+/* y[r][v] += t[r] b[v], vectors of outputs. b: [vectors][rank][LANES]. soon: as much memory as b has, which is read next. */
+INLINE void expand_rows(const int bfloats, const int rows, const int vectors, const float *const *t, long rank, const char *b,
+                        const char *soon, float *const *y) {
+    const long step = LANES * (bfloats ? 2 : 4);
+    vec sum[LORA_ROWS][VECS];
+#pragma GCC unroll 4
+    for (int r = 0; r < rows; r++)
+#pragma GCC unroll 4
+        for (int v = 0; v < vectors; v++) sum[r][v] = (vec){0};
     for (long k = 0; k < rank; k++) {
-        vec factor = spread(t[k]);
+        vec some[VECS];
 #pragma GCC unroll 4
-        for (int v = 0; v < vectors; v++) sum[v] += factor * load_lora(bfloats, b + k * step + v * LANES * (bfloats ? 2 : 4));
+        for (int v = 0; v < vectors; v++) {
+            some[v] = load_lora(bfloats, b, (v * rank + k) * LANES);
+            __builtin_prefetch(soon + (v * rank + k) * step);
+        }
+#pragma GCC unroll 4
+        for (int r = 0; r < rows; r++) {
+            vec factor = spread(t[r][k]);
+#pragma GCC unroll 4
+            for (int v = 0; v < vectors; v++) sum[r][v] += factor * some[v];
+        }
     }
 #pragma GCC unroll 4
-    for (int v = 0; v < vectors; v++) store(y + v * LANES, load(y + v * LANES) + sum[v]);
+    for (int r = 0; r < rows; r++)
+#pragma GCC unroll 4
+        for (int v = 0; v < vectors; v++) store(y[r] + v * LANES, load(y[r] + v * LANES) + sum[r][v]);
 }
 
-typedef void (*shrink_function)(const float *x, const char *a, long inputs, float *to);
-typedef void (*expand_function)(const float *t, long rank, const char *b, long step, float *y);
-#define LORA_OF(KIND, BFLOATS) \
-    static void shrink_##KIND##_one(const float *x, const char *a, long inputs, float *to) { \
-        shrink_row(BFLOATS, 1, x, a, inputs, to); \
+typedef void (*shrink_function)(const float *const *x, const char *a, long inputs, float *const *to);
+typedef void (*expand_function)(const float *const *t, long rank, const char *b, const char *soon, float *const *y);
+#define LORA_OF(KIND, BFLOATS, ROWS) \
+    static void shrink_##KIND##_##ROWS(const float *const *x, const char *a, long inputs, float *const *to) { \
+        shrink_rows(BFLOATS, ROWS, x, a, inputs, to); \
     } \
-    static void shrink_##KIND##_some(const float *x, const char *a, long inputs, float *to) { \
-        shrink_row(BFLOATS, LORA_RANKS, x, a, inputs, to); \
+    static void expand_##KIND##_##ROWS##_one(const float *const *t, long rank, const char *b, const char *soon, float *const *y) { \
+        expand_rows(BFLOATS, ROWS, 1, t, rank, b, soon, y); \
     } \
-    static void expand_##KIND##_one(const float *t, long rank, const char *b, long step, float *y) { \
-        expand_row(BFLOATS, 1, t, rank, b, step, y); \
-    } \
-    static void expand_##KIND##_some(const float *t, long rank, const char *b, long step, float *y) { \
-        expand_row(BFLOATS, LORA_VECS, t, rank, b, step, y); \
+    static void expand_##KIND##_##ROWS##_panel(const float *const *t, long rank, const char *b, const char *soon, float *const *y) { \
+        expand_rows(BFLOATS, ROWS, VECS, t, rank, b, soon, y); \
     }
-LORA_OF(floats, 0)
-LORA_OF(bfloats, 1)
-static const shrink_function shrink_of[2][2] = {{shrink_floats_one, shrink_floats_some}, {shrink_bfloats_one, shrink_bfloats_some}};
-static const expand_function expand_of[2][2] = {{expand_floats_one, expand_floats_some}, {expand_bfloats_one, expand_bfloats_some}};
-
-/* The end of the rows from `row` on that have the same slot. */
-INLINE long same_slot(const int32_t *slots, long row, long last) {
-    long end = row + 1;
-    while (end < last && slots[end] == slots[row]) end++;
-    return end;
-}
-
-struct shrink {
-    const struct lora *lora;
-    const struct rows *rows;
+LORA_OF(floats, 0, 1) LORA_OF(floats, 0, 2) LORA_OF(floats, 0, 3) LORA_OF(floats, 0, 4)
+LORA_OF(bfloats, 1, 1) LORA_OF(bfloats, 1, 2) LORA_OF(bfloats, 1, 3) LORA_OF(bfloats, 1, 4)
+#define EXPANDS(KIND, ROWS) {expand_##KIND##_##ROWS##_one, expand_##KIND##_##ROWS##_panel}
+static const shrink_function shrink_of[2][LORA_ROWS + 1] = {
+    {0, shrink_floats_1, shrink_floats_2, shrink_floats_3, shrink_floats_4},
+    {0, shrink_bfloats_1, shrink_bfloats_2, shrink_bfloats_3, shrink_bfloats_4},
+};
+static const expand_function expand_of[2][LORA_ROWS + 1][2] = {
+    {{0}, EXPANDS(floats, 1), EXPANDS(floats, 2), EXPANDS(floats, 3), EXPANDS(floats, 4)},
+    {{0}, EXPANDS(bfloats, 1), EXPANDS(bfloats, 2), EXPANDS(bfloats, 3), EXPANDS(bfloats, 4)},
 };
 
-/* Some rows and a part. Rows that have the same slot meet some ranks of it one after the other, while these are in the cache. */
-static void shrink_task(const void *context, long task, int thread) {
-    const struct shrink *job = context;
-    const struct lora *lora = job->lora;
-    const struct rows *rows = job->rows;
-    long part = task % lora->parts, first = task / lora->parts * LORA_ROWS, last = min_long(rows->count, first + LORA_ROWS);
-    long row_bytes = rows->inputs * lora_bytes(lora), width = lora->parts * lora->max_rank;
-    (void)thread;
-    for (long row = first, next; row < last; row = next) {
-        next = same_slot(rows->slots, row, last);
-        if (rows->slots[row] < 0) continue;
-        long place = rows->slots[row] * lora->parts + part, rank = lora->ranks[place];
-        for (long r = 0, some; r < rank; r += some) {
-            some = r + LORA_RANKS <= rank ? LORA_RANKS : 1;
-            const char *a = lora->a + (place * lora->max_rank + r) * row_bytes;
-            for (long at = row; at < next; at++)
-                shrink_of[lora->bfloats][some > 1](rows->x + at * rows->inputs, a, rows->inputs,
-                                                   rows->shrunk + at * width + part * lora->max_rank + r);
-        }
+INLINE long num_shrinks(const struct lora *lora, const struct rows *rows) { return rows->num_teams * (lora->width / LANES); }
+
+/* A team and a vector of ranks. */
+static void shrink(const struct lora *lora, const struct rows *rows, long task) {
+    long vectors = lora->width / LANES, v = task % vectors, ranks = 0;
+    const struct team *team = rows->teams + task / vectors;
+    const struct adapter *adapter = lora->slots + team->slot;
+    const float *x[LORA_ROWS];
+    float *to[LORA_ROWS];
+    for (long part = 0; part < lora->parts; part++) ranks += adapter->ranks[part];
+    if (v * LANES >= ranks) return;
+    for (long i = 0; i < team->count; i++) {
+        x[i] = rows->x + team->rows[i] * rows->inputs;
+        to[i] = rows->shrunk + team->rows[i] * lora->width + v * LANES;
     }
+    const char *a = adapter->a + v * rows->inputs * LANES * (adapter->a_bfloats ? 2 : 4);
+    shrink_of[adapter->a_bfloats][team->count](x, a, rows->inputs, to);
 }
 
-static void shrink(const struct lora *lora, const struct rows *rows) {
-    struct shrink job = {lora, rows};
-    run_tasks(shrink_task, &job, ceil_div(rows->count, LORA_ROWS) * lora->parts, rows->threads);
+/* A part of a layer's outputs from output `from` on: where they begin in b, and their part's ranks. */
+struct place {
+    const char *b;
+    long part, first_rank, rank;
+};
+
+static struct place place_of(const struct lora *lora, const struct adapter *adapter, long from) {
+    long part = 0, begin = 0, ranks = 0, floats = 0;
+    for (; lora->ends[part] <= from; begin = lora->ends[part++]) {
+        ranks += adapter->ranks[part];
+        floats += (lora->ends[part] - begin) * adapter->ranks[part];
+    }
+    floats += (from - begin) * adapter->ranks[part];
+    return (struct place){adapter->b + floats * (adapter->b_bfloats ? 2 : 4), part, ranks, adapter->ranks[part]};
 }
 
 /* To the outputs of a share, which is computed. */
@@ -157,19 +179,31 @@ static void add_adapters(const struct linear *job, struct share share) {
     const struct lora *lora = job->lora;
     if (!lora) return;
     long begin = job->lora_column + share.p * PANEL, end = job->lora_column + min_long(job->outputs, share.end * PANEL);
-    long bytes = lora_bytes(lora), step = lora->outputs * bytes, width = lora->parts * lora->max_rank;
-    for (long row = share.first; row < share.last; row++) {
-        long slot = job->slots[row];
-        if (slot < 0) continue;
-        for (long part = 0, from = begin; part < lora->parts && from < end; part++) {
-            long to = min_long(end, lora->ends[part]), rank = lora->ranks[slot * lora->parts + part];
-            const float *t = job->shrunk + row * width + part * lora->max_rank;
-            for (long some; rank && from < to; from += some * LANES) {
-                some = from + LORA_VECS * LANES <= to ? LORA_VECS : 1;
-                expand_of[lora->bfloats][some > 1](t, rank, lora->b + slot * lora->max_rank * step + from * bytes, step,
-                                                   job->y + row * job->y_step + from - job->lora_column);
+    for (long i = 0; i < job->num_teams; i++) {
+        const struct team *team = job->teams + i;
+        const struct adapter *adapter = lora->slots + team->slot;
+        const float *t[LORA_ROWS], *shrunk[LORA_ROWS];
+        float *y[LORA_ROWS], *rows[LORA_ROWS];
+        long count = 0;
+        for (long r = 0; r < team->count; r++) {
+            if (team->rows[r] < share.first || team->rows[r] >= share.last) continue;
+            shrunk[count] = job->shrunk + team->rows[r] * lora->width;
+            rows[count++] = job->y + team->rows[r] * job->y_step - job->lora_column;
+        }
+        for (long from = begin, to; count && from < end; from = to) {
+            struct place place = place_of(lora, adapter, from);
+            to = min_long(end, lora->ends[place.part]);
+            if (!place.rank) continue;
+            struct place next = place_of(lora, lora->slots + team[i + 1 < job->num_teams].slot, from);
+            const char *soon = next.rank ? next.b : place.b;
+            long bytes = place.rank * (adapter->b_bfloats ? 2 : 4);
+            for (long r = 0; r < count; r++) t[r] = shrunk[r] + place.first_rank;
+            for (long at = from, some; at < to; at += some) {
+                some = at + PANEL <= to ? PANEL : LANES;
+                for (long r = 0; r < count; r++) y[r] = rows[r] + at;
+                expand_of[adapter->b_bfloats][count][some == PANEL](t, place.rank, place.b + (at - from) * bytes,
+                                                                    soon + (at - from) * bytes, y);
             }
-            from = max_long(from, to);
         }
     }
 }

@@ -50,7 +50,7 @@ struct format {
 #define GROUP (-1)
 
 /* x: the rows as the format reads them, x_step bytes apart. group: inputs that share a scale, where the format has groups.
- * planes: where they begin in a panel, in bytes. lora, or NULL, with slots, shrunk and the place of output 0 in lora's: see lora.h. */
+ * planes: where they begin in a panel, in bytes. lora, or NULL, with teams, shrunk and the place of output 0 in lora's: see lora.h. */
 struct linear {
     const struct format *format;
     const char *x, *weight;
@@ -59,9 +59,9 @@ struct linear {
     long rows, inputs, outputs, group, x_step, y_step, panel_bytes, planes[MAX_PLANES];
     int add;
     const struct lora *lora;
-    const int32_t *slots;
+    const struct team *teams;
     const float *shrunk;
-    long lora_column;
+    long num_teams, lora_column;
 };
 
 #define LINE 64 /* bytes; rows and panels begin at one */

@@ -26,7 +26,7 @@ from diptych.engine.exec.layers.linear import Linear
 from diptych.engine.exec.layers.mlp import Mlp
 from diptych.engine.exec.layers.norm import Norm
 from diptych.engine.exec.layers.rope import Rope
-from diptych.engine.exec.lora import NO_LORAS, LoraSizes, LoraSlots
+from diptych.engine.exec.lora import NO_LORAS, LayerSlots, LoraSizes
 from diptych.engine.exec.methods.base import LinearMethod, LinearWeights, LoadedLinear
 from diptych.engine.exec.models.description import ModelDescription
 from diptych.engine.exec.parallel.communicator import Communicator
@@ -136,8 +136,12 @@ class Backend(Protocol):
         """Why it cannot give the linear layers of this block slots for adapters; None: it can."""
         ...
 
-    def keep_lora(self, linear: LoadedLinear, slots: LoraSlots) -> LoadedLinear:
-        """A layer of `keep` with what its rows' adapters add. Args: slots: written in place, also while steps run."""
+    def lora_slots(self, part_outputs: tuple[int, ...], inputs: int, sizes: LoraSizes, like: Tensor) -> LayerSlots[Any]:
+        """Empty ones, for a linear layer of these sizes. Args: like: of the dtype and on the device of the computation."""
+        ...
+
+    def keep_lora(self, linear: LoadedLinear, slots: LayerSlots[Any]) -> LoadedLinear:
+        """A layer of `keep` with what its rows' adapters add. Args: slots: of lora_slots; adapters come and go there."""
         ...
 
     def place_refusal(self, place: RankPlace) -> str | None:

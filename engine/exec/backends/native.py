@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+from torch import Tensor
 
 from diptych.common.kv_format import KvFormat
 from diptych.engine.exec.backends.base import DENSE, AnyBlock, field_refusal, kv_refusal, method_refusal
@@ -11,10 +14,11 @@ from diptych.engine.exec.kv_pool import KvPool
 from diptych.engine.exec.layers.block import DecoderBlock
 from diptych.engine.exec.layers.embedding import Embedding
 from diptych.engine.exec.layers.linear import PLAIN, Linear
-from diptych.engine.exec.lora import LoraSizes, LoraSlots
+from diptych.engine.exec.lora import LayerSlots, LoraSizes
 from diptych.engine.exec.methods.base import LinearMethod, LinearWeights, LoadedLinear
 from diptych.engine.exec.models.description import ModelDescription
 from diptych.engine.exec.native.decoder import NativeRuntime
+from diptych.engine.exec.native.lora import PackedSlots
 from diptych.engine.exec.native.weights import PackedLinear, Packer
 from diptych.engine.exec.parallel.communicator import Communicator
 from diptych.engine.exec.parallel.place import RankPlace
@@ -77,8 +81,13 @@ class NativeBackend:
         """See Backend.lora_refusal. Whatever the kernels take, they take with adapters."""
         return None
 
-    def keep_lora(self, linear: LoadedLinear, slots: LoraSlots) -> LoadedLinear:
+    def lora_slots(self, part_outputs: tuple[int, ...], inputs: int, sizes: LoraSizes, like: Tensor) -> PackedSlots:
+        """See Backend.lora_slots."""
+        return PackedSlots(self._library.lanes, part_outputs, inputs, sizes, like.dtype)
+
+    def keep_lora(self, linear: LoadedLinear, slots: LayerSlots[Any]) -> LoadedLinear:
         """See Backend.keep_lora."""
+        assert isinstance(slots, PackedSlots), "what lora_slots returned"
         assert isinstance(linear, PackedLinear), "what keep returned"
         return linear.with_lora(slots)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,7 +26,7 @@ from diptych.engine.exec.kv_pool import KvPool
 from diptych.engine.exec.layers.attention import Attention
 from diptych.engine.exec.layers.block import DecoderBlock
 from diptych.engine.exec.linear import keep_linear
-from diptych.engine.exec.lora import LoraLinear, LoraSizes, LoraSlots
+from diptych.engine.exec.lora import LayerSlots, LoraLinear, LoraSizes, LoraSlots
 from diptych.engine.exec.methods.base import LinearMethod, LinearWeights, LoadedLinear, StepRows
 from diptych.engine.exec.methods.registry import METHODS
 from diptych.engine.exec.parallel.communicator import Communicator, ReducedLinear
@@ -64,8 +65,13 @@ class TorchBackend:
         """See Backend.lora_refusal. Over every method."""
         return None
 
-    def keep_lora(self, linear: LoadedLinear, slots: LoraSlots) -> LoadedLinear:
+    def lora_slots(self, part_outputs: tuple[int, ...], inputs: int, sizes: LoraSizes, like: Tensor) -> LoraSlots:
+        """See Backend.lora_slots."""
+        return LoraSlots(part_outputs, inputs, sizes, like)
+
+    def keep_lora(self, linear: LoadedLinear, slots: LayerSlots[Any]) -> LoadedLinear:
         """See Backend.keep_lora."""
+        assert isinstance(slots, LoraSlots), "what lora_slots returned"
         return LoraLinear(linear, slots)
 
     def place_refusal(self, place: RankPlace) -> str | None:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from torch import Tensor
+
 from diptych.common.kv_format import QUANTIZED_KV, KvFormat
 from diptych.engine.exec.backends.base import DENSE, AnyBlock, field_refusal, kv_refusal, method_refusal
 from diptych.engine.exec.cuda.adapted import AdaptedLinear
@@ -14,7 +18,7 @@ from diptych.engine.exec.layers.block import DecoderBlock
 from diptych.engine.exec.layers.embedding import Embedding
 from diptych.engine.exec.layers.linear import PLAIN
 from diptych.engine.exec.linear import DenseLinear, keep_linear
-from diptych.engine.exec.lora import LoraSizes, LoraSlots
+from diptych.engine.exec.lora import LayerSlots, LoraSizes, LoraSlots
 from diptych.engine.exec.methods.base import LinearMethod, LinearWeights, LoadedLinear
 from diptych.engine.exec.methods.plain import PlainWeights
 from diptych.engine.exec.parallel.communicator import Communicator
@@ -63,8 +67,13 @@ class TritonBackend:
         """See Backend.lora_refusal. Whatever the kernels take, they take with adapters."""
         return None
 
-    def keep_lora(self, linear: LoadedLinear, slots: LoraSlots) -> LoadedLinear:
+    def lora_slots(self, part_outputs: tuple[int, ...], inputs: int, sizes: LoraSizes, like: Tensor) -> LoraSlots:
+        """See Backend.lora_slots."""
+        return LoraSlots(part_outputs, inputs, sizes, like)
+
+    def keep_lora(self, linear: LoadedLinear, slots: LayerSlots[Any]) -> LoadedLinear:
         """See Backend.keep_lora."""
+        assert isinstance(slots, LoraSlots), "what lora_slots returned"
         return AdaptedLinear(linear, slots, join=not self.batch_invariant)
 
     def place_refusal(self, place: RankPlace) -> str | None:

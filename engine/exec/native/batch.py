@@ -9,6 +9,7 @@ import numpy as np
 
 from diptych.engine.exec.attention import blocks_read, check_step, row_adapters
 from diptych.engine.exec.kv_pool import KvPool
+from diptych.engine.exec.native.lora import teams_of
 from diptych.engine.messages import ScheduledSeq
 
 Ints = np.ndarray
@@ -27,6 +28,7 @@ class NativeBatch:
         max_len: tokens of the longest sequence.
         sample_rows: rows whose logits are wanted; sample_seqs: the sequence index of each.
         adapters: [num_rows] int32, the slot of each row's adapter, -1: none; None: no row has one.
+        teams: of the rows that have one, see teams_of; None: there are none.
     """
 
     order: list[int]
@@ -40,6 +42,7 @@ class NativeBatch:
     sample_seqs: list[int]
     decode_only: bool
     adapters: Ints | None
+    teams: Ints | None
 
 
 class NativeBatchBuilder:
@@ -69,7 +72,8 @@ class NativeBatchBuilder:
         entries = np.repeat(tables, counts) + positions // size
         blocks = [self._blocks(seqs, index, sizes) for index in range(len(self._pool.groups))]
         tiles_of = -(-counts // step)
-        adapters = row_adapters(seqs)
+        rows = row_adapters(seqs)
+        adapters = None if rows is None else np.array(rows, dtype=np.int32)
         offset = _ramps(tiles_of) * step  # of the tile's first row within its sequence
         tiles = np.empty((len(offset), 4), dtype=np.int64)
         tiles[:, 0] = np.repeat(first_rows, tiles_of) + offset
@@ -90,7 +94,8 @@ class NativeBatchBuilder:
             sample_rows=sample_rows,
             sample_seqs=sample_seqs,
             decode_only=len(token_ids) == len(seqs),
-            adapters=None if adapters is None else np.array(adapters, dtype=np.int32),
+            adapters=adapters,
+            teams=None if adapters is None else teams_of(adapters),
         )
 
     def _blocks(self, seqs: Sequence[ScheduledSeq], index: int, sizes: Ints) -> Ints:

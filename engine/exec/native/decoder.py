@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -14,6 +15,7 @@ from diptych.engine.exec.kv_pool import KvPool
 from diptych.engine.exec.layers.block import DecoderBlock
 from diptych.engine.exec.methods.base import PLAIN_ROWS, LoadedLinear
 from diptych.engine.exec.native.batch import NativeBatch, NativeBatchBuilder
+from diptych.engine.exec.native.lora import teams_of
 from diptych.engine.exec.native.reduction import Reduction
 from diptych.engine.exec.native.weights import PackedLinear
 from diptych.engine.exec.norm import RmsNorm
@@ -138,7 +140,8 @@ class NativeRuntime:
         x, attended = x[rows], self._buffers.attended(batch)[rows]
         step.x, step.attended, step.rows = x.data_ptr(), attended.data_ptr(), len(rows)
         adapters = None if batch.adapters is None else batch.adapters[batch.sample_rows]
-        step.slots = None if adapters is None else adapters.ctypes.data
+        teams = None if adapters is None else teams_of(adapters)
+        step.teams, step.num_teams = _teams(teams)
         self._check(library.feed_part(model, ctypes.byref(step), end))
         return x
 
@@ -167,6 +170,11 @@ def _codes(pool: KvPool) -> int:
     if group.quantized:
         return KV_CODES[group.dtype]
     return BFLOATS if group.dtype == "bfloat16" else FLOATS
+
+
+def _teams(teams: np.ndarray | None) -> tuple[int | None, int]:
+    """As a Step has them."""
+    return (None, 0) if teams is None else (teams.ctypes.data, len(teams))
 
 
 def _packed(linear: LoadedLinear) -> Weights:
@@ -275,6 +283,7 @@ class _Buffers:
         scores_step = max(_SCORES, self._tile * max_len)
         if self._scores.numel() < threads * scores_step:
             self._scores = torch.empty(threads * (scores_step + scores_step // 4))
+        teams, num_teams = _teams(batch.teams)
         return Step(
             x=x.data_ptr(),
             **{name: tensor.data_ptr() for name, tensor in self._tensors.items()},
@@ -284,7 +293,8 @@ class _Buffers:
                 *(Group(a.ctypes.data, b.ctypes.data) for a, b in zip(batch.blocks, batch.slots, strict=True))
             ),
             scores=self._scores.data_ptr(),
-            slots=None if batch.adapters is None else batch.adapters.ctypes.data,
+            teams=teams,
+            num_teams=num_teams,
             rows=rows,
             num_tiles=len(batch.tiles),
             max_len=max_len,

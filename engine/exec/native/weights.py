@@ -5,23 +5,20 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from copy import copy
-from ctypes import c_int64
-from itertools import accumulate
 
 import torch
 from torch import Tensor
 
-from diptych.engine.exec.lora import LoraSlots
 from diptych.engine.exec.methods.base import LinearWeights, StepRows
 from diptych.engine.exec.methods.gguf_blocks import decoded, half_at, q4_k_bytes
 from diptych.engine.exec.methods.gguf_kinds import KINDS
 from diptych.engine.exec.methods.plain import PlainWeights
 from diptych.engine.exec.methods.quantized import GgufParts, GgufWeights, Int4Weights, Int8Weights, unpacked
+from diptych.engine.exec.native.lora import PackedSlots, teams_of
+from diptych.engine.exec.native.narrow import as_bfloat16
 from diptych.engine.exec.parallel.communicator import Communicator
-from diptych.kernels.native.api import LORA_PARTS, HugePages, Library, Lora, Memory, WeightFormat, Weights
+from diptych.kernels.native.api import HugePages, Library, Memory, WeightFormat, Weights
 
-_CHECKED_AT_ONCE = 1 << 17
-"""Values."""
 _BIT_7 = 0x80
 """Flipped, it adds 128 to a signed byte."""
 _MIDDLE_OF_FOUR_BITS = 8
@@ -31,9 +28,9 @@ class PackedLinear:
     """y = x @ weight.T + bias on torch's number of threads. weights: what the kernels are given. communicator: to ranks that
     have the other inputs, whose sums are added; None: there are none."""
 
-    __slots__ = ("weights", "slots", "communicator", "_library", "_kept", "_next", "_lora")
+    __slots__ = ("weights", "slots", "communicator", "_library", "_kept", "_next")
     weights: Weights
-    slots: LoraSlots | None
+    slots: PackedSlots | None
     communicator: Communicator | None
 
     def __init__(
@@ -42,18 +39,18 @@ class PackedLinear:
     ) -> None:  # fmt: skip
         """Args: then: of the outputs that follow."""
         self._library, self._next = library, then
-        self.slots, self.communicator, self._lora = None, None, Lora()
+        self.slots, self.communicator = None, None
         self._kept = [tensor for tensor in (packed, bias, order) if tensor is not None]
         bias_at, order_at = (None if tensor is None else tensor.data_ptr() for tensor in (bias, order))
         next_at = None if then is None else ctypes.addressof(then.weights)
         self.weights = Weights(packed.data_ptr(), bias_at, order_at, next_at, None, kind, group, outputs)
 
-    def with_lora(self, slots: LoraSlots) -> PackedLinear:
+    def with_lora(self, slots: PackedSlots) -> PackedLinear:
         """The same layer, to whose rows the adapters in these slots add."""
         linear = copy(self)
-        linear.slots, linear._lora = slots, lora_of(slots)
+        linear.slots = slots
         linear.weights = Weights.from_buffer_copy(self.weights)
-        linear.weights.lora = ctypes.addressof(linear._lora)
+        linear.weights.lora = ctypes.addressof(slots.lora)
         return linear
 
     def reduced(self, communicator: Communicator) -> PackedLinear:
@@ -65,7 +62,7 @@ class PackedLinear:
     @property
     def shrunk_floats(self) -> int:
         """Of a row with an adapter: what Step.shrunk holds for this layer."""
-        return int(self._lora.parts * self._lora.max_rank)
+        return 0 if self.slots is None else int(self.slots.lora.width)
 
     @property
     def num_bytes(self) -> int:
@@ -78,23 +75,11 @@ class PackedLinear:
 
     def __call__(self, x: Tensor, step: StepRows) -> Tensor:
         """See LoadedLinear."""
-        slots = None if self.slots is None or step.adapters is None else step.adapters.contiguous()
+        teams = None if self.slots is None or step.adapters is None else teams_of(step.adapters.numpy())
         out = self._library.linear(
-            x.contiguous(), self.weights, self.outputs, torch.get_num_threads(), slots, self.shrunk_floats
+            x.contiguous(), self.weights, self.outputs, torch.get_num_threads(), teams, self.shrunk_floats
         )
         return out if self.communicator is None else self.communicator.all_reduce(out)
-
-
-def lora_of(slots: LoraSlots) -> Lora:
-    """As the kernels are given them. They read the slots' own memory: what is installed there is seen by the next step."""
-    a, b, ranks = slots.a, slots.b, slots.ranks
-    rows = b.transpose(1, 2)
-    assert all(tensor.is_contiguous() for tensor in (a, rows, ranks)), "kernels read whole rows"
-    _, parts, max_rank, _ = a.shape
-    ends = (c_int64 * LORA_PARTS)(*accumulate(slots.part_outputs))
-    return Lora(
-        a.data_ptr(), b.data_ptr(), ranks.data_ptr(), a.dtype == torch.bfloat16, parts, max_rank, b.shape[1], ends
-    )
 
 
 class Packer:
@@ -135,7 +120,7 @@ class Packer:
         inputs, weight = weights.weight.shape[1], weights.weight
         if weight.dtype == torch.bfloat16:
             return self._packed(WeightFormat.BF16, weight, None if weights.bias is None else weights.bias.float())
-        narrow = None if inputs % 2 else _as_bfloat16(weight)
+        narrow = None if inputs % 2 else as_bfloat16(weight)
         if narrow is None:
             return self._packed(WeightFormat.PLAIN, weight, weights.bias)
         return self._packed(WeightFormat.BFLOAT16, narrow, weights.bias, group=inputs)
@@ -170,15 +155,3 @@ def _planes(kind: str, blocks: Tensor) -> list[Tensor]:
             return [half_at(blocks, 208), blocks[..., 192:208].flatten(1)]
         case _:
             return [half_at(blocks, 0)]
-
-
-def _as_bfloat16(weight: Tensor) -> Tensor | None:
-    """None: bfloat16 does not have all values. A few rows at a time, which stay in a core's cache."""
-    narrow = torch.empty(weight.shape, dtype=torch.bfloat16)
-    some = max(1, _CHECKED_AT_ONCE // weight.shape[1])
-    for first in range(0, len(weight), some):
-        rows = slice(first, first + some)
-        narrow[rows] = weight[rows]
-        if not torch.equal(narrow[rows].float(), weight[rows]):
-            return None
-    return narrow
