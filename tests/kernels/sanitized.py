@@ -59,7 +59,8 @@ def decoder(path: Path) -> None:
             slots = LoraSlots(parts, inputs, LoraSizes(3, rank), torch.empty(0, dtype=dtype))
             for slot in range(3):
                 slots.install(slot, native_layers.random_adapter(random.Random(slot), slots, inputs, rank))
-            linear = packer(PlainWeights(torch.randn(sum(parts), inputs).to(dtype), None)).with_lora(slots)
+            linear = packer(PlainWeights(torch.randn(sum(parts), inputs).to(dtype), None))
+            linear = linear.with_lora(native_layers.packed_slots(library, slots))
             for rows in (1, 3, 37):
                 linear(torch.randn(rows, inputs), StepRows(torch.arange(rows, dtype=torch.int32).flip(0) % 4 - 1))
     library.norm(torch.randn(3, lanes), torch.randn(lanes), 1e-6)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 
@@ -11,10 +13,11 @@ from diptych.engine.exec.lora import LayerAdapter, LoraSizes, LoraSlots
 from diptych.engine.exec.methods.base import PLAIN_ROWS, StepRows
 from diptych.engine.exec.methods.plain import PlainWeights
 from diptych.engine.exec.methods.quantized import GgufParts, GgufWeights
+from diptych.engine.exec.native.lora import PackedAdapter, PackedSlots
 from diptych.engine.exec.native.weights import Packer
 from diptych.kernels.native.api import Library
 from diptych.kernels.native.build import build
-from diptych_tests.native_layers import GEMMA2, LLAMA, QWEN3, Layers, dense_delta, in_chunks
+from diptych_tests.native_layers import GEMMA2, LLAMA, QWEN3, Exact, Layers, dense_delta, in_chunks, packed_slots
 
 LENGTH = 41
 SLOTS = 4
@@ -90,7 +93,7 @@ def loaded_slots(layers, inputs, *, parts=(32, 16, 16), max_rank=16):
         a, b = torch.randn(len(parts), max(ranks), inputs), torch.randn(sum(parts), max(ranks))
         for part, rank in enumerate(ranks):
             a[part, rank:] = 0.0
-        slots.install(slot, LayerAdapter(a, b, ranks))
+        slots.install(slot, LayerAdapter(a.bfloat16().float(), b, ranks))
     return slots
 
 
@@ -100,7 +103,7 @@ def test_a_layer_of_any_width_adds_what_its_rows_adapters_say(library, inputs):
     weight, x = torch.randn(64, inputs), torch.randn(37, inputs)
     slots = loaded_slots(library, inputs)
     linear = Packer(library)(PlainWeights(weight, None))
-    changed = linear.with_lora(slots)
+    changed = linear.with_lora(packed_slots(library, slots))
     rows = torch.arange(37, dtype=torch.int32) % 4 - 1
     out = changed(x, StepRows(rows))
     for slot in range(3):
@@ -114,16 +117,54 @@ def test_a_layer_of_any_width_adds_what_its_rows_adapters_say(library, inputs):
 def test_what_is_installed_in_a_slot_is_seen_at_once_and_nothing_of_the_one_before_is_left(library):
     torch.manual_seed(0)
     weight, x, slots = torch.randn(64, 96), torch.randn(2, 96), loaded_slots(library, 96)
-    linear = Packer(library)(PlainWeights(weight, None)).with_lora(slots)
+    packed = packed_slots(library, slots)
+    linear = Packer(library)(PlainWeights(weight, None)).with_lora(packed)
     rows = StepRows(torch.zeros(2, dtype=torch.int32))
     before = linear(x, rows)
-    slots.install(0, LayerAdapter(torch.randn(3, 2, 96), torch.randn(64, 2), (2, 2, 2)))
+    other = LayerAdapter(torch.randn(3, 2, 96), torch.randn(64, 2), (2, 2, 2))
+    slots.install(0, other)
+    packed.install(0, packed.pack(other, Exact()))
     after = linear(x, rows)
     expected = x.double() @ (weight.double() + dense_delta(slots, 0)).T
     torch.testing.assert_close(after.double(), expected, atol=1e-4, rtol=1e-4)
     assert not torch.allclose(before, after)
-    slots.install(0, None)
+    packed.install(0, None)
     assert torch.equal(linear(x, rows), linear(x, PLAIN_ROWS))
+
+
+def test_an_adapter_lives_as_long_as_a_slot_points_to_it(library):
+    slots = loaded_slots(library, 96)
+    packed = packed_slots(library, slots)
+    adapter = packed.pack(LayerAdapter(torch.randn(3, 2, 96), torch.randn(64, 2), (2, 2, 2)), Exact())
+    memory = [weakref.ref(part.untyped_storage()) for part in (adapter.a, adapter.b)]
+    for slot in (1, 2):
+        packed.install(slot, adapter)
+    del adapter
+    packed.install(1, None)
+    assert all(part() is not None for part in memory)
+    packed.install(2, None)
+    assert all(part() is None for part in memory)
+
+
+def test_values_that_bfloat16_has_are_kept_in_it_with_the_same_bits(library):
+    """Of A and of B by itself: B times a scale that is no power of two needs floats."""
+    torch.manual_seed(0)
+    weight, x = torch.randn(64, 33), torch.randn(9, 33)
+    rows = StepRows(torch.arange(9, dtype=torch.int32) % 2)
+    exact_a, exact_b = torch.randn(3, 5, 33).bfloat16().float(), torch.randn(64, 5).bfloat16().float()
+    out = []
+    for a, b, size in (
+        (exact_a, exact_b, 2 + 2), (exact_a, exact_b * 1.1, 2 + 4), (exact_a * 1.1, exact_b, 4 + 2)
+    ):  # fmt: skip
+        packed = PackedSlots(library.lanes, (32, 16, 16), 33, LoraSizes(2, 5), torch.float32)
+        adapter = packed.pack(LayerAdapter(a, b, (5, 5, 5)), Exact())
+        assert adapter.a.itemsize + adapter.b.itemsize == size
+        packed.install(0, adapter)
+        packed.install(1, PackedAdapter(*(part.float() for part in (adapter.a, adapter.b)), adapter.ranks))
+        out.append(Packer(library)(PlainWeights(weight, None)).with_lora(packed)(x, rows))
+        both = Packer(library)(PlainWeights(weight, None)).with_lora(packed)(x[:1].repeat(9, 1), rows)
+        assert torch.equal(both[0], both[1]), "of bfloat16 and of floats"
+    assert not torch.equal(out[0], out[1])
 
 
 def test_parts_in_several_formats_have_one_adapter(library):
@@ -133,7 +174,7 @@ def test_parts_in_several_formats_have_one_adapter(library):
     parts = [GgufWeights("Q8_0", part.flatten(1), None) for part in blocks.split([32, 16, 16])]
     slots, x, rows = loaded_slots(library, 96), torch.randn(5, 96), torch.tensor([0, -1, 1, 1, 0], dtype=torch.int32)
     linear = Packer(library)(GgufParts(tuple(parts)))
-    added = linear.with_lora(slots)(x, StepRows(rows)) - linear(x, PLAIN_ROWS)
+    added = linear.with_lora(packed_slots(library, slots))(x, StepRows(rows)) - linear(x, PLAIN_ROWS)
     expected = torch.stack(
         [x[i].double() @ dense_delta(slots, s).T if s >= 0 else torch.zeros(64) for i, s in enumerate(rows.tolist())]
     )

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import gelu, silu
@@ -18,6 +19,7 @@ from diptych.engine.exec.lora import LayerAdapter, LoraSizes, LoraSlots
 from diptych.engine.exec.methods.base import LinearWeights
 from diptych.engine.exec.methods.plain import PlainWeights
 from diptych.engine.exec.methods.quantized import Int4Weights, Int8Weights
+from diptych.engine.exec.native.lora import PackedSlots, teams_of
 from diptych.engine.exec.native.reduction import Reduction
 from diptych.engine.exec.native.weights import Packer
 from diptych.kernels.kv_codes import dequantize
@@ -130,7 +132,8 @@ MAX_RANK = 12
 
 
 def random_adapter(rng: random.Random, slots: LoraSlots, inputs: int, max_rank: int = MAX_RANK) -> LayerAdapter:
-    """For a layer with these slots: of another rank in every part, some of which are left alone."""
+    """For a layer with these slots: of another rank in every part, some of which are left alone. Every second matrix holds
+    values of bfloat16."""
     ranks = tuple(min(max_rank, rng.choice((0, 1, 5, 8, max_rank))) for _ in slots.part_outputs)
     a, b = torch.zeros(len(ranks), max(ranks), inputs), torch.zeros(sum(slots.part_outputs), max(ranks))
     first = 0
@@ -138,7 +141,19 @@ def random_adapter(rng: random.Random, slots: LoraSlots, inputs: int, max_rank: 
         a[part, :rank] = torch.randn(rank, inputs) * inputs**-0.5
         b[first : first + outputs, :rank] = torch.randn(outputs, rank) * 0.5
         first += outputs
-    return LayerAdapter(a.to(slots.a.dtype), b.to(slots.b.dtype), ranks)
+    a, b = (rng.choice((one, one.bfloat16())).to(slots.dtype) for one in (a, b))
+    return LayerAdapter(a, b, ranks)
+
+
+def packed_slots(library: Library, slots: LoraSlots) -> PackedSlots:
+    """The same adapters on the kernels, in memory of exactly their size."""
+    sizes = LoraSizes(slots.num_slots, slots.max_rank)
+    packed = PackedSlots(library.lanes, slots.part_outputs, slots.inputs, sizes, slots.dtype)
+    for slot, ranks in enumerate(slots.ranks.tolist()):
+        if rank := max(ranks):
+            adapter = LayerAdapter(slots.a[slot, :, :rank], slots.b[slot, :, :rank], tuple(ranks))
+            packed.install(slot, packed.pack(adapter, Exact()))
+    return packed
 
 
 def dense_delta(slots: LoraSlots, slot: int) -> Tensor:
@@ -245,7 +260,7 @@ class Layers:
             kept = {name: self.method.keep(w[name], w.get(f"{name}_bias")) for name in LINEARS}
             packer = Packer(self.library, Exact())
             packed = {name: packer(weights) for name, weights in kept.items()}
-            packed |= {name: packed[name].with_lora(slots) for name, slots in loras.items()}
+            packed |= {name: packed[name].with_lora(packed_slots(self.library, slots)) for name, slots in loras.items()}
             self._shrunk = max([self._shrunk, *(linear.shrunk_floats for linear in packed.values())])
             self._kept.append((w, packed))
             for name, linear in packed.items():
@@ -369,7 +384,7 @@ class Layers:
         scores = torch.empty(threads * self.library.tile * longest)
         prepared = torch.empty(rows * self._prepared_bytes, dtype=torch.uint8)
         rows_of = [sequence.slot for sequence, count in parts for _ in range(count)]
-        adapters, shrunk = torch.tensor(rows_of, dtype=torch.int32), torch.full((rows * self._shrunk,), float("nan"))
+        teams, shrunk = teams_of(np.array(rows_of, dtype=np.int32)), torch.full((rows * self._shrunk,), float("nan"))
         numbers = [torch.tensor(values) for values in (positions, tiles, *blocks, *slots)]
         at_blocks, at_slots = numbers[2 : 2 + self.groups], numbers[2 + self.groups :]
         step = Step(
@@ -377,8 +392,9 @@ class Layers:
             (Group * self.groups)(
                 *(Group(b.data_ptr(), i.data_ptr()) for b, i in zip(at_blocks, at_slots, strict=True))
             ),
-            scores.data_ptr(), prepared.data_ptr(), adapters.data_ptr() if max(rows_of) >= 0 else None,
-            shrunk.data_ptr(), rows, len(tiles), longest, self.library.tile * longest, threads,
+            scores.data_ptr(), prepared.data_ptr(), None if teams is None else teams.ctypes.data,
+            shrunk.data_ptr(), rows, len(tiles), 0 if teams is None else len(teams), longest, self.library.tile * longest,
+            threads,
         )  # fmt: skip
         failed = self.library.layers(ctypes.byref(self._model), ctypes.byref(step), 0, len(self.features))
         if self._reduction is not None:
