@@ -65,10 +65,9 @@ class PackedSlots:
         lanes = self._lanes
         rows = torch.cat([part[:rank] for part, rank in zip(adapter.a, adapter.ranks, strict=True)])
         whole = torch.nn.functional.pad(rows, (0, 0, 0, -len(rows) % lanes))
-        vectors = [whole.view(-1, lanes, self.inputs)]
-        a = _keep(vectors, adapter.a.dtype, memory)
-        columns = zip(adapter.b.split(list(self.part_outputs)), adapter.ranks, strict=True)
-        b = _keep([part[:, :rank].reshape(-1, lanes, rank) for part, rank in columns if rank], adapter.b.dtype, memory)
+        a = _keep([whole.view(-1, lanes, self.inputs)], memory)
+        columns = zip(torch.split(adapter.b, list(self.part_outputs)), adapter.ranks, strict=True)
+        b = _keep([part[:, :rank].reshape(-1, lanes, rank) for part, rank in columns if rank], memory)
         return PackedAdapter(a, b, adapter.ranks)
 
     def install(self, slot: int, adapter: PackedAdapter | None) -> None:
@@ -83,19 +82,12 @@ class PackedSlots:
         self._adapters[slot] = adapter
 
 
-def _keep(parts: list[Tensor], dtype: torch.dtype, memory: Memory) -> Tensor:
-    """Flat, one part after the other, each transposed. parts: [vectors, lanes, ...] each."""
-    narrow = [as_bfloat16(part.flatten(1)) if dtype == torch.float32 else part for part in parts]
-    exact = all(part is not None for part in narrow)
-    size = sum(part.numel() for part in parts)
-    kept_dtype = torch.bfloat16 if exact else torch.float32
-    kept = memory.take(-(-size * kept_dtype.itemsize // FLOAT_BYTES)).view(kept_dtype)[:size]
-    first = 0
-    for part in parts:
-        to = kept[first : first + part.numel()]
-        to.view(len(part), part.shape[2], part.shape[1]).copy_(part.transpose(1, 2))
-        first += part.numel()
-    return kept
+def _keep(parts: list[Tensor], memory: Memory) -> Tensor:
+    """Flat, one part after the other, each transposed. parts: [vectors, lanes, ...] each, bfloat16 or float32."""
+    flat = torch.cat([part.transpose(1, 2).flatten() for part in parts])
+    if flat.dtype == torch.float32 and (narrow := as_bfloat16(flat[:, None])) is not None:
+        flat = narrow[:, 0]
+    return memory.take(-(-flat.nbytes // FLOAT_BYTES)).view(flat.dtype)[: len(flat)].copy_(flat)
 
 
 def teams_of(adapters: np.ndarray) -> np.ndarray | None:
