@@ -34,7 +34,7 @@ from diptych.engine.exec.backends.registry import plan_for
 from diptych.engine.exec.cuda.adapted import AdaptedLinear
 from diptych.engine.exec.kv_pool import kv_format_of
 from diptych.engine.exec.loading import PlacedModel, load_weights
-from diptych.engine.exec.lora import LayerAdapter, LoraModel, LoraSizes
+from diptych.engine.exec.lora import LayerAdapter, LoraModel, LoraSizes, LoraSlots
 from diptych.engine.exec.methods.base import LoadedLinear
 from diptych.engine.exec.model_runner import TorchModelRunner
 from diptych.engine.exec.models.registry import describe
@@ -53,6 +53,7 @@ MIXTURES: dict[str, Slots] = {
 def fill(lora: LoraModel, rank: int) -> None:
     """Every slot, with random adapters that change a layer's results by about a tenth."""
     for layer, slots in lora._layers:
+        assert isinstance(slots, LoraSlots), "a GPU's"
         for slot in range(slots.num_slots):
             a = torch.randn((len(layer.parts), rank, slots.a.shape[3]), device="cuda") * slots.a.shape[3] ** -0.5
             b = torch.randn((slots.b.shape[1], rank), device="cuda") * 0.1 * rank**-0.5
