@@ -307,10 +307,11 @@ def shared_memory_before() -> set[Path]:
 def detached_cluster(
     cluster_module: ModuleType, shared_memory_before: set[Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[object]:
-    """A third one: `up --detach` where there is nothing but IPv6. Its workers keep KV in files, and may be killed by a test
+    """A third one: `up --detach` over IPv6, where the machine has it. Its workers keep KV in files, and may be killed by a test
     that waits until they are back."""
     root = tmp_path_factory.mktemp("detached")
-    flags = ("--host", "::1", "--worker-args", f"--disk-kv-dir {root / 'kv'}")
+    host = "::1" if machine.has_ipv6() else "127.0.0.1"
+    flags = ("--host", host, "--worker-args", f"--disk-kv-dir {root / 'kv'}")
     with cluster_module.detached_cluster(root, *flags) as running:
         yield running
 

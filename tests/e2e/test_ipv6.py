@@ -13,8 +13,9 @@ from openai import OpenAI
 
 from diptych.client import AsyncClient
 from diptych_tests import waiting
+from diptych_tests.machine import NEEDS_IPV6
 
-pytestmark = pytest.mark.multiproc
+pytestmark = [pytest.mark.multiproc, NEEDS_IPV6]
 
 TICKETS = 'diptych_placement_tickets_total{outcome="finished"'
 FORCED = {"local_prefill_max_tokens": 0}

@@ -22,6 +22,7 @@ from diptych.kvtransfer.build import build_transfer
 from diptych.kvtransfer.config import TransferConfig
 from diptych.kvtransfer.wrappers.ciphers import CIPHERS
 from diptych_tests import waiting
+from diptych_tests.machine import NEEDS_IPV6
 from diptych_tests.publisher import SIZE, Publisher, all_back, comes_to_rest, in_flight, turns, until_free
 
 pytestmark = [
@@ -248,6 +249,7 @@ async def test_idle_sleeps_on_the_transports_events(publisher: Publisher, reader
     await comes_to_rest(reader, turns_a_second=100)
 
 
+@NEEDS_IPV6
 async def test_over_ipv6() -> None:
     """Issue 15, 4.12: only IPv4 was known; where an interface has both, UCX took that."""
     config = TransferConfig(transport="ucx", num_slabs=8, require_transport="ucx:tcp", host="::1")

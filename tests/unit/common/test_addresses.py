@@ -18,6 +18,7 @@ from diptych.common.errors import ConfigError
 from diptych.common.store.redis_url import connect, parse_sentinel_url
 from diptych.router.config import RouterConfig
 from diptych.worker.config import WorkerConfig
+from diptych_tests.machine import NEEDS_IPV6
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -82,6 +83,7 @@ def test_1_no_port_is_given_twice() -> None:
     assert len({free_port("127.0.0.1") for _ in range(1000)}) == 1000
 
 
+@NEEDS_IPV6
 def test_ports_of_the_right_family() -> None:
     port = free_port("::1")
     require_free_port("http_port", "::1", port)
@@ -92,9 +94,9 @@ def test_ports_of_the_right_family() -> None:
 @pytest.mark.parametrize(
     ("host", "loopback", "url"),
     [
-        ("::1", "::1", "http://[::1]:8000"),
-        ("::", "::1", "http://[::1]:8000"),
-        ("fd00::2", "::1", "http://[fd00::2]:8000"),
+        pytest.param("::1", "::1", "http://[::1]:8000", marks=NEEDS_IPV6),
+        pytest.param("::", "::1", "http://[::1]:8000", marks=NEEDS_IPV6),
+        pytest.param("fd00::2", "::1", "http://[fd00::2]:8000", marks=NEEDS_IPV6),
         ("127.0.0.1", "127.0.0.1", "http://127.0.0.1:8000"),
         ("0.0.0.0", "127.0.0.1", "http://127.0.0.1:8000"),
     ],

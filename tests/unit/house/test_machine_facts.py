@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from diptych_tests import machine
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -54,6 +56,16 @@ def test_a_failure_names_vectors_compiler_cores_and_load(tmp_path):
         "(1, 5, 15 minutes)",
     ):
         assert said.count(words) == 2, said
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or shutil.which("unshare") is None, reason="needs root and util-linux")
+def test_15_a_machine_without_ipv6_is_known_and_named():
+    """Tests that need it are left out there, and the detached cluster uses IPv4."""
+    program = "from diptych_tests import machine; print(machine.has_ipv6(), 'no IPv6' in machine.facts())"
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = ["unshare", "--net", sys.executable, "-P", "-c", program]  # a network whose loopback is not up
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300, check=True)
+    assert done.stdout.split() == ["False", "True"]
 
 
 def test_the_compiler_is_named_with_its_version(compiler):

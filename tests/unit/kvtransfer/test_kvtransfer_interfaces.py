@@ -9,6 +9,7 @@ import pytest
 from diptych.common.addresses import is_loopback
 from diptych.common.errors import ConfigError
 from diptych.kvtransfer.fabric.net_interfaces import interface_of, numeric, why_unreachable
+from diptych_tests.machine import NEEDS_IPV6
 
 
 @pytest.mark.parametrize(
@@ -54,6 +55,7 @@ def test_the_interface_of_an_address() -> None:
             interface_of(host)
 
 
+@NEEDS_IPV6
 def test_the_interface_of_an_ipv6_address() -> None:
     """Issue 15, 4.12: only IPv4 was known."""
     assert numeric("::1") == "::1"
