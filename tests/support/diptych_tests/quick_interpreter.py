@@ -201,6 +201,17 @@ def _operands(interpreter, core) -> Iterator[Part]:
             constants[key] = constant(self, value, dtype)
         return constants[key]
 
+    def to_tensor(self, x, check_type=True):
+        return x if type(x) is tensor else convert(self, x, check_type)
+
+    def cast_to(self, value, dst_ty, fp_downcast_rounding=None):
+        if type(dst_ty) is core.dtype and value.dtype.name == dst_ty.name:
+            return value
+        return cast(self, value, dst_ty, fp_downcast_rounding)
+
+    convert, cast = semantic.to_tensor, semantic.cast
+    yield semantic, "to_tensor", to_tensor
+    yield semantic, "cast", cast_to
     yield semantic, "binary_op_type_checking_impl", checked
     yield semantic, "broadcast_impl_value", broadcast_value
     yield semantic, "scalar_constant", scalar_constant
