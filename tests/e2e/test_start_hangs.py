@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,6 +17,7 @@ import pytest
 
 from diptych.cli.up.processes import free_port
 from diptych.common import child
+from diptych_tests.waiting import wait_until
 
 pytestmark = pytest.mark.multiproc
 DEADLINE_S = 300.0
@@ -95,13 +95,6 @@ def gate(tmp_path: Path) -> Path:
     return folder
 
 
-def wait_until(condition, what: str) -> None:
-    until = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < until, what
-        time.sleep(0.02)
-
-
 def below(folder: Path) -> list[psutil.Process]:
     """Every running process whose environment names the folder, whatever its parent."""
     found = []
@@ -132,10 +125,10 @@ def starting(cluster_module, model: Path, gate: Path, state: str, *flags: str) -
         process = child.start(command, env=env, stdout=log, stderr=log, new_session=True)
     try:
         held = [gate / f"{role}.pid" for role in ("prefill", "decode")]
-        wait_until(lambda: all(path.exists() and path.read_text() for path in held), "children are held")
+        wait_until(lambda: all(path.exists() and path.read_text() for path in held), what="children are held")
         yield process
         process.wait(timeout=DEADLINE_S)
-        wait_until(lambda: not below(gate), f"left behind: {below(gate)}")
+        wait_until(lambda: not below(gate), what=f"left behind: {below(gate)}")
     finally:
         for left in (process, *below(gate)):
             left.kill()
@@ -170,7 +163,7 @@ def test_2_8_a_start_that_is_too_late_leaves_nothing(cluster_module, model: Path
 
 def test_2_8_a_first_answer_that_never_comes_does_not_make_up_deaf(cluster_module, model: Path, gate: Path) -> None:
     with starting(cluster_module, model, gate, "ready", "--startup-timeout-s", "6000") as up:
-        wait_until((gate / "asked").exists, "the first answer is asked for")
+        wait_until((gate / "asked").exists, what="the first answer is asked for")
         up.send_signal(signal.SIGTERM)
         assert up.wait(timeout=DEADLINE_S) == 143
     assert only_logs(gate)
@@ -195,7 +188,7 @@ def test_23_a_server_that_still_loads_its_model_ends_at_once(cluster_module, mod
     command = [sys.executable, "-P", "-m", "diptych.cli", "serve", "--model", str(model), *ports]
     with log.open("wb") as output, child.start(command, env=env, stdout=output, stderr=output) as process:
         try:
-            wait_until(lambda: process.poll() is not None or "loading the model" in log.read_text(), "it loads")
+            wait_until(lambda: process.poll() is not None or "loading the model" in log.read_text(), what="it loads")
             process.send_signal(signal.SIGTERM)
             assert process.wait(DEADLINE_S) == 143, log.read_text()
         finally:
