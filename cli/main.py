@@ -21,7 +21,7 @@ from diptych.cli.keys import app as keys_app
 from diptych.cli.router_access import TLS_CA, TLS_SERVER_NAME, router_access
 from diptych.cli.settings.help import run_app
 from diptych.cli.settings.option_sources import add_layers
-from diptych.cli.settings.options import add_settings_command
+from diptych.cli.settings.options import add_settings_command, build_only, not_built
 from diptych.common.errors import ConfigError, DiptychError
 from diptych.common.extras import install_command
 from diptych.common.paths import run_dir
@@ -171,7 +171,7 @@ def build_app(only: str | None = None) -> typer.Typer:
     """The commands. Building those with many flags takes most of the time.
 
     Args:
-        only: the command that will run: other commands with settings get only name and help. None: build all fully.
+        only: the command that will run: others get only name and help. None: build all fully.
     """
     app = typer.Typer(
         name="diptych",
@@ -186,24 +186,22 @@ def build_app(only: str | None = None) -> typer.Typer:
         if only is None or only == name:
             add(app, text)
         else:
-            app.command(name, help=text)(_not_built)
+            app.command(name, help=text)(not_built)
     explain.register(app)
     move.register(app)
     observe.register(app)
     quantize.register(app)
     _register_small(app)
-    add_layers(app, LAYERED)
+    add_layers(app, LAYERED if not only else LAYERED & {only})
     app.add_typer(keys_app)
     app.add_typer(cache_app)
     app.add_typer(adapters_app)
+    if only:
+        build_only(app, only)
     return app
 
 
 LAYERED = frozenset({"chat", "explain", "what-if", "doctor", "top", "role", "move", "capacity"})
-
-
-def _not_built() -> None:
-    raise AssertionError("only the selected command is built")
 
 
 def _register_small(app: typer.Typer) -> None:
@@ -335,7 +333,7 @@ def _register_small(app: typer.Typer) -> None:
         """Print the version; so does --version."""
         _print_version()
 
-    app.command("bench", help=BENCH_HELP)(_not_built)  # a tree of its own: see main
+    app.command("bench", help=BENCH_HELP)(not_built)  # a tree of its own: see main
 
 
 def _print_version() -> None:

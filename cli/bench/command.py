@@ -14,6 +14,7 @@ from diptych.cli import BENCH_HELP
 from diptych.cli.bench.options import add_bench_command
 from diptych.cli.settings.help import HELP_FLAGS
 from diptych.cli.settings.option_sources import add_layers
+from diptych.cli.settings.options import build_only, not_built
 from diptych.common.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -147,8 +148,7 @@ _LOAD_COMMANDS: Mapping[str, tuple[str, Callable[[typer.Typer, str], None]]] = {
 
 
 def build_app(only: str | None = None) -> typer.Typer:
-    """The commands. `only`: the command that will run: other commands with many flags get only name and help. None:
-    build all fully."""
+    """The commands. `only`: the command that will run: others get only name and help. None: build all fully."""
     app = typer.Typer(
         name="bench",
         help=BENCH_HELP,
@@ -161,9 +161,11 @@ def build_app(only: str | None = None) -> typer.Typer:
         if only is None or only == name:
             add(app, text)
         else:
-            app.command(name, help=text)(_not_built)
+            app.command(name, help=text)(not_built)
     _register_small(app)
-    add_layers(app, group="bench")
+    add_layers(app, {only} if only else None, group="bench")
+    if only:
+        build_only(app, only)
     return app
 
 
@@ -178,10 +180,6 @@ def _from_checkout(name: str) -> Any:
             "error: this benchmark is part of a checkout of the project, not of the installed package", file=sys.stderr
         )
         raise typer.Exit(2) from None
-
-
-def _not_built() -> None:
-    raise AssertionError("only the selected command is built")
 
 
 def _register_small(app: typer.Typer) -> None:

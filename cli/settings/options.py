@@ -43,6 +43,32 @@ def field_help(cls: type) -> dict[str, str]:
     return found
 
 
+def not_built() -> None:
+    raise AssertionError("only the selected command is built")
+
+
+def build_only(app: typer.Typer, name: str) -> None:
+    """Of commands and groups other than `name` only name and help remain: to describe every flag of all takes longer than to run
+    one. Nothing changes where there is no `name`."""
+    groups = {_name_of(info): info for info in app.registered_groups}
+    commands = {_name_of(info): info for info in app.registered_commands}
+    if name not in groups and name not in commands:
+        return
+    for other, command in commands.items():
+        if other != name:
+            command.help = command.help or inspect.getdoc(command.callback)
+            command.name, command.callback = other, not_built
+    app.registered_groups[:] = [groups.pop(name)] if name in groups else []
+    for other, group in groups.items():
+        app.command(other, help=group.typer_instance.info.help if group.typer_instance else "")(not_built)
+
+
+def _name_of(info: Any) -> str:
+    """Of a command, or of a group."""
+    group = getattr(info, "typer_instance", None)
+    return str(info.name or (group.info.name if group else info.callback.__name__.replace("_", "-")))
+
+
 def add_settings_command(
     app: typer.Typer,
     name: str,

@@ -14,6 +14,8 @@ import typer.main
 
 from diptych.cli import main
 from diptych.cli.bench import command as bench
+from diptych.cli.settings.help import help_text
+from diptych.cli.settings.options import not_built
 
 ROOT = Path(__file__).resolve().parents[3]
 PAGES = [
@@ -87,3 +89,13 @@ def test_5_8_the_readme_names_the_pages_and_commands_that_show_a_cluster() -> No
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     assert "`/status`" in readme
     assert {"top", "doctor", "explain"} <= {call.split()[0] for call in calls(readme) if call}
+
+
+@pytest.mark.parametrize("only", ["chat", "up", "keys", "bench"])
+def test_where_one_command_is_built_the_others_are_listed_as_before(only: str) -> None:
+    whole, one = (main.build_app(name) for name in (None, only))
+    assert help_text(one, "diptych", ["--help"]) == help_text(whole, "diptych", ["--help"])
+    assert help_text(one, "diptych", [only, "--help"]) == help_text(whole, "diptych", [only, "--help"])
+    others = [command.name for command in one.registered_commands if command.callback is not_built]
+    assert only not in others or only == "bench"
+    assert len(others) > 20
