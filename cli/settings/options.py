@@ -48,8 +48,8 @@ def not_built() -> None:
 
 
 def build_only(app: typer.Typer, name: str) -> None:
-    """Of commands and groups other than `name` only name and help remain: to describe every flag of all takes longer than to run
-    one. Nothing changes where there is no `name`."""
+    """Of commands other than `name` only name and help remain, and of groups if it is none of them: to describe every flag of all
+    takes longer than to run one. Nothing changes where there is no `name`."""
     groups = {_name_of(info): info for info in app.registered_groups}
     commands = {_name_of(info): info for info in app.registered_commands}
     if name not in groups and name not in commands:
@@ -58,7 +58,9 @@ def build_only(app: typer.Typer, name: str) -> None:
         if other != name:
             command.help = command.help or inspect.getdoc(command.callback)
             command.name, command.callback = other, not_built
-    app.registered_groups[:] = [groups.pop(name)] if name in groups else []
+    if name in groups:
+        return
+    app.registered_groups.clear()
     for other, group in groups.items():
         app.command(other, help=group.typer_instance.info.help if group.typer_instance else "")(not_built)
 
