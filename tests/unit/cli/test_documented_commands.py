@@ -98,4 +98,4 @@ def test_where_one_command_is_built_the_others_are_listed_as_before(only: str) -
     assert help_text(one, "diptych", [only, "--help"]) == help_text(whole, "diptych", [only, "--help"])
     others = [command.name for command in one.registered_commands if command.callback is not_built]
     assert only not in others or only == "bench"
-    assert len(others) > 20
+    assert len(others) >= len(one.registered_commands) - 1
