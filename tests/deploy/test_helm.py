@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -49,12 +50,21 @@ def helm(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([str(HELM), *arguments], capture_output=True, text=True, timeout=300)
 
 
-def render(*values: str) -> dict[tuple[str, str], dict[str, Any]]:
-    """Objects by (kind, name without the release)."""
+@cache
+def rendered(*values: str) -> str:
     flags = [flag for value in values for flag in ("--set", value)]
     done = helm("template", "one", str(CHART), "--namespace", "serving", *flags)
     assert done.returncode == 0, done.stderr
-    objects = [each for each in yaml.safe_load_all(done.stdout) if each]
+    return done.stdout
+
+
+LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+"""The one in C takes a tenth of the time."""
+
+
+def render(*values: str) -> dict[tuple[str, str], dict[str, Any]]:
+    """Objects by (kind, name without the release)."""
+    objects = [each for each in yaml.load_all(rendered(*values), LOADER) if each]  # noqa: S506
     return {(each["kind"], each["metadata"]["name"].removeprefix("one-diptych").strip("-")): each for each in objects}
 
 
