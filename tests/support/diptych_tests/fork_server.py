@@ -11,6 +11,7 @@ folder and descriptors that it is given and no others, and a session of its own.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import gc
@@ -200,6 +201,7 @@ def server() -> ForkServer:
     global _server
     if _server is None or _server.process.poll() is not None:
         _server = ForkServer()
+        atexit.register(_server.close)
     return _server
 
 

@@ -29,9 +29,10 @@ HISTORY = ("docs/faults-fixed.md",)
 """Its symptoms name files as they were; the tests that it names are checked in test_faults_page.py."""
 
 
-def tracked() -> list[str]:
-    listing = subprocess.run(["git", "ls-files"], cwd=ROOT, check=True, capture_output=True, text=True, timeout=300)
-    return listing.stdout.splitlines()
+def files_of_the_repository() -> list[str]:
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
+    listing = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True, timeout=300)
+    return [file for file in listing.stdout.splitlines() if (ROOT / file).is_file()]
 
 
 def comments_and_docstrings(source: str) -> Iterator[tuple[int, str]]:
@@ -73,7 +74,7 @@ def wrong(file: str, source: str, known: set[str]) -> Iterator[str]:
 
 
 def test_15_6_3_every_file_that_is_referred_to_is_there() -> None:
-    files = tracked()
+    files = files_of_the_repository()
     sources = {file: (ROOT / file).read_text(encoding="utf-8") for file in prose(files)}
     assert sum(len(REFERENCE.findall(source)) for source in sources.values()) > 1000, "the search finds nothing"
     known = endings(files)
