@@ -7,6 +7,8 @@
 #include "bf16.h"
 #include "grouped.h"
 #include "lora.h"
+#include "narrow.h"
+#include "pack.h"
 
 #define EXPORT __attribute__((visibility("default")))
 #define NORM_ROWS 16
@@ -15,7 +17,7 @@ enum activation { SILU, GELU_TANH };
 
 enum weight_format { WEIGHTS_PLAIN, WEIGHTS_BFLOAT16, WEIGHTS_INT8, WEIGHTS_BF16 = 9 }; /* the others have groups */
 static const struct format *const formats[] = {
-    &plain_format, &bfloat_format, &int8_format, &int4_format, &q8_0_format, &q5_0_format, &q4_1_format, &q4_k_format, &q6_k_format,
+    &plain_format, &narrow_format, &int8_format, &int4_format, &q8_0_format, &q5_0_format, &q4_1_format, &q4_k_format, &q6_k_format,
     &bf16_format,
 };
 
@@ -115,7 +117,7 @@ static void norm_run(const struct norm *job, int num_threads) {
 
 /* Bytes of a row of x as a format reads it. */
 INLINE long row_bytes(long format, long inputs, long group) {
-    if (format == WEIGHTS_PLAIN) return inputs * 4;
+    if (format == WEIGHTS_PLAIN || format == WEIGHTS_BFLOAT16) return inputs * 4;
     if (format == WEIGHTS_BF16) return bf16_row_bytes(inputs);
     return format == WEIGHTS_INT8 ? int8_row_bytes(inputs) : grouped_row_bytes(inputs, group);
 }
@@ -143,7 +145,7 @@ static void prepare_task(const void *context, long task, int thread) {
         char *to = rows->prepared + r * job->step;
         if (w->format == WEIGHTS_BF16) round_row(from, rows->inputs, to);
         else if (w->format == WEIGHTS_INT8) quantize_row(from, rows->inputs, to);
-        else group_row(from, w->order, rows->inputs, w->group, w->format != WEIGHTS_BFLOAT16, to);
+        else fix_row(from, w->order, rows->inputs, w->group, formats[w->format]->grouped->middle, to);
     }
 }
 
@@ -158,7 +160,7 @@ static struct linear linear_of(const struct weights *w, const struct rows *rows,
     };
     job.panel_bytes = lay_out_panel(format, rows->inputs, w->group, job.planes);
     struct preparation preparation = {w, rows, job.lora, job.x_step, job.lora ? num_shrinks(job.lora, rows) : 0};
-    int prepares = w->format != WEIGHTS_PLAIN;
+    int prepares = w->format != WEIGHTS_PLAIN && w->format != WEIGHTS_BFLOAT16;
     long tasks = preparation.shrinks + (prepares ? ceil_div(rows->count, NORM_ROWS) : 0);
     if (tasks) run_tasks(prepare_task, &preparation, tasks, rows->threads);
     if (prepares) job.x = rows->prepared;

@@ -18,6 +18,7 @@
 
 typedef uint32_t word __attribute__((vector_size(LANES * 4)));
 typedef int8_t bytes __attribute__((vector_size(LANES)));
+typedef int8_t bytes_unaligned __attribute__((vector_size(LANES), aligned(1), may_alias));
 typedef uint32_t word_unaligned __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
 INLINE word load_words(const char *from) { return *(const word_unaligned *)from; }
 INLINE word spread_word(uint32_t value) { return value - (word){0}; }

@@ -32,8 +32,8 @@ typedef void (*tile_function)(const struct linear *job, long row, const char *we
 /* How weights are kept, and which tiles go over them. A panel has the codes of its inputs, and behind them the planes.
  *
  * single    by the number of rows, with one panel; twice: up to 3 rows, with two. height: rows of a tile at most
- * grouped   see grouped.h; the tiles are its own then
- * rows      computes rows [first, last) against panels [p, end), where the format has yet other tiles
+ * rows      computes rows [first, last) against panels [p, end), where the format has tiles of its own
+ * grouped   see grouped.h
  * bits      of an input; it is kept in whole groups of `whole` inputs
  * planes    scales and the like: bytes of one, and the inputs that share it; 0 for all, or GROUP for those of a group
  */
@@ -178,15 +178,9 @@ INLINE long max_long(long a, long b) { return a > b ? a : b; }
 INLINE long num_panels(long outputs) { return ceil_div(outputs, PANEL); }
 INLINE long group_panels(const struct linear *job) { return max_long(2, GROUP_BYTES / job->panel_bytes & ~1L); }
 
-static void grouped_rows(const struct linear *job, long first, long last, long p, long end);
-
 /* Rows [first, last) against panels [p, end). Tiles are of like height: 8 rows are 4 + 4, not 6 + 2. The tiles of a panel share
  * out the asking for the next one, so that memory works while they compute; behind the last one comes `then`. */
 static void some_rows(const struct linear *job, long first, long last, long p, long end, const char *then) {
-    if (job->format->grouped) {
-        grouped_rows(job, first, last, p, end);
-        return;
-    }
     if (job->format->rows) {
         job->format->rows(job, first, last, p, end);
         return;

@@ -21,6 +21,8 @@ from diptych.kernels.native.api import HugePages, Library, Memory, WeightFormat,
 
 _BIT_7 = 0x80
 """Flipped, it adds 128 to a signed byte."""
+_SIGN_BITS = {"Q8_0": 0x80, "Q5_0": 0x10, "Q6_K": 0x20, "Q4_1": 0, "Q4_K": 0}
+"""Of codes that have a sign: flipped, all are above 0."""
 _MIDDLE_OF_FOUR_BITS = 8
 
 
@@ -130,17 +132,17 @@ class Packer:
         order = None if weights.order is None else weights.order.contiguous()
         return self._packed(
             WeightFormat.INT4, unpacked(weights.codes), weights.bias, planes=planes, group=weights.group_size,
-            flip=_MIDDLE_OF_FOUR_BITS, order=order,
+            order=order,
         )  # fmt: skip
 
     def _gguf(self, weights: GgufWeights, then: PackedLinear | None = None) -> PackedLinear:
         kind, blocks = KINDS[weights.kind], weights.blocks
         codes, *_ = decoded(weights.kind, blocks)
         planes = _planes(weights.kind, torch.unflatten(blocks, 1, (-1, kind.size_bytes)))
-        flip = _MIDDLE_OF_FOUR_BITS if weights.kind in ("Q4_1", "Q4_K") else 0
         return self._packed(
-            WeightFormat[weights.kind], codes, weights.bias, planes=planes, group=kind.group, flip=flip, then=then
-        )
+            WeightFormat[weights.kind], codes, weights.bias, planes=planes, group=kind.group,
+            flip=_SIGN_BITS[weights.kind], then=then,
+        )  # fmt: skip
 
 
 def _planes(kind: str, blocks: Tensor) -> list[Tensor]:

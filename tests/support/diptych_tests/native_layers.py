@@ -105,6 +105,20 @@ def int4_of(weight: Tensor, group: int, *, order: Tensor | None = None) -> Int4W
     return Int4Weights(packed, scales, zeros.to(torch.uint8), group, None if order is None else order.int(), None)
 
 
+def in_fixed_point(x: Tensor, group: int) -> Tensor:
+    """Rows as they meet weights with groups, float64: in each stretch of a group multiples of a power of two, of which the
+    largest value has 15 bits."""
+    out = torch.empty(x.shape, dtype=torch.float64)
+    for first in range(0, x.shape[1], group):
+        for begin in range(first, first + group, 128):
+            span = slice(begin, min(begin + 128, first + group))
+            most = x[:, span].double().abs().amax(1, keepdim=True)
+            factor = 2.0 ** (15 - torch.frexp(most).exponent.double())
+            factor = torch.where(most * factor > 127 * 256 + 127, factor / 2, factor)
+            out[:, span] = (x[:, span].double() * factor).round() / factor
+    return out
+
+
 def int4_product(x: Tensor, weights: Int4Weights) -> Tensor:
     """In float64."""
     codes = torch.stack((weights.codes & 15, weights.codes >> 4), -1).flatten(1).double()
