@@ -38,7 +38,7 @@ PIP := $(BIN)/python -m pip --quiet
 STEP := .ci/with_progress.sh
 PROTO_SOURCES := $(wildcard proto/diptych/rpc/v1/*.proto)
 
-.PHONY: help check sdk-reference test test-full test-hostile up down proto model golden adapters golden-adapters chaos chaos-kill chaos-kill-ranks redis-away soak sim fuzz audit sdk-wheel bench quality bench-router bench-beside bench-overload bench-overload-http bench-router-processes bench-peers bench-engine bench-quantized bench-lora bench-kv bench-vllm test-gpu bench-gpu bench-gpu-batch-invariant bench-gpu-pair bench-gpu-http bench-gpu-vllm wheels wheels-gpu secrets images charts test-clients test-containers clean
+.PHONY: help check sdk-reference test test-full test-hostile up down proto model golden adapters golden-adapters chaos chaos-kill chaos-kill-ranks redis-away soak sim fuzz audit sdk-wheel bench quality bench-router bench-beside bench-overload bench-overload-http bench-router-processes bench-peers bench-engine bench-quantized bench-llamacpp bench-lora bench-kv bench-vllm test-gpu bench-gpu bench-gpu-batch-invariant bench-gpu-pair bench-gpu-http bench-gpu-vllm wheels wheels-gpu secrets images charts test-clients test-containers clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 27
@@ -163,6 +163,15 @@ bench-kv: $(VENV)/.dev model ## the hand-off: transports on loopback, what of a 
 	@UCX_TLS=tcp,self $(BIN)/python -P -m diptych.bench.kvtransfer.loopback --transport nixl --out bench-out/loopback-nixl-tcp.json $(ARGS)
 	@$(BIN)/python -P -m diptych.bench.kvtransfer.handoff exposed --out bench-out/handoff-exposed
 	@$(BIN)/python -P -m diptych.bench.kvtransfer.handoff cancelled --out bench-out/handoff-cancelled
+
+# The same for llama.cpp and the default model's GGUF file (250 MB).
+LLAMACPP_ENV ?= /tmp/diptych-llamacpp
+$(LLAMACPP_ENV)/.ready:
+	@bench/peers/setup_llamacpp.sh $(LLAMACPP_ENV)
+	@touch $@
+
+bench-llamacpp: $(VENV)/.dev $(LLAMACPP_ENV)/.ready ## llama.cpp on the CPU beside ours with the same GGUF files and threads, in turns; LLAMACPP_ENV= its environment
+	@$(BIN)/python -P -m diptych.bench.peers.llamacpp $(LLAMACPP_ENV) $(ARGS)
 
 # Where vLLM for the CPU is installed: a virtual environment of its own, outside this checkout (made at the first call, 4 GB).
 VLLM_ENV ?= /tmp/diptych-vllm

@@ -26,6 +26,7 @@ BENCHMARKS: dict[str, Benchmark] = {
     "quantized": Benchmark(
         "engine.quantized", "decode with quantized weights on the CPU beside float32", "bench-quantized"
     ),
+    "llamacpp": Benchmark("peers.llamacpp", "our engine beside llama.cpp with the same GGUF files", "bench-llamacpp"),
     "lora": Benchmark("engine.lora", "adapters beside the base model, over HTTP", "bench-lora"),
     "dtypes": Benchmark("engine.dtypes", "our engine in float32 and in bfloat16, in turns"),
     "scheduler": Benchmark("engine.scheduler", "a step of the scheduler, by the number of sequences"),

@@ -2,7 +2,7 @@
  *
  * A group is taken in stretches of at most STRETCH inputs. Over a stretch a row is held in fixed point, as integers of 16 bits with a
  * power of two for a unit, so that its largest value has 15 of them. Products with codes are then integers, added up exactly: every
- * instruction set, every width and any company has the same sums. A result is, stretch after stretch,
+ * instruction set, every width and any company have the same sums. A result is, stretch after stretch,
  *
  *     y += (sum of x) * offset      y += (sum of x * code) * (unit * scale)
  *

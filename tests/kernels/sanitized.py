@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support"))
 from diptych.common.kv_format import Shard
 from diptych.engine.exec.lora import LoraSizes, LoraSlots
 from diptych.engine.exec.methods.base import StepRows
+from diptych.engine.exec.methods.gguf_kinds import KINDS
 from diptych.engine.exec.methods.plain import PlainWeights
 from diptych.engine.exec.methods.quantized import Int8Weights
 from diptych.engine.exec.native.weights import Packer
@@ -53,6 +54,11 @@ def decoder(path: Path) -> None:
         for order in (None, torch.randperm(inputs)):
             linear = packer(native_layers.int4_of(torch.randn(outputs, inputs), group, order=order))
             for rows in (1, 3, 4, 100):
+                library.linear(torch.randn(rows, inputs), linear.weights, outputs, 2)
+    for kind in KINDS:
+        for outputs, inputs in ((1, 256), (library.panel + 1, 512)):
+            linear = packer(native_layers.gguf_of(kind, outputs, inputs))
+            for rows in (1, 3, 13):
                 library.linear(torch.randn(rows, inputs), linear.weights, outputs, 2)
     for parts, inputs, rank in (((lanes,), 1, 1), ((5 * lanes, lanes, 2 * lanes), 33, 11), ((lanes, lanes), 16, 8)):
         for dtype in (torch.float32, torch.bfloat16):

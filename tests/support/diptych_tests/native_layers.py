@@ -17,8 +17,9 @@ from diptych.common.kv_format import Shard
 from diptych.engine.exec.layers.linear import PLAIN
 from diptych.engine.exec.lora import LayerAdapter, LoraSizes, LoraSlots
 from diptych.engine.exec.methods.base import LinearWeights
+from diptych.engine.exec.methods.gguf_kinds import KINDS
 from diptych.engine.exec.methods.plain import PlainWeights
-from diptych.engine.exec.methods.quantized import Int4Weights, Int8Weights
+from diptych.engine.exec.methods.quantized import GgufWeights, Int4Weights, Int8Weights
 from diptych.engine.exec.native.lora import PackedSlots, teams_of
 from diptych.engine.exec.native.reduction import Reduction
 from diptych.engine.exec.native.weights import Packer
@@ -103,6 +104,19 @@ def int4_of(weight: Tensor, group: int, *, order: Tensor | None = None) -> Int4W
     codes = (groups / scales[..., None] + zeros[..., None]).round().clamp(0, 15).flatten(1).to(torch.uint8)
     packed = codes[:, ::2] | codes[:, 1::2] << 4
     return Int4Weights(packed, scales, zeros.to(torch.uint8), group, None if order is None else order.int(), None)
+
+
+GGUF_HALVES = {"Q8_0": (0,), "Q5_0": (0,), "Q4_1": (0, 2), "Q4_K": (0, 2), "Q6_K": (208,)}
+"""Where the float16 of a block begin."""
+
+
+def gguf_of(kind: str, outputs: int, inputs: int) -> GgufWeights:
+    """Random blocks with scales of a common size."""
+    facts = KINDS[kind]
+    blocks = torch.randint(0, 256, (outputs, inputs // facts.weights, facts.size_bytes), dtype=torch.uint8)
+    for at in GGUF_HALVES[kind]:
+        blocks[..., at : at + 2] = (torch.rand(blocks.shape[:2]) + 0.5).half()[..., None].view(torch.uint8)
+    return GgufWeights(kind, blocks.flatten(1), torch.randn(outputs))
 
 
 def in_fixed_point(x: Tensor, group: int) -> Tensor:
