@@ -7,8 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 LINT = Path(sys.executable).with_name("lint-imports")
 VIOLATIONS = [
     ("common/ids.py", "import diptych.rpc.v1.types_pb2", "common imports no other package"),
@@ -28,10 +26,11 @@ def test_tree_keeps_its_contracts(tree: Path):
     assert result.returncode == 0, result.stdout[-3000:]
 
 
-@pytest.mark.parametrize(("file", "line", "contract"), VIOLATIONS)
-def test_violation_is_found(tree: Path, file: str, line: str, contract: str):
-    path = tree / file
-    path.write_text(f"{path.read_text()}\n{line}\n")
+def test_violations_are_found(tree: Path):
+    for file, line, _ in VIOLATIONS:
+        path = tree / file
+        path.write_text(f"{path.read_text()}\n{line}\n")
     result = lint(tree)
     assert result.returncode != 0
-    assert f"{contract} BROKEN" in " ".join(result.stdout.split())
+    said = " ".join(result.stdout.split())
+    assert [contract for _, _, contract in VIOLATIONS if f"{contract} BROKEN" not in said] == []
