@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import gc
 import math
 import random
 from collections.abc import Callable, Collection, Sequence
@@ -118,6 +119,7 @@ def run(
 ) -> list[Outcome]:
     """A client sends a request up to ATTEMPTS times; it waits Retry-After, and up to half as long again. Clients that came
     before `surge_ends` are gone then: they send nothing any more."""
+    gc.collect()  # the simulation before refers to itself and has large tables: those of all loads were 1.5 GB
     config = dataclasses.replace(CONFIG, admission=admission, max_ttft_s=load.target_s)
     sent: dict[int, int] = {}
 
