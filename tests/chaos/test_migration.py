@@ -45,9 +45,8 @@ ASK: dict[str, Any] = {
     "prompt": PROMPT, "max_tokens": NUM_TOKENS, "temperature": 1.0, "seed": 11, "ignore_eos": True, "explain": True,
     "local_prefill_max_tokens": 0,
 }  # fmt: skip
-LIST_OF_WORDS = """
-root ::= word " " word " " word " " word " " word " " more
-more ::= word " " word " " word " " word " " word " " word " " word " " word " " word " " word " " word " " word "."
+LIST_OF_WORDS = f"""
+root ::= {' " " '.join(25 * ["word"])} "."
 word ::= "red" | "green" | "blue" | "tall" | "small" | "old" | "new"
 """
 WORD = "(red|green|blue|tall|small|old|new)"
