@@ -29,7 +29,8 @@ async def test_who_leaves_is_counted_on_both_sides(gated_cluster, gates, fresh_p
         gates.hold(gated_cluster, "decode-0", after_steps=20)
         try:
             async with http.stream("POST", path, json=BODY | {"prompt": fresh_prompt(40)}) as answer:
-                await anext(answer.aiter_lines())
+                lines = answer.aiter_lines()  # kept: one that nobody holds is closed, and the answer with it
+                await anext(lines)
                 await gates.wait_held("decode-0")
         finally:
             gates.open("decode-0")
