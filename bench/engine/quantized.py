@@ -5,7 +5,8 @@
 The same model is loaded with each kind of weights: `fp32`, values that bfloat16 does not hold (each is moved by a
 thousandth); `bf16`, rounded to bfloat16 and computed with in float32; `int8` and `int4`, rounded to the nearest code, with
 a head of bfloat16 values. All sides get the same prompts, sample greedily and take turns, each round in another
-order. The ratio is the median over the rounds of tokens/s beside `fp32`'s of the same round.
+order. Ratios are medians over the rounds, of tokens/s beside `fp32`'s of the same round, and of tokens in a second of CPU time,
+prompts included: what other work on the machine takes away does not count there.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import argparse
 import json
 import statistics
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -40,13 +42,16 @@ _MOVED = 1 + 2**-10
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """Tokens/s after all first tokens, one of each round. ratio: to fp32, median of the rounds'."""
+    """rounds: tokens/s after all first tokens. cpu_ms: of a new token over the whole run. ratio, cpu_ratio: to fp32, medians of
+    the rounds'."""
 
     kind: str
     batch: int
     threads: int
     rounds: list[float]
+    cpu_ms: list[float]
     ratio: float
+    cpu_ratio: float
 
 
 def int8_tensors(weight: Tensor) -> dict[str, Tensor]:
@@ -103,13 +108,16 @@ def write_kind(kind: str, model: Path, folder: Path) -> Path:
 
 def measure(
     sides: dict[str, Generate], prompts: list[list[int]], new_tokens: int, rounds: int
-) -> dict[str, list[float]]:
-    """Tokens/s of each round, by kind."""
-    rates: dict[str, list[float]] = {kind: [] for kind in sides}
+) -> dict[str, list[tuple[float, float]]]:
+    """By kind, of each round: tokens/s, and CPU milliseconds of a new token."""
+    rates: dict[str, list[tuple[float, float]]] = {kind: [] for kind in sides}
     order = list(sides)
     for _ in range(rounds):
         for kind in order:
-            rates[kind].append(sides[kind](prompts, [new_tokens] * len(prompts)).decode_rate())
+            before = time.process_time()
+            rate = sides[kind](prompts, [new_tokens] * len(prompts)).decode_rate()
+            spent_ms = (time.process_time() - before) * 1e3
+            rates[kind].append((rate, spent_ms / (len(prompts) * new_tokens)))
         order = order[1:] + order[:1]
     return rates
 
@@ -134,14 +142,16 @@ def run(args: argparse.Namespace, save: Callable[[list[Point]], None]) -> None:
             for batch in args.batches:
                 prompts = ragged_prompts(batch, args.shortest_prompt, args.longest_prompt, vocab_size)
                 rates = measure(sides, prompts, args.new_tokens, args.rounds)
-                for kind, own in rates.items():
-                    ratio = statistics.median(a / b for a, b in zip(own, rates[BASE], strict=True))
-                    points.append(Point(kind, batch, threads, own, ratio))
+                base, base_ms = zip(*rates[BASE], strict=True)
+                for kind, found in rates.items():
+                    own, own_ms = (list(values) for values in zip(*found, strict=True))
+                    ratio = statistics.median(a / b for a, b in zip(own, base, strict=True))
+                    cpu_ratio = statistics.median(b / a for a, b in zip(own_ms, base_ms, strict=True))
+                    points.append(Point(kind, batch, threads, own, own_ms, ratio, cpu_ratio))
                     values = spread(own)
-                    print(
-                        f"{threads} threads, batch {batch:2}, {kind}: {values['median']:7.1f} tokens/s "
-                        f"({values['min']:.1f} - {values['max']:.1f}), {ratio:.2f} of {BASE}", flush=True,
-                    )  # fmt: skip
+                    span = f"{values['median']:7.1f} tokens/s ({values['min']:.1f} - {values['max']:.1f})"
+                    ratios = f"{ratio:.2f} of {BASE}, {cpu_ratio:.2f} by CPU time"
+                    print(f"{threads} threads, batch {batch:2}, {kind}: {span}, {ratios}", flush=True)
                 save(points)
 
 
