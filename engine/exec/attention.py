@@ -29,8 +29,9 @@ from diptych.engine.messages import ScheduledSeq
 from diptych.kernels.dispatch import attention_ops
 from diptych.kernels.paged_attention import Scratch, block_rows, chunk_mask, decode_mask, token_slots
 
-ATTENTION_VERSION = "torch-sdpa-1"
-"""Of the torch path; changes whenever the numbers may change beyond rounding."""
+ATTENTION_VERSION = "torch-sdpa-2"
+"""Of a CPU; changes whenever the numbers may change beyond rounding, those of a linear layer, too. With 2, codes with
+scales of groups meet rows in fixed point."""
 TRITON_ATTENTION_VERSION = "triton-1"
 """Of the Triton path."""
 INVARIANT_ATTENTION_VERSION = "triton-invariant-1"

@@ -315,16 +315,21 @@ async def test_the_placement_stream_is_opened_again(world):
 async def test_an_impatient_client_asks_the_router_for_all(world, monkeypatch):
     fleet, _, client = world
     monkeypatch.setattr(client_lookaside, "PLACE_PATIENCE_S", 0.05)
-    hold = asyncio.Event()
-    prepare = fleet.frontend.prepare
+    asks_for_all = asyncio.Event()
+    prepare, routed = fleet.frontend.prepare, client_lookaside.RoutedAnswer.__init__
 
     async def slow(spec):
-        if not hold.is_set():
-            hold.set()
+        # To be placed. On a slow machine the client's patience may end before this is asked for.
+        if not asks_for_all.is_set():
             await asyncio.Event().wait()
         return await prepare(spec)
 
+    def told(*args):
+        asks_for_all.set()
+        routed(*args)
+
     monkeypatch.setattr(fleet.frontend, "prepare", slow)
+    monkeypatch.setattr(client_lookaside.RoutedAnswer, "__init__", told)
     assert (await client.generate(prompt="w1 w2", max_tokens=2)).token_ids == (0, 1)
     assert relayed(fleet) == 1
 

@@ -23,6 +23,8 @@ from pathlib import Path
 
 from diptych.cli.up.run_folder import RunFolder
 
+ENDS_S = 120.0
+"""A command that was asked to end has so long; then it is killed."""
 LOOK_MS = 100
 """Between two looks whether the command has ended."""
 
@@ -72,7 +74,10 @@ def main() -> None:
         while command.poll() is None:
             if life.poll(LOOK_MS) or time.monotonic() > until:
                 command.send_signal(signal.SIGINT)  # it ends what it has started
-                command.wait()
+                try:
+                    command.wait(ENDS_S)
+                except subprocess.TimeoutExpired:
+                    command.kill()
         print(command.returncode, flush=True)
         os.read(0, 1)
     except BrokenPipeError:

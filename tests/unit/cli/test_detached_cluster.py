@@ -31,6 +31,7 @@ signal.pause()
 UP = """
 import pathlib, signal, subprocess, sys, time
 from diptych.cli.up.run_folder import RunFolder
+signal.signal(signal.SIGINT, signal.default_int_handler)  # as `up` does: in the background of a shell it would be ignored
 owner = subprocess.Popen([sys.executable, "-P", "-c", sys.argv[1], sys.argv[2]], start_new_session=True)
 folder = RunFolder(pathlib.Path(sys.argv[2]))
 try:
