@@ -64,7 +64,8 @@ test-full: $(VENV)/.dev model ## every test that needs no GPU and no root
 test-hostile: $(VENV)/.dev model ## the tests throttled, on one core, beside busy loops, at other widths of vectors, without a compiler: 75 minutes
 	@$(KEEPS_BYTECODE) $(BIN)/python -P tests/hostile.py $(ARGS)
 
-check: $(VENV)/.dev ## format, lint, types, import contracts, wire contract, banned calls, warnings of C, generated pages
+check: $(VENV)/.dev ## merges resolved, format, lint, types, import contracts, wire contract, banned calls, warnings of C, generated pages
+	@! git grep -nE '^(<{7}|>{7})( |$$)' || { echo "error: a merge was not resolved"; exit 1; }
 	@$(BIN)/ruff format --check .
 	@$(BIN)/ruff check .
 	@$(BIN)/mypy
