@@ -237,22 +237,26 @@ async def test_sigterm_drains_all_processes(workers, tmp_path, valkey_url):
     async with running_router(workers, tmp_path, valkey_url) as router:
         async with router.client_of_each() as each:
             workers.decode.go.clear()
-            asked = len(workers.decode.submits)
-            answers = [asyncio.create_task(router.ask(client, max_tokens=4)) for client in each.values()]
-            await waiting.until(lambda: len(workers.decode.submits) == asked + N)
-            children = router.children
-            router.process.send_signal(signal.SIGTERM)
+            try:
+                asked = len(workers.decode.submits)
+                answers = [asyncio.create_task(router.ask(client, max_tokens=4)) for client in each.values()]
+                await waiting.until(lambda: len(workers.decode.submits) == asked + N)
+                children = router.children
+                router.process.send_signal(signal.SIGTERM)
 
-            async def refused():
-                try:
-                    _, writer = await asyncio.open_connection("127.0.0.1", router.port)
-                except ConnectionRefusedError:
-                    return True
-                writer.close()  # a request on it might be taken, and would wait for the gate
-                return False
+                async def refused():
+                    try:
+                        _, writer = await asyncio.open_connection("127.0.0.1", router.port)
+                    except ConnectionRefusedError:
+                        return True
+                    except ConnectionResetError:  # it was in the queue of a listener that was closed
+                        return False
+                    writer.close()  # a request on it might be taken, and would wait for the gate
+                    return False
 
-            await waiting.until(refused)
-            workers.decode.go.set()
+                await waiting.until(refused)
+            finally:
+                workers.decode.go.set()  # the workers are those of other tests, too
             for answer in await asyncio.gather(*answers):
                 assert answer.json()["usage"]["completion_tokens"] == 4
         await waiting.until(lambda: router.process.poll() is not None)
