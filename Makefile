@@ -204,7 +204,7 @@ sdk-wheel: $(VENV)/.serve ## dist/diptych_client-*.whl: the gRPC SDK without the
 bench-gpu-http: ## `diptych up --device cuda` and `serve` as a user has them, over HTTP: streams, hand-off, closed loop, Poisson, identity
 	@PYTHONPATH="src$${PYTHONPATH:+:$$PYTHONPATH}" TRITON_INTERPRET=0 $(GPU_PYTHON) -m diptych.bench.gpu.over_http --users 1,8,32,64 $(ARGS)
 
-bench-gpu-vllm: ## `diptych serve` beside `vllm serve` on one GPU over HTTP, with and without adapters; VLLM= a folder with vLLM's packages
+bench-gpu-vllm: ## `diptych serve` beside `vllm serve` over HTTP: bf16, adapters, FP8, INT4, two ranks on two GPUs; VLLM= a folder with vLLM's packages
 	@PYTHONPATH="src$${PYTHONPATH:+:$$PYTHONPATH}" TRITON_INTERPRET=0 $(GPU_PYTHON) -P -m diptych.bench.gpu.beside_vllm --vllm "$(VLLM)" --out bench-out/gpu-vllm.json $(ARGS)
 
 wheels: $(VENV)/.serve ## wheels of all that an image needs, so that it can be built without a package index

@@ -43,7 +43,7 @@ BENCHMARKS: dict[str, Benchmark] = {
     "gpu-quantized": Benchmark("gpu.quantized", "whole steps with quantized weights, beside bf16"),
     "gpu-lora": Benchmark("gpu.lora", "whole steps with eight adapters, beside steps without"),
     "gpu-vllm": Benchmark(
-        "gpu.beside_vllm", "`serve` and vLLM on one GPU over HTTP, with and without adapters", "bench-gpu-vllm"
+        "gpu.beside_vllm", "`serve` and vLLM over HTTP: bf16, adapters, quantized, two ranks", "bench-gpu-vllm"
     ),
     "gpu-step-parts": Benchmark("gpu.step_parts", "what the parts of a step take"),
     "gpu-batch-invariant": Benchmark(

@@ -1,6 +1,6 @@
 """`diptych serve` and `vllm serve` on one GPU over HTTP: the same model, prompts and client, runs in turns.
 
-    python -P -m diptych.bench gpu-vllm --vllm FOLDER [--blocks serve lora] --out FILE
+    python -P -m diptych.bench gpu-vllm --vllm FOLDER [--blocks serve lora fp8 int4 ranks] --out FILE
 
 vLLM is not a requirement of this project. FOLDER has its packages, as `pip install --target FOLDER vllm` makes it for this
 Python and its torch. Both servers live at once and share the card; only one is asked at a time. vLLM has its defaults but for
@@ -8,6 +8,9 @@ its share of memory; ours has none, and takes what is free then.
 
     serve  random weights of Llama-3.1-8B's shape in bf16; users in a closed loop
     lora   the same and eight adapters of one rank on every linear layer: without and with them, on both sides
+    fp8    linear layers in E4M3, a scale for each output, activations with a scale for each token
+    int4   linear layers in 4 bits, a scale for each 128 inputs
+    ranks  16 layers of Llama-3.1-70B's shape in bf16, two ranks on two GPUs (which both servers share)
 """
 
 from __future__ import annotations
@@ -35,12 +38,13 @@ import httpx
 from diptych.bench.engine.lora import NUM_SERVED, Prompts, checked, write_adapters
 from diptych.bench.gpu.http_client import Answer, ask
 from diptych.bench.gpu.over_http import Server, facts, percentiles, say
-from diptych.bench.gpu.random_model import BIG, TINY, write_model
+from diptych.bench.gpu.random_model import BIG, PART_OF_70B, TINY, write_model
 from diptych.bench.result import spread, write
 from diptych.cli.up.processes import free_port
 from diptych.common import child
 
-BLOCKS = ("serve", "lora")
+BLOCKS = ("serve", "lora", "fp8", "int4", "ranks")
+QUANTIZED = ("fp8", "int4")
 NAME = "bench"
 START_S = 400.0
 VLLM, OURS = "vLLM", "Diptych"
@@ -181,10 +185,20 @@ def both(
         peer.stop()
 
 
-def serve(args: argparse.Namespace, model: Path, work: Path) -> dict[str, Any]:
-    with both(args, model, work / "serve", [], []) as (peer, ours, commands):
+def serve(args: argparse.Namespace, model: Path, folder: Path, flags: Sequence[str] = ()) -> dict[str, Any]:
+    with both(args, model, folder, flags, flags) as (peer, ours, commands):
         sides = {VLLM: (peer, [NAME]), OURS: (ours, [""])}
         return {"commands": commands, "points": measure(args, sides, [(OURS, VLLM)])}
+
+
+def quantized(args: argparse.Namespace, method: str) -> dict[str, Any]:
+    model = write_model(args.work / f"model-{method}", TINY if args.tiny else BIG, args.device, method)
+    return serve(args, model, args.work / method)
+
+
+def ranks(args: argparse.Namespace) -> dict[str, Any]:
+    model = write_model(args.work / "model-ranks", TINY if args.tiny else PART_OF_70B, args.device)
+    return serve(args, model, args.work / "ranks", ["--tensor-parallel-size", "2"])
 
 
 def lora(args: argparse.Namespace, model: Path, work: Path) -> dict[str, Any]:
@@ -206,6 +220,15 @@ def lora(args: argparse.Namespace, model: Path, work: Path) -> dict[str, Any]:
         pairs = [(with_adapters[side], side) for side in (VLLM, OURS)]
         pairs += [(OURS, VLLM), (with_adapters[OURS], with_adapters[VLLM])]
         return {"commands": commands, "rank": args.rank, "points": measure(args, sides, pairs)}
+
+
+def measured(args: argparse.Namespace, block: str) -> dict[str, Any]:
+    if block in QUANTIZED:
+        return quantized(args, block)
+    if block == "ranks":
+        return ranks(args)
+    model = write_model(args.work / "model", TINY if args.tiny else BIG, args.device)
+    return lora(args, model, args.work) if block == "lora" else serve(args, model, args.work / "serve")
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -231,9 +254,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> None:
     args = parse(argv)
-    shape = TINY if args.tiny else BIG
-    args.vocab_size = shape.vocab
-    model = write_model(args.work / "model", shape, args.device)
+    args.vocab_size = (TINY if args.tiny else BIG).vocab
     found = {d.metadata["Name"]: d.version for d in importlib.metadata.distributions(path=[str(args.vllm)])}
     record: dict[str, Any] = {
         "command": "python -P -m diptych.bench gpu-vllm", "commit": args.commit, "facts": facts(args.device),
@@ -242,7 +263,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     }  # fmt: skip
     for block in args.blocks:
         say(block)
-        record[block] = {"serve": serve, "lora": lora}[block](args, model, args.work)
+        record[block] = measured(args, block)
         write(args.out, record)
     print(json.dumps({block: record[block]["points"] for block in args.blocks}, indent=1))
 

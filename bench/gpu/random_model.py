@@ -7,8 +7,13 @@ import json
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _SHARD_LAYERS = 4
+_GROUP_SIZE = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,12 +30,15 @@ class Shape:
 
 BIG = Shape(32, 4096, 14_336, 32, 8, 128_256, 131_072, "bfloat16")
 """Llama-3.1-8B's."""
+PART_OF_70B = Shape(16, 8192, 28_672, 64, 8, 128_256, 131_072, "bfloat16")
+"""Llama-3.1-70B's, a fifth of its layers."""
 SMALL = Shape(8, 1024, 2816, 16, 4, 32_000, 8192, "float32")
 TINY = Shape(2, 128, 256, 4, 2, 512, 2048, "float32")
 
 
-def write_model(folder: Path, shape: Shape, device: str) -> Path:
-    """`device`: generates the weights, always from the same seed. A complete folder is kept."""
+def write_model(folder: Path, shape: Shape, device: str, method: str = "") -> Path:
+    """`device`: generates the weights, always from the same seed. `method`: fp8 or int4 of linear layers, as compressed-tensors
+    stores it; empty: the shape's dtype. A complete folder is kept."""
     if (folder / "config.json").exists():
         return folder
     import torch
@@ -48,6 +56,13 @@ def write_model(folder: Path, shape: Shape, device: str) -> Path:
     def ones() -> torch.Tensor:
         return torch.ones(shape.hidden, dtype=dtype)
 
+    def linear(name: str, outputs: int, inputs: int) -> dict[str, torch.Tensor]:
+        weight = normal(outputs, inputs)
+        if not method:
+            return {f"{name}.weight": weight}
+        stored = quantized(weight.to(device), method)
+        return {f"{name}.{end}": tensor.cpu().contiguous() for end, tensor in stored.items()}
+
     index: dict[str, str] = {}
     with ThreadPoolExecutor(6) as pool:
         jobs = []
@@ -63,13 +78,13 @@ def write_model(folder: Path, shape: Shape, device: str) -> Path:
                 tensors |= {
                     prefix + "input_layernorm.weight": ones(),
                     prefix + "post_attention_layernorm.weight": ones(),
-                    prefix + "self_attn.q_proj.weight": normal(shape.hidden, shape.hidden),
-                    prefix + "self_attn.k_proj.weight": normal(kv, shape.hidden),
-                    prefix + "self_attn.v_proj.weight": normal(kv, shape.hidden),
-                    prefix + "self_attn.o_proj.weight": normal(shape.hidden, shape.hidden),
-                    prefix + "mlp.gate_proj.weight": normal(shape.ffn, shape.hidden),
-                    prefix + "mlp.up_proj.weight": normal(shape.ffn, shape.hidden),
-                    prefix + "mlp.down_proj.weight": normal(shape.hidden, shape.ffn),
+                    **linear(prefix + "self_attn.q_proj", shape.hidden, shape.hidden),
+                    **linear(prefix + "self_attn.k_proj", kv, shape.hidden),
+                    **linear(prefix + "self_attn.v_proj", kv, shape.hidden),
+                    **linear(prefix + "self_attn.o_proj", shape.hidden, shape.hidden),
+                    **linear(prefix + "mlp.gate_proj", shape.ffn, shape.hidden),
+                    **linear(prefix + "mlp.up_proj", shape.ffn, shape.hidden),
+                    **linear(prefix + "mlp.down_proj", shape.hidden, shape.ffn),
                 }
             put(f"model-{first:05d}.safetensors", tensors)
         ends = {
@@ -103,8 +118,28 @@ def write_model(folder: Path, shape: Shape, device: str) -> Path:
         "eos_token_id": 2,
         "dtype": shape.dtype,
     }
+    if method:
+        from diptych.engine.quantize.settings import QuantizeSettings
+
+        config["quantization_config"] = QuantizeSettings(method).config(_GROUP_SIZE)
     (folder / "config.json").write_text(json.dumps(config))  # last: it marks a complete folder
     return folder
+
+
+def quantized(weight: Tensor, method: str) -> dict[str, Tensor]:
+    """weight: [outputs, inputs]. Returns: what is stored, by the end of its name: each weight to its nearest code."""
+    import torch
+
+    from diptych.engine.quantize.methods import packed_groups
+    from diptych.engine.quantize.rounding import MIDDLE, MOST_CODE, Groups, fp8_rows
+
+    if method == "fp8":
+        rows = fp8_rows(weight.float())
+        return {"weight": rows.codes, "weight_scale": rows.scales}
+    groups = weight.float().unflatten(1, (-1, _GROUP_SIZE))
+    scales = (groups.abs().amax(2) / (MOST_CODE / 2)).to(weight.dtype)
+    codes = (groups / scales.float()[..., None] + MIDDLE).round().clamp(0, MOST_CODE).flatten(1).to(torch.uint8)
+    return packed_groups(Groups(codes, scales, torch.full_like(scales, MIDDLE, dtype=torch.uint8)), symmetric=True)
 
 
 def write_window_model(folder: Path, device: str, *, tiny: bool) -> Path:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from diptych.bench.gpu.checkouts import phases
 from diptych.bench.gpu.http_client import Answer, read
 from diptych.bench.gpu.over_http import percentiles, summary
 from diptych.bench.gpu.random_model import TINY, write_model
 from diptych.common.text.tokenizer import ModelTokenizer
+from diptych.engine.exec.model_runner import TorchModelRunner
 
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
 
@@ -91,3 +95,28 @@ def test_18_phases_of_a_start_are_counted_from_the_first_line_of_their_process()
         "server.log: ready": 2.5,
         "decode-0.log: weights loaded in 0.7 s": 0.25,
     }
+
+
+@pytest.mark.parametrize("method", ["fp8", "int4"])
+def test_quantized_weights_are_the_nearest_codes(tmp_path: Path, method: str) -> None:
+    """What the engine reads from the folder is at most half a code away from the same seed's weights."""
+    plain = load_file(write_model(tmp_path / "plain", TINY, "cpu") / "model-00000.safetensors")
+    folder = write_model(tmp_path / method, TINY, "cpu", method)
+    stored = load_file(folder / "model-00000.safetensors")
+    for name in ("self_attn.k_proj", "mlp.down_proj"):
+        weight = plain[f"model.layers.1.{name}.weight"]
+        codes = {end: stored[f"model.layers.1.{name}.{end}"] for end in ends_of(method)}
+        if method == "fp8":
+            scale = codes["weight_scale"]
+            meant, bound = codes["weight"].float() * scale, torch.maximum(weight.abs() / 16, scale / 512)
+        else:
+            words = codes["weight_packed"]
+            scale = codes["weight_scale"].repeat_interleave(128, 1)
+            nibbles = torch.stack([words >> 4 * i & 15 for i in range(8)], 2).flatten(1)
+            meant, bound = (nibbles - 8) * scale, scale * 0.5001
+        assert bool(((meant - weight).abs() <= bound).all())
+    TorchModelRunner.load(folder, num_blocks=4, block_size=16, num_threads=1)
+
+
+def ends_of(method: str) -> tuple[str, ...]:
+    return ("weight", "weight_scale") if method == "fp8" else ("weight_packed", "weight_scale")
