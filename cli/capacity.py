@@ -9,7 +9,7 @@ from typing import Any
 
 from diptych.common.degrees import Degrees
 from diptych.common.errors import ConfigError
-from diptych.common.kv_format import SAME_DTYPE, full_format
+from diptych.common.kv_format import SAME_DTYPE
 from diptych.common.kv_groups import PoolDemand
 from diptych.common.kv_parts import split
 from diptych.common.model_files import read_json_object
@@ -45,16 +45,6 @@ def ranks_report(
     """
     divided_sizes(config).check(degrees)
     kv = cache.kv
-    if degrees.pipeline > 1 and not kv.has_one_full_group:  # stages keep every token
-        first = kv.groups[0]
-        kv = full_format(
-            kv.num_layers,
-            first.heads,
-            first.dims[0],
-            block_size=first.block_size,
-            dtype=first.dtype,
-            scale_dtype=first.scale_dtype,
-        )
     parts = split(kv, tensor_parallel=degrees.tensor_parallel, pipeline=degrees.pipeline)
     sizes = [part.bytes_per_token for part in parts]
     lines = [f"{degrees.num_ranks} ranks ({degrees}):"]
@@ -66,7 +56,7 @@ def ranks_report(
     lines.append(f"  KV of a token: {_of_each(sizes, kibibytes)}, {kibibytes(sum(sizes))} in all{more}")
     if memory_gib:
         demand = PoolDemand(CPU["max_num_seqs"], CPU["max_num_batched_tokens"])
-        blocks = min(demand.most_blocks(part, int(memory_gib * _GIB)) for part in parts)
+        blocks = min(demand.most_blocks(kv, int(memory_gib * _GIB), (part,)) for part in parts)
         tokens = blocks * kv.groups[0].block_size
         lines.append(f"  {memory_gib:g} GiB for KV on each rank hold {tokens:,} tokens ({blocks:,} blocks)")
     return lines

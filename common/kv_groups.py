@@ -108,6 +108,10 @@ def holds(kv: KvFormat, group_blocks: Sequence[int], num_tokens: int, chunk: int
     )
 
 
+UNBOUNDED = 1 << 30
+"""Blocks: as many as there may be, and more than any pool has."""
+
+
 @dataclass(frozen=True, slots=True)
 class PoolDemand:
     """What a worker's sequences can use of a window group at one time. Its pool has no more than that: longer sequences need more
@@ -128,17 +132,24 @@ class PoolDemand:
             for index, group in enumerate(kv.groups)
         )
 
-    def pool_bytes(self, kv: KvFormat, num_blocks: int) -> int:
-        """Bytes of all groups' pools."""
-        counts = self.group_blocks(kv, num_blocks)
-        return sum(count * group.block_bytes(kv.shard) for count, group in zip(counts, kv.groups, strict=True))
+    def pool_bytes(self, kv: KvFormat, num_blocks: int, parts: Sequence[KvFormat] = ()) -> int:
+        """Bytes of all groups' pools. Args: parts: of `kv`, those of the ranks that are counted; empty: one has everything."""
+        counts = {group.name: n for group, n in zip(kv.groups, self.group_blocks(kv, num_blocks), strict=True)}
+        return sum(
+            counts[group.name] * group.block_bytes(part.shard) for part in parts or (kv,) for group in part.groups
+        )
 
-    def most_blocks(self, kv: KvFormat, size_bytes: int) -> int:
-        """The largest `num_blocks` whose pools fit into `size_bytes`; 0: not one block of each group."""
-        low, high = 0, size_bytes // kv.groups[0].block_bytes(kv.shard)
+    def most_blocks(self, kv: KvFormat, size_bytes: int, parts: Sequence[KvFormat] = ()) -> int:
+        """The largest `num_blocks` whose pools fit into `size_bytes`; 0: not one block of each group. UNBOUNDED for ranks with
+        window groups only, whose pools grow no more. Args: parts: see pool_bytes."""
+        low, high = 0, 1
+        while high < UNBOUNDED and self.pool_bytes(kv, high, parts) <= size_bytes:
+            low, high = high, high * 2
+        if high >= UNBOUNDED:
+            return UNBOUNDED
         while low < high:
             middle = (low + high + 1) // 2
-            if self.pool_bytes(kv, middle) <= size_bytes:
+            if self.pool_bytes(kv, middle, parts) <= size_bytes:
                 low = middle
             else:
                 high = middle - 1

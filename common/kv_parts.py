@@ -2,12 +2,15 @@
 
 A worker computes with `tensor_parallel * pipeline` ranks. Rank `stage * tensor_parallel + i` has the layers of its pipeline
 stage, and of each of them the heads of tensor-parallel rank i. A hand-off moves each rank's KV by itself, as its *part*.
+
+A stage has the KV groups of its layers, which need not be all of the model's. So a group has two indexes: among the model's
+groups, which block tables and pools follow, and among those of its rank, which handles, slabs and the rank's pool follow.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from diptych.common.errors import ConfigError
 from diptych.common.kv_format import KvFormat, Shard
@@ -42,6 +45,36 @@ def _part(kv: KvFormat, layers: range, shard: Shard) -> KvFormat:
         if (own := tuple(layer for layer in group.layers if layer in layers))
     ]
     return replace(kv, groups=tuple(groups), shard=shard)
+
+
+@dataclass(frozen=True, slots=True)
+class GroupPart:
+    """A KV group as one rank holds it: packed, moved and unpacked by itself.
+
+    Args:
+        group: its index among the model's groups.
+        part: the rank. own: its index among the groups of this rank.
+        num_layers, bytes_per_token: of it in this rank.
+    """
+
+    group: int
+    part: int
+    own: int
+    num_layers: int
+    bytes_per_token: int
+
+
+def group_parts(kv: KvFormat, parts: Sequence[KvFormat]) -> tuple[GroupPart, ...]:
+    """Every group of every rank, by rank, and within it in the order of its groups.
+
+    Args: parts: of `kv`; `kv` alone where there is one rank.
+    """
+    index = {group.name: number for number, group in enumerate(kv.groups)}
+    return tuple(
+        GroupPart(index[group.name], number, own, group.num_layers, group.bytes_per_token(part.shard))
+        for number, part in enumerate(parts)
+        for own, group in enumerate(part.groups)
+    )
 
 
 def check_parts(kv: KvFormat, parts: Sequence[KvFormat]) -> None:

@@ -491,7 +491,7 @@ class EngineCore:
             any_packed = True
             try:
                 checksum = self._executor.pack(
-                    job.block_ids, job.num_tokens, job.grant.payload, job.layers, job.group, job.part
+                    job.block_ids, job.num_tokens, job.grant.payload, job.layers, job.of.own, job.of.part
                 )
             except ExecutorLost:
                 raise
@@ -515,7 +515,7 @@ class EngineCore:
         if job is not None:
             try:
                 copy = self._executor.unpack(
-                    job.block_ids, job.num_tokens, command.payload, job.layers, job.group, job.part
+                    job.block_ids, job.num_tokens, command.payload, job.layers, job.into.own, job.into.part
                 )
             except ExecutorLost:
                 raise

@@ -124,9 +124,9 @@ class BlockStore(Protocol):
 
 
 def pieces_of(buffer: memoryview, num_blocks: int, piece_bytes: Sequence[int]) -> tuple[memoryview, ...]:
-    """A buffer with so many blocks: for each KV group, or each rank, its KV of all of them, one block after the other.
+    """A buffer with so many blocks: for each KV group of each rank its KV of all of them, one block after the other.
 
-    Args: piece_bytes: of one block, by group or by rank.
+    Args: piece_bytes: of one block, by rank and by group within it.
     """
     ends = [num_blocks * end for end in accumulate(piece_bytes)]
     return tuple(buffer[end - num_blocks * size : end] for end, size in zip(ends, piece_bytes, strict=True))

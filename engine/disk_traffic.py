@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from diptych.common.clock import Clock
 from diptych.common.errors import ConfigError, InternalError, RequestCancelledError
+from diptych.common.kv_parts import GroupPart
 from diptych.engine.disk_messages import BlocksRead, BlockStore, BlocksWritten, pieces_of
 from diptych.engine.executor import Executor, ExecutorLost
 from diptych.engine.messages import EngineRequest, UnpackRange
@@ -59,8 +60,8 @@ class DiskTraffic:
         self._copy_blocks = copy_blocks
         self._disk = scheduler.kv.disk
         size = scheduler.config.block_size
-        self._pieces = tuple((group, part, num_bytes * size) for group, part, num_bytes in scheduler.limits.pieces)
-        self._piece_bytes = [num_bytes for _, _, num_bytes in self._pieces]
+        self._group_parts = scheduler.limits.group_parts
+        self._piece_bytes = [one.bytes_per_token * size for one in self._group_parts]
         self._block_bytes = sum(self._piece_bytes)
         if list(store.piece_bytes) != self._piece_bytes:
             raise ConfigError("piece_bytes", list(store.piece_bytes), f"the runner's blocks have {self._piece_bytes}")
@@ -161,15 +162,14 @@ class DiskTraffic:
             return True
         began, size = self._clock.now(), self._scheduler.config.block_size
         first, num_tokens = waiting.restore.first_token + waiting.arrived, reply.num_blocks * size
-        for (group, part, num_bytes), piece in zip(self._pieces, reply.pieces, strict=True):
-            unseen = min(reply.num_blocks, max(0, waiting.restore.needed_from[group] - first // size))
+        for one, num_bytes, piece in zip(self._group_parts, self._piece_bytes, reply.pieces, strict=True):
+            unseen = min(reply.num_blocks, max(0, waiting.restore.needed_from[one.group] - first // size))
             if unseen < reply.num_blocks and not self._unpack(
                 waiting.restore.name,
                 first + unseen * size,
                 num_tokens - unseen * size,
                 piece[unseen * num_bytes :],
-                group,
-                part,
+                one,
             ):
                 return False
         at = waiting.arrived // size
@@ -180,12 +180,14 @@ class DiskTraffic:
         self._scheduler.throughput.observe_disk(seconds, reply.num_blocks * self._block_bytes)
         return True
 
-    def _unpack(self, name: str, first: int, num_tokens: int, piece: memoryview, group: int, part: int) -> bool:
-        job = self._scheduler.plan_unpack(UnpackRange(name, 0, first, num_tokens, piece, group=group, part=part))
+    def _unpack(self, name: str, first: int, num_tokens: int, piece: memoryview, into: GroupPart) -> bool:
+        job = self._scheduler.plan_unpack(
+            UnpackRange(name, 0, first, num_tokens, piece, group=into.own, part=into.part)
+        )
         if job is None or self._copy_blocks() is None:
             return False
         try:
-            copy = self._executor.unpack(job.block_ids, num_tokens, piece, None, group, part)
+            copy = self._executor.unpack(job.block_ids, num_tokens, piece, None, into.own, into.part)
             if copy is not None:
                 copy.wait()  # the buffer goes back
         except ExecutorLost:
@@ -264,10 +266,8 @@ class DiskTraffic:
         ids = [found for one in blocks if (found := kv.copies_of(one.key)) is not None]
         num_tokens = len(ids) * self._scheduler.config.block_size
         try:
-            for (group, part, _), piece in zip(
-                self._pieces, pieces_of(buffer, len(ids), self._piece_bytes), strict=True
-            ):
-                self._executor.pack([blocks[group] for blocks in ids], num_tokens, piece, None, group, part)
+            for of, piece in zip(self._group_parts, pieces_of(buffer, len(ids), self._piece_bytes), strict=True):
+                self._executor.pack([blocks[of.group] for blocks in ids], num_tokens, piece, None, of.own, of.part)
         except ExecutorLost:
             raise
         except Exception:

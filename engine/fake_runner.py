@@ -182,8 +182,8 @@ class FakeRunner:
         shape = pool.shape[1:]
         size = int(np.prod(shape))
         data = np.frombuffer(src, dtype=np.uint8)
-        if self._provenance is not None and not group:
-            self._provenance.forget(block_ids)
+        if not group:
+            self.note_overwritten(block_ids)
         for i in range(full):
             pool[block_ids[i]] = data[i * size : (i + 1) * size].reshape(shape)
         if tail:
@@ -212,6 +212,10 @@ class FakeRunner:
     ) -> None:
         self._provenance = self._provenance or Provenance(self.block_size)
         self._provenance.pulled(block_table, token_ids, first_new, first_block)
+
+    def note_overwritten(self, block_ids: Sequence[int]) -> None:
+        if self._provenance is not None:
+            self._provenance.forget(block_ids)
 
     def _part(self, layers: range | None, group: int) -> npt.NDArray[np.uint8]:
         """A view of the group's pool, of these layers only."""

@@ -201,7 +201,8 @@ class UnpackRange:
         num_layers: 0: all; otherwise the range holds layers [first_layer, first_layer + num_layers) only, and the
             tokens are there once all their layers are.
         last: once this range and all before it are there, the KV is complete, as with KvComplete.
-        part: the rank whose layers and heads these are, where there are several.
+        group, part: the KV group, counted among those of its rank, and the rank, where there are several. Layers are counted
+            within the group.
         converted: its values are not those that this worker would have computed; nothing of the attempt is cached.
         pull: the attempt is a pull (PullBlocks).
     """
@@ -365,7 +366,8 @@ class PromptLogprobs(AttemptEvent):
 @dataclass(frozen=True, slots=True)
 class RangePacked(AttemptEvent):
     """KV of tokens [first_token, first_token + num_tokens) lies in the payload of `slab`. One range fills one slab. Of layers
-    [first_layer, first_layer + num_layers) of KV group `group`; num_layers 0: of all. Of rank `part`, where there are several."""
+    [first_layer, first_layer + num_layers) of KV group `group`; num_layers 0: of all. Of rank `part`, where there are several;
+    groups are counted among those of the rank, and layers within the group."""
 
     attempt: str
     slab: int

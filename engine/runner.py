@@ -30,8 +30,8 @@ class RunnerCapabilities:
     nothing else.
 
     Args:
-        num_blocks, block_size: of its first KV group's pool, [num_blocks, num_layers, 2, block_size, num_kv_heads,
-            head_dim]; a block id is an index into the pool of its group.
+        num_blocks, block_size: of the pool of the model's first KV group, [num_blocks, num_layers, 2, block_size,
+            num_kv_heads, head_dim]; a block id is an index into the pool of its group. A stage need not have that group.
         kv_bytes_per_token, num_layers: over all layers of all groups, K and V.
         num_host_blocks: slots of the host tier, one block each; 0: there is none.
         runs_ahead: `launch` works: the host is free from a step's launch on. `on_launched` is called.
@@ -42,8 +42,8 @@ class RunnerCapabilities:
         group_blocks: blocks of each group's pool; empty: `num_blocks` in every one.
         rank_sizes: layers, and KV bytes of a token, of each rank where there are several. `pack` and `unpack` are for one rank
             then, and each rank's KV is a part of its own (common/kv_parts.py).
-        parts: the ranks' formats, where there are several KV groups: each rank has its heads of every group. Empty: one group, or
-            one rank.
+        parts: the ranks' formats, where there are several KV groups: each rank has those of its layers. Empty: one group, or one
+            rank.
         max_loras: slots for LoRA adapters; 0: no row may have one.
         max_lora_rank: the largest rank that a slot takes.
         kernels: names of the back ends, with their blocks where there are several.
@@ -162,7 +162,7 @@ class ModelRunner(Protocol):
         the other as they lie in the pool, then the tail block's [num_layers, 2, tail, num_kv_heads, head_dim].
 
         Args:
-            group: index of the KV group whose blocks these are; the layers are those of this group.
+            group: the KV group whose blocks these are, counted among those of this runner; the layers are those of the group.
             layers: of these only, counted within the group, as if it had no others; not into a DeviceRange.
 
         Writes exactly num_tokens times the group's bytes per token, or the layers' share of them.
@@ -204,4 +204,9 @@ class ModelRunner(Protocol):
     ) -> None:
         """A sequence's blocks of the first KV group from `first_block` on; those from `first_new` on hold KV that came from
         another worker under the keys of these tokens. See Provenance.pulled."""
+        ...
+
+    def note_overwritten(self, block_ids: Sequence[int]) -> None:
+        """Blocks of the model's first KV group hold KV now that came from elsewhere, in the pool of another rank: this one has no
+        layers of that group. See Provenance.forget."""
         ...

@@ -129,7 +129,7 @@ def choose_num_blocks(
     block_bytes = sum(pool.block_bytes for pool in pools)
     if config.device == "cpu":
         for name, wanted in (
-            ("num_blocks", sum(demand.pool_bytes(pool, config.num_blocks) for pool in pools)),
+            ("num_blocks", demand.pool_bytes(kv, config.num_blocks, pools)),
             ("max_loras", lora_bytes),
             ("num_host_blocks", config.num_host_blocks * block_bytes),
             ("kv_memory_bytes", config.kv_memory_bytes),
@@ -143,9 +143,9 @@ def choose_num_blocks(
     if config.kv_memory_bytes:
         if config.kv_memory_bytes < block_bytes:
             raise ConfigError("kv_memory_bytes", config.kv_memory_bytes, f"one block takes {block_bytes} bytes")
-        return demand.most_blocks(kv, config.kv_memory_bytes * kv.block_bytes // block_bytes)
+        return demand.most_blocks(kv, config.kv_memory_bytes, pools)
     size_bytes = min(int((available_bytes - lora_bytes) * _KV_SHARE), _KV_MOST_BYTES)
-    share = demand.most_blocks(kv, size_bytes * kv.block_bytes // block_bytes)
+    share = demand.most_blocks(kv, size_bytes, pools)
     return max(share, -(-max_model_len // config.block_size) + 1)
 
 
@@ -187,8 +187,7 @@ def _load(
     parsed = describe(raw)
     facts = ModelFacts(
         checkpoint_dtype(raw) if config.device != "cpu" and config.dtype == AUTO else "float32",
-        # A pipeline stage need not have layers of each KV group, and its ranks are told of one: every layer keeps every token.
-        kv_format_of(parsed, block_size=config.block_size, window_groups=config.pipeline_parallel_size == 1),
+        kv_format_of(parsed, block_size=config.block_size, window_groups=True),
     )
     parts = _parts_of(config, parsed, facts.kv)
     gpus = _rank_gpus(config) if parts else ()

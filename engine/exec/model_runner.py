@@ -300,10 +300,10 @@ class TorchModelRunner:
             kv_cache_dtype=kv_cache_dtype,
         )
         check_pool(kv, num_host_blocks)
-        kv = place.part(kv)
+        own = place.part(kv)
         plan = plan_for(
             description,
-            kv,
+            own,
             device_type=device,
             dtype=DTYPES[dtype],
             wanted=backend,
@@ -353,7 +353,7 @@ class TorchModelRunner:
                     graph_sizes, chunk_graphs, row_bytes, slots=loras.slots > 0
                 )
                 budget = replace(budget, reserve_bytes=budget.reserve_bytes + outputs)
-            num_blocks = profile(lambda n: make(n, sizes=trial_sizes, shapes=trial_shapes), budget, kv, demand)
+            num_blocks = profile(lambda n: make(n, sizes=trial_sizes, shapes=trial_shapes), budget, kv, demand, own)
         if communicator is not None:
             num_blocks = communicator.agree_min(num_blocks)
         try:
@@ -512,8 +512,8 @@ class TorchModelRunner:
         self, block_ids: Sequence[int], num_tokens: int, src: Payload, layers: range | None = None, group: int = 0
     ) -> CopyHandle | None:
         """See ModelRunner.unpack. Raises: InternalError when blocks or bytes do not fit the tokens."""
-        if self._provenance is not None and group == 0:
-            self._provenance.forget(block_ids)
+        if not self._groups[group]:
+            self.note_overwritten(block_ids)
         try:
             return self.pool.unpack(block_ids, num_tokens, src, layers, group)
         except ValueError as error:
@@ -525,3 +525,8 @@ class TorchModelRunner:
         """See ModelRunner.note_pulled."""
         self._provenance = self._provenance or Provenance(self.block_size)
         self._provenance.pulled(block_table, token_ids, first_new, first_block)
+
+    def note_overwritten(self, block_ids: Sequence[int]) -> None:
+        """See ModelRunner.note_overwritten."""
+        if self._provenance is not None:
+            self._provenance.forget(block_ids)

@@ -31,6 +31,7 @@ from pathlib import Path
 from diptych.common.adapters.peft import AdapterFacts
 from diptych.common.errors import ConfigError, InternalError
 from diptych.common.kv_format import KvFormat
+from diptych.common.kv_parts import group_parts
 from diptych.common.shared_memory import SharedArea, find
 from diptych.engine.executor import ExecutorLost
 from diptych.engine.messages import BlockCopy, LoadedAdapter, Payload, ScheduledSeq, StepResult
@@ -101,8 +102,8 @@ class RanksExecutor:
         deadline_s: for one call, from its first byte to the last rank's answer.
         start_deadline_s: until all runners are made.
         silence_s: without a sign of life of any rank while a step runs, after which all are lost.
-        kv, parts: the model's KV, and of it that of each rank, where there are several KV groups: every rank has its heads of
-            each. None: one group, whose layers keep every token.
+        kv, parts: the model's KV, and of it that of each rank, where there are several KV groups: a rank has those of its
+            layers. None: one group, whose layers keep every token.
     Raises: ExecutorLost when a rank does not come up; ConfigError when the ranks' runners do not fit together.
     """
 
@@ -123,6 +124,7 @@ class RanksExecutor:
             raise ConfigError("sampler", sampler, f"must be one of {num_ranks} ranks")
         self._sampler, self._deadline_s, self._nodes = sampler, deadline_s, nodes
         self._kv_parts = tuple(parts) if kv is not None else ()
+        self._overwrites = None if kv is None else _overwrites(kv, parts, sampler)
         self._may_give_up = not sampler and nodes is None
         """A step, between two layers: all ranks are of one stage, and see one board."""
         self._lost = ""
@@ -166,8 +168,15 @@ class RanksExecutor:
                 links = nodes.links(start_deadline_s, lambda: bool(self._lost))
                 self._ranks += [_RemoteRank(number, link) for number, link in links.items()]
             answers = self._call(Kind.READY, b"", deadline_s=start_deadline_s)
-            self._parts = [_capabilities(answer, 1 if kv is None else len(kv.groups)) for answer in answers]
-            self.capabilities = replace(_together(self._parts, sampler), kv=kv, parts=self._kv_parts)
+            formats = self._kv_parts or (None,) * len(answers)
+            self._parts = [
+                _capabilities(answer, rank, own)
+                for rank, (answer, own) in enumerate(zip(answers, formats, strict=True))
+            ]
+            self.capabilities = _together(self._parts, sampler)
+            if kv is not None:
+                blocks = _group_blocks(self._parts, kv, parts)
+                self.capabilities = replace(self.capabilities, kv=kv, parts=self._kv_parts, group_blocks=blocks)
         except BaseException:
             self.close(asked=False)
             raise
@@ -306,6 +315,8 @@ class RanksExecutor:
         """KV of rank `part`. Raises: InternalError for a range in GPU memory."""
         view = _in_host_memory(src)[: self._size(num_tokens, layers, group, part)]
         with self._lock:
+            if (part, group) == self._overwrites:
+                self._call(Kind.OVERWRITTEN, {self._sampler: array.array("i", block_ids).tobytes()})
             if isinstance(rank := self._ranks[part], _RemoteRank):
                 self._remote_range(rank, Kind.UNPACK, block_ids, num_tokens, view, layers, group)
                 return
@@ -646,14 +657,33 @@ def _in_host_memory(payload: Payload) -> memoryview:
     return payload
 
 
-def _capabilities(answer: bytes, expected_groups: int) -> RunnerCapabilities:
-    """As rank_process declares them, without the formats of its KV. Raises: ConfigError for another number of KV groups."""
-    declared, num_groups = json.loads(answer)
-    if num_groups != expected_groups:
-        raise ConfigError("groups", num_groups, f"the engine has {expected_groups} KV groups for these ranks")
-    blocks = tuple(declared["group_blocks"]) if num_groups > 1 else ()
+def _capabilities(answer: bytes, rank: int, own: KvFormat | None) -> RunnerCapabilities:
+    """As rank_process declares them, without the formats of its KV; of a rank with `own`, else with one group. Raises:
+    ConfigError for other KV groups."""
+    declared, names = json.loads(answer)
+    expected = names[:1] if own is None else [group.name for group in own.groups]
+    if names != expected:
+        raise ConfigError("groups", names, f"rank {rank} has these KV groups, and the engine expects {expected}")
+    blocks = () if own is None else tuple(declared["group_blocks"])
     tuples = {"eos_token_ids": tuple(declared["eos_token_ids"]), "group_blocks": blocks, "rank_sizes": (), "parts": ()}
     return RunnerCapabilities(**{**declared, **tuples})
+
+
+def _group_blocks(able: Sequence[RunnerCapabilities], kv: KvFormat, parts: Sequence[KvFormat]) -> tuple[int, ...]:
+    """Of the pool of each group. Raises: ConfigError for ranks that have another number of blocks for one group."""
+    found: list[set[int]] = [set() for _ in kv.groups]
+    for one in group_parts(kv, parts):
+        found[one.group].add(able[one.part].group_blocks[one.own])
+    if any(len(counts) != 1 for counts in found):
+        raise ConfigError("group_blocks", list(map(sorted, found)), "must be the same on every rank")
+    return tuple(next(iter(counts)) for counts in found)
+
+
+def _overwrites(kv: KvFormat, parts: Sequence[KvFormat], sampler: int) -> tuple[int, int] | None:
+    """The sampling rank records what the first group's blocks were computed from, and forgets those that it unpacks. Where it has
+    no layers of that group: the rank, and the group there, whose unpacked blocks it must be told."""
+    holders = [one for one in group_parts(kv, parts) if not one.group]
+    return None if any(one.part == sampler for one in holders) else (holders[0].part, holders[0].own)
 
 
 def _together(parts: Sequence[RunnerCapabilities], sampler: int) -> RunnerCapabilities:
@@ -661,7 +691,7 @@ def _together(parts: Sequence[RunnerCapabilities], sampler: int) -> RunnerCapabi
     Args: sampler: the first rank of the last stage; so many ranks as there are from it on are in each stage.
     Raises: ConfigError for ranks whose blocks differ in number or size, or whose slots for adapters differ.
     """
-    for name in ("num_blocks", "block_size", "num_host_blocks", "group_blocks", "max_loras", "max_lora_rank"):
+    for name in ("num_blocks", "block_size", "num_host_blocks", "max_loras", "max_lora_rank"):
         values = [asdict(part)[name] for part in parts]
         if any(value != values[0] for value in values):
             raise ConfigError(name, values, "must be the same on every rank")

@@ -24,7 +24,8 @@ WITH_RESULT, WITH_LAYERS, MAY_GIVE_UP = 1, 2, 4
 DRAW = struct.Struct("<i")
 """In front of a step's histories: its call."""
 RANGE = struct.Struct("<iiqqiiQ")
-"""KV in shared memory: number of the area, KV group, offset, bytes, layers [first, end) (-1: all), tokens. Block ids follow."""
+"""KV in shared memory: number of the area, KV group of this rank, offset, bytes, layers [first, end) (-1: all), tokens. Block ids
+follow."""
 ELSEWHERE = -1
 """In place of an area: the engine is on another host, and the KV comes and goes as BYTES."""
 _RECEIVE = 1 << 18
@@ -51,6 +52,8 @@ class Kind(IntEnum):
     PACK = 9
     UNPACK = 10
     PULLED = 11
+    OVERWRITTEN = 19
+    """Blocks of the first KV group hold other KV now: see ModelRunner.note_overwritten."""
     READ_ADAPTER = 12
     ADAPTER_READ = 13
     INSTALL_ADAPTER = 14

@@ -91,6 +91,7 @@ class Rank:
             Kind.FORGET_AREAS: self._forget_areas,
             Kind.UNPACK: self._unpack,
             Kind.PULLED: lambda body: runner.note_pulled(*json.loads(body)),
+            Kind.OVERWRITTEN: lambda body: runner.note_overwritten(array("i", body)),
             Kind.READ_ADAPTER: self._adapters.begin,
             Kind.ADAPTER_READ: lambda body: self._adapters.answer(json.loads(body)),
             Kind.INSTALL_ADAPTER: lambda body: self._adapters.install(*json.loads(body)),
@@ -256,8 +257,8 @@ def _ignore(num_layers: int) -> None: ...
 
 def _declared(runner: ModelRunner) -> bytes:
     able = runner.capabilities
-    groups = 1 if able.kv is None else len(able.kv.groups)
-    return json.dumps([asdict(replace(able, kv=None)), groups]).encode()
+    names = ["full"] if able.kv is None else [group.name for group in able.kv.groups]
+    return json.dumps([asdict(replace(able, kv=None)), names]).encode()
 
 
 def _end() -> NoReturn:

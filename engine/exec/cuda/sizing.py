@@ -51,13 +51,21 @@ class PoolBudget:
 
 
 def blocks_that_fit(
-    budget: PoolBudget, kv: KvFormat, demand: PoolDemand | None, *, total: int, free: int, used: int, step: int
+    budget: PoolBudget,
+    kv: KvFormat,
+    demand: PoolDemand | None,
+    own: KvFormat | None = None,
+    *,
+    total: int,
+    free: int,
+    used: int,
+    step: int,
 ) -> int:
-    """All in bytes. Args: used: by this process. demand: of window groups; None: there are none. Raises: ConfigError when not
-    even one block fits."""
+    """All in bytes. Args: used: by this process. demand: of window groups; None: there are none. own: of `kv` what this rank's
+    pool holds; None: all. Raises: ConfigError when not even one block fits."""
     share = int(total * budget.utilization) - used
     room = min(share, free) - step - budget.reserve_bytes - _SLACK_BYTES
-    blocks = (demand or PoolDemand()).most_blocks(kv, max(0, room))
+    blocks = (demand or PoolDemand()).most_blocks(kv, max(0, room), (own or kv,))
     if not blocks:
         raise ConfigError(
             "gpu_memory_utilization",
@@ -69,21 +77,27 @@ def blocks_that_fit(
 
 
 def profile(
-    make_runner: Callable[[int], ModelRunner], budget: PoolBudget, kv: KvFormat, demand: PoolDemand | None
+    make_runner: Callable[[int], ModelRunner],
+    budget: PoolBudget,
+    kv: KvFormat,
+    demand: PoolDemand | None,
+    own: KvFormat | None = None,
 ) -> int:
     """KV blocks for the pool of the runner that make_runner(num_blocks) makes. The trial runner is gone when this returns.
 
+    Args: demand, own: see blocks_that_fit.
     Raises: ConfigError.
     """
+    own = own or kv
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_reserved()
     num_blocks = -(-budget.step_tokens // kv.block_size) + 1
     trial = None
     try:
         trial = make_runner(num_blocks)
-        trial.execute(_largest_step(trial, budget.step_tokens, len(kv.groups)))
+        trial.execute(_largest_step(trial, budget.step_tokens, len(own.groups)))
         torch.cuda.synchronize()
-        step = torch.cuda.max_memory_reserved() - before - (demand or PoolDemand()).pool_bytes(kv, num_blocks)
+        step = torch.cuda.max_memory_reserved() - before - (demand or PoolDemand()).pool_bytes(kv, num_blocks, (own,))
     except torch.OutOfMemoryError as error:
         raise out_of_memory("max_num_batched_tokens", budget.step_tokens, "one step's tensors", error) from None
     finally:
@@ -92,7 +106,7 @@ def profile(
         torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info()
     used = torch.cuda.memory_reserved() + _CONTEXT_BYTES
-    fit = blocks_that_fit(budget, kv, demand, total=total, free=free, used=used, step=max(0, step))
+    fit = blocks_that_fit(budget, kv, demand, own, total=total, free=free, used=used, step=max(0, step))
     log.info("gpu memory: a step takes %.2f GiB, %d KV blocks fit", step / 2**30, fit)
     return fit
 

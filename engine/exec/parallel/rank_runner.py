@@ -53,8 +53,7 @@ def make(
         device_index: of the GPU that computes, among those that this process sees. It sees those of the other ranks, too.
         gpu_memory_utilization, reserve_bytes: see PoolBudget, on a GPU whose pool is sized by its memory; None: num_blocks.
         max_num_batched_tokens: see PoolBudget.
-        window_groups: layers with a window keep that window only, in KV groups, see PoolDemand; False: every token. An engine
-            over several pipeline stages knows one group.
+        window_groups: layers with a window keep that window only, in KV groups, see PoolDemand; False: every token.
         others: see TorchModelRunner.load.
     Raises: ConfigError naming the field; RunnerLost when the other ranks do not come.
     """

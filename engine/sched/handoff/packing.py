@@ -8,9 +8,8 @@ still in a CPU cache.
 The last range of a prompt may be sent in groups of layers (`layer_job`) while the step that computes it runs, also by each of
 several ranks that have all layers. What is left of its layers is packed after the step.
 
-Of several ranks each has ranges of its own, too; of those that the peer does not ask for nothing is packed.
-
-Of several KV groups each has ranges of its own, of all its layers. A window group is packed once the prompt is computed:
+Each KV group of each rank has ranges of its own (`common.kv_parts.GroupPart`). Of ranks that the peer does not ask for nothing
+is packed. Of several groups a range holds all layers that the rank has. A window group is packed once the prompt is computed:
 only what the next token sees of it is sent (`common.kv_groups.expected_ranges`)."""
 
 from __future__ import annotations
@@ -21,6 +20,7 @@ from dataclasses import dataclass
 from diptych.common.errors import ConfigError
 from diptych.common.kv_format import KvFormat
 from diptych.common.kv_groups import expected_ranges
+from diptych.common.kv_parts import GroupPart
 from diptych.engine.messages import RangePacked, SlabGrant
 from diptych.engine.overlap import Overlap
 from diptych.engine.sched.requests.request import Request, State
@@ -29,21 +29,20 @@ from diptych.engine.sched.requests.request import Request, State
 @dataclass(frozen=True, slots=True)
 class PackJob:
     """Copy the KV of tokens [first_token, first_token + num_tokens) from `block_ids` into the grant's payload.
-    `layers`: of these only; None: of all. `group`: index of the KV group; the layers are counted within it."""
+    `layers`: of these only; None: of all. `of`: the KV group and the rank, within which the layers are counted."""
 
     request: Request
     grant: SlabGrant
     block_ids: list[int]
     first_token: int
     num_tokens: int
+    of: GroupPart
     layers: range | None = None
-    group: int = 0
-    part: int = 0
 
 
 @dataclass(slots=True)
 class _Progress:
-    """By unit: tokens before `until` are packed, or need not be. Of those from there to the end, the first
+    """By group and rank: tokens before `until` are packed, or need not be. Of those from there to the end, the first
     `layers` layers are."""
 
     until: list[int]
@@ -56,26 +55,16 @@ class Packing:
     def __init__(
         self,
         block_size: int,
-        kv_bytes_per_token: int,
+        group_parts: Sequence[GroupPart],
         quota_per_peer: int,
         num_layers: int = 1,
         kv: KvFormat | None = None,
-        rank_sizes: Sequence[tuple[int, int]] = (),
-        parts: Sequence[KvFormat] = (),
     ) -> None:
+        """Args: num_layers: of the model. kv: its format; None: one group, which keeps every token."""
         self._kv = kv if kv is not None and not kv.has_one_full_group else None
-        """None: one group, which keeps every token."""
-        self._rank_sizes = rank_sizes
-        groups = range(1 if self._kv is None else len(self._kv.groups))
-        self._units = [(group, part) for part in range(len(rank_sizes) or 1) for group in groups]
-        """KV group and rank: each is packed by itself. Below, a unit is an index in this list."""
-        if self._kv is not None:
-            formats = parts or (self._kv,)
-            self._unit_bytes = [
-                formats[part].groups[group].bytes_per_token(formats[part].shard) for group, part in self._units
-            ]
-        else:
-            self._unit_bytes = [token_bytes for _, token_bytes in rank_sizes] or [kv_bytes_per_token]
+        self._units = tuple(group_parts)
+        """Each is packed by itself. Below, a unit is an index in this list."""
+        self._several_ranks = len({one.part for one in group_parts}) > 1
         self._block_size = block_size
         self._num_layers = num_layers
         self._quota = quota_per_peer
@@ -95,7 +84,7 @@ class Packing:
         if overlap is not None:
             self.overlap = overlap
         for grant in grants:
-            least = self._block_size * max(self._unit_bytes)
+            least = self._block_size * max(unit.bytes_per_token for unit in self._units)
             if len(grant.payload) < least:
                 raise ConfigError("slab_bytes", len(grant.payload), f"a slab must hold a block of {least} bytes")
             peer = self._held_by.pop(grant.slab, None)
@@ -118,7 +107,7 @@ class Packing:
     @property
     def sends_layers(self) -> bool:
         """Ranges of some layers can be made (`layer_job`)."""
-        return self._kv is None and all(num_layers == self._num_layers for num_layers, _ in self._rank_sizes)
+        return self._kv is None and all(unit.num_layers == self._num_layers for unit in self._units)
 
     def least_packed(self, request: Request) -> int:
         """Tokens before this are packed in every unit, or need not be."""
@@ -156,27 +145,26 @@ class Packing:
             for unit in self._in_turn(request):
                 if self._packed_layers(request, unit):
                     if request.num_computed >= request.kv_target:
-                        return self._layers(request, self._layers_of(unit), self._grants.pop(), unit)
+                        return self._layers(request, self._units[unit].num_layers, self._grants.pop(), unit)
                     continue
-                token_bytes, (group, part) = self._unit_bytes[unit], self._units[unit]
+                of = self._units[unit]
                 start, end = self.packed_until(request, unit), self._packable_end(request, unit)
                 if end <= start:
                     continue
                 grant = self._grants.pop()
                 size = self._block_size
-                fit = len(grant.payload) // token_bytes // size * size
+                fit = len(grant.payload) // of.bytes_per_token // size * size
                 count = min(end - start, fit)
-                blocks = self._blocks(request, start, count, group)
-                return PackJob(request, grant, blocks, start, count, group=group, part=part)
+                return PackJob(request, grant, self._blocks(request, start, count, of.group), start, count, of)
         return None
 
     def _in_turn(self, request: Request) -> Sequence[int]:
         """The units; of several ranks first the one of which least is packed. Then the ranks' ranges of the same tokens follow
         each other, and a peer of other ranks that needs them together keeps few of them waiting."""
         units = range(len(self._units))
-        if not self._rank_sizes:
+        if not self._several_ranks:
             return units
-        return sorted(units, key=lambda unit: (self.packed_until(request, unit), self._units[unit]))
+        return sorted(units, key=lambda i: (self.packed_until(request, i), self._units[i].group, self._units[i].part))
 
     def layer_job(self, request: Request, num_computed: int) -> PackJob | None:
         """The step that runs computes the last tokens of `request` and is done with `num_computed` layers: those that
@@ -197,17 +185,15 @@ class Packing:
         request, peer, grant = job.request, job.request.peer, job.grant
         self._held_by[grant.slab] = peer
         self._per_peer[peer] = self._per_peer.get(peer, 0) + 1
-        unit = self._units.index((job.group, job.part))
-        size_bytes = job.num_tokens * self._unit_bytes[unit]
+        of = job.of
+        unit, every = self._units.index(of), of.num_layers
+        size_bytes = job.num_tokens * of.bytes_per_token
         first_layer = num_layers = 0
-        every = self._layers_of(unit)
         progress = self._progress.get(request.attempt)
         if progress is None:
             progress = self._progress[request.attempt] = _Progress(self._start(request), [0] * len(self._units))
         progress.layers[unit] = 0
-        if self._kv is not None:
-            num_layers = self._kv.groups[job.group].num_layers
-        elif self._rank_sizes:
+        if self._kv is not None or self._several_ranks:
             num_layers = every
         if job.layers is not None:
             first_layer, num_layers = job.layers.start, len(job.layers)
@@ -218,7 +204,7 @@ class Packing:
             progress.until[unit] = job.first_token + job.num_tokens
         return RangePacked(
             request.attempt, grant.slab, grant.generation, job.first_token, job.num_tokens, size_bytes, checksum,
-            first_layer, num_layers, job.group, job.part,
+            first_layer, num_layers, of.own, of.part,
         )  # fmt: skip
 
     def give_back(self, job: PackJob) -> None:
@@ -233,7 +219,7 @@ class Packing:
             start = [end] * len(self._kv.groups)
             for part in expected_ranges(self._kv, held, end, reusable=request.source.reusable):
                 start[part.group] = part.first
-        return [start[group] if not ranks or rank in ranks else end for group, rank in self._units]
+        return [start[unit.group] if not ranks or unit.part in ranks else end for unit in self._units]
 
     def _may_hold_more(self, request: Request) -> bool:
         return self._per_peer.get(request.peer, 0) < self._quota
@@ -242,21 +228,17 @@ class Packing:
         progress = self._progress.get(request.attempt)
         return 0 if progress is None else progress.layers[unit]
 
-    def _layers_of(self, unit: int) -> int:
-        """Where ranges of some layers can be made: there is one group."""
-        return self._rank_sizes[self._units[unit][1]][0] if self._rank_sizes else self._num_layers
-
     def _layers_that_fit(self, request: Request, grant: SlabGrant, unit: int) -> int:
         count = request.kv_target - self.packed_until(request, unit)
-        return len(grant.payload) * self._layers_of(unit) // (count * self._unit_bytes[unit])
+        of = self._units[unit]
+        return len(grant.payload) * of.num_layers // (count * of.bytes_per_token)
 
     def _layers(self, request: Request, until: int, grant: SlabGrant, unit: int) -> PackJob:
         """All tokens that are left, of the layers from the first that is not packed to `until`, or as many as fit."""
         start, first = self.packed_until(request, unit), self._packed_layers(request, unit)
         count = request.kv_target - start
         layers = range(first, min(until, first + max(1, self._layers_that_fit(request, grant, unit))))
-        part = self._units[unit][1]
-        return PackJob(request, grant, self._blocks(request, start, count), start, count, layers, part=part)
+        return PackJob(request, grant, self._blocks(request, start, count), start, count, self._units[unit], layers)
 
     def _blocks(self, request: Request, start: int, count: int, group: int = 0) -> list[int]:
         size, first = self._block_size, request.seq.first_blocks[group]
@@ -266,9 +248,9 @@ class Packing:
         if request.num_computed >= request.kv_target:
             return request.kv_target
         packed_until = self.packed_until(request, unit)
-        if self._kv is not None and self._kv.groups[self._units[unit][0]].window:
+        if self._kv is not None and self._kv.groups[self._units[unit].group].window:
             return packed_until
         end = request.num_computed // self._block_size * self._block_size
-        early_bytes = (end - packed_until) * self._unit_bytes[unit]
+        early_bytes = (end - packed_until) * self._units[unit].bytes_per_token
         least = self.overlap.least_early_bytes(request.source.link_bytes_per_s)
         return end if early_bytes >= least else packed_until

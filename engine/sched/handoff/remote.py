@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from diptych.common.kv_parts import GroupPart
 from diptych.engine.messages import UnpackRange
 from diptych.engine.runner import CopyHandle
 from diptych.engine.sched.cache.kv_cache_manager import KvCacheManager
@@ -18,15 +19,14 @@ from diptych.engine.sched.requests.request import Request
 @dataclass(frozen=True, slots=True)
 class UnpackJob:
     """Copy `num_tokens` tokens' KV from the command's payload into `block_ids`. `layers`: of these only; None: of
-    all. `group`: index of the KV group."""
+    all. `into`: the KV group and the rank."""
 
     request: Request
     first_block: int
     block_ids: list[int]
     num_tokens: int
+    into: GroupPart
     layers: range | None = None
-    group: int = 0
-    part: int = 0
 
 
 @dataclass(slots=True)
@@ -35,7 +35,7 @@ class _Arriving:
 
     Args:
         covered: (group, index) of the blocks whose KV is there.
-        layers_in: by rank, of blocks that come layer by layer, a bit for each layer of the group that is there.
+        layers_in: by rank, of blocks that come layer by layer, a bit for each of its layers of the group that is there.
         parts_in: of blocks that come rank by rank, a bit for each rank whose layers are all there.
         copies: what still writes into its blocks.
         complete: everything up to kv_target is there.
@@ -54,7 +54,11 @@ class RemoteRequests:
 
     def __init__(self, kv: KvCacheManager, limits: ModelLimits) -> None:
         self._kv = kv
-        self._limits = limits
+        self._group_parts = {(one.part, one.own): one for one in limits.group_parts}
+        self._holders = [0] * kv.num_groups
+        """By KV group, a bit for each rank that has layers of it."""
+        for one in self._group_parts.values():
+            self._holders[one.group] |= 1 << one.part
         self._arriving: dict[str, _Arriving] = {}
         self._requests: dict[str, Request] = {}
         self._pulls: set[str] = set()
@@ -107,31 +111,30 @@ class RemoteRequests:
         block-aligned, overlaps the pinned prefix, reaches past the end or the layers, lies behind the window or in no
         group, or the payload is too short."""
         arriving = self._arriving.get(command.attempt)
-        if arriving is None or arriving.complete or not 0 <= command.group < self._kv.num_groups:
-            return None
-        if not 0 <= command.part < self._limits.num_parts:
+        into = self._group_parts.get((command.part, command.group))
+        if arriving is None or arriving.complete or into is None:
             return None
         request, size = arriving.request, self._kv.block_size
         first, end = command.first_token, command.first_token + command.num_tokens
         whole = end % size == 0 or end == request.kv_target
         if command.num_tokens < 1 or first % size or not whole:
             return None
-        begin = request.seq.first_blocks[command.group]
+        begin = request.seq.first_blocks[into.group]
         if first < max(request.num_computed, begin * size) or end > request.kv_target:
             return None
-        all_layers, token_bytes = self._limits.group_sizes(command.group, command.part)
+        all_layers = into.num_layers
         num_layers = command.num_layers or all_layers
         if command.first_layer < 0 or command.first_layer + num_layers > all_layers:
             return None
-        if len(command.payload) < command.num_tokens * token_bytes * num_layers // all_layers:
+        if len(command.payload) < command.num_tokens * into.bytes_per_token * num_layers // all_layers:
             return None
         request.converted = request.converted or command.converted
         some = num_layers < all_layers
         layers = range(command.first_layer, command.first_layer + num_layers) if some else None
         self._kv.bind(request)
         first_block = first // size
-        blocks = request.tables[command.group][first_block - begin : -(-end // size) - begin]
-        return UnpackJob(request, first_block, blocks, command.num_tokens, layers, command.group, command.part)
+        blocks = request.tables[into.group][first_block - begin : -(-end // size) - begin]
+        return UnpackJob(request, first_block, blocks, command.num_tokens, into, layers)
 
     def copy_begins(self, job: UnpackJob, copy: CopyHandle) -> None:
         self._arriving[job.request.attempt].copies.append(copy)
@@ -147,21 +150,22 @@ class RemoteRequests:
     def unpacked(self, job: UnpackJob) -> None:
         """Every byte of the range is there, and was verified."""
         arriving = self._arriving[job.request.attempt]
-        every = (1 << self._limits.group_sizes(job.group, job.part)[0]) - 1
+        group, part = job.into.group, job.into.part
+        every = (1 << job.into.num_layers) - 1
         these = every if job.layers is None else (1 << job.layers.stop) - (1 << job.layers.start)
-        all_parts = (1 << self._limits.num_parts) - 1
+        all_parts = self._holders[group]
         for index in range(job.first_block, job.first_block + len(job.block_ids)):
-            block = job.group, index
+            block = group, index
             if these != every:
-                layers = arriving.layers_in.get((job.part, *block), 0) | these
-                arriving.layers_in[job.part, *block] = layers
+                layers = arriving.layers_in.get((part, *block), 0) | these
+                arriving.layers_in[part, *block] = layers
                 if layers != every:
                     continue
-            parts = arriving.parts_in.get(block, 0) | 1 << job.part
-            if all_parts > 1:
-                arriving.parts_in[block] = parts
+            parts = arriving.parts_in.get(block, 0) | 1 << part
             if parts == all_parts:
                 arriving.covered.add(block)
+            else:
+                arriving.parts_in[block] = parts
 
     def missing(self, request: Request) -> str:
         """The blocks whose KV has not arrived, in words; empty: everything that the next token sees is there."""

@@ -81,13 +81,7 @@ class Lifecycle:
         self.choices = ChoiceGroups()
         self.beams = BeamGroups(limits.eos_token_ids)
         self.packing = Packing(
-            config.block_size,
-            limits.kv_bytes_per_token,
-            config.slab_quota_per_peer,
-            limits.num_layers,
-            limits.kv,
-            limits.rank_sizes,
-            limits.parts,
+            config.block_size, limits.group_parts, config.slab_quota_per_peer, limits.num_layers, limits.kv
         )
         self.outbox = Outbox()
         self.emit, self.totals = self.outbox.add, self.outbox.totals

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from diptych.common.errors import DiptychError, InternalError, InvalidRequestError, PromptTooLongError
 from diptych.common.kv_format import KvFormat
 from diptych.common.kv_groups import holds
+from diptych.common.kv_parts import GroupPart, group_parts
 from diptych.common.sampling import SamplingParams
 from diptych.engine.config import EngineConfig
 from diptych.engine.messages import EngineRequest, KvMode
@@ -37,25 +38,13 @@ class ModelLimits:
     """See RunnerCapabilities."""
 
     @property
-    def pieces(self) -> tuple[tuple[int, int, int], ...]:
-        """Of which a block consists: KV group, rank, and bytes of a token's KV in it."""
-        groups = range(1 if self.kv is None else len(self.kv.groups))
-        return tuple(
-            (group, part, self.group_sizes(group, part)[1]) for part in range(self.num_parts) for group in groups
-        )
-
-    @property
-    def num_parts(self) -> int:
-        return len(self.rank_sizes) or 1
-
-    def group_sizes(self, group: int, part: int = 0) -> tuple[int, int]:
-        """Layers, and bytes of a token's KV, of the group with this index in the rank `part`."""
+    def group_parts(self) -> tuple[GroupPart, ...]:
+        """Of which a block consists: each KV group of each rank."""
         if self.rank_sizes and not self.parts:
-            return self.rank_sizes[part]
+            return tuple(GroupPart(0, part, 0, *sizes) for part, sizes in enumerate(self.rank_sizes))
         if self.kv is None:
-            return self.num_layers, self.kv_bytes_per_token
-        kv = self.parts[part] if self.parts else self.kv
-        return kv.groups[group].num_layers, kv.groups[group].bytes_per_token(kv.shard)
+            return (GroupPart(0, 0, 0, self.num_layers, self.kv_bytes_per_token),)
+        return group_parts(self.kv, self.parts or (self.kv,))
 
 
 def check_request(

@@ -30,13 +30,15 @@ GEMMA = {
     "num_key_value_heads": 2,
     "layer_types": ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"],
 }  # fmt: skip
-Make = Callable[[int], LoadedModel]
+Degrees = tuple[int, int]
+"""Tensor parallel and pipeline."""
+Make = Callable[[Degrees], LoadedModel]
 _alone: list[list[int]] = []
 """The answers of one rank, which computes the prompts itself."""
 
 
 class Together(LocalExecutor):
-    """All ranks are in this process, and each has its part."""
+    """All ranks are in this process, and each has its part. Groups and layers of a range are those of its rank."""
 
     def __init__(self, ranks: ThreadedRanks) -> None:
         super().__init__(ranks)  # type: ignore[arg-type]
@@ -63,19 +65,19 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def model(pd: ModuleType, folder: Path) -> Iterator[Make]:
-    """model(tensor parallel) -> a worker's model."""
+    """model(degrees) -> a worker's model."""
     made: list[ThreadedRanks] = []
     settings: dict[str, Any] = {"num_blocks": 48, "block_size": 16, "backend": "torch", "num_threads": 1}
 
-    def make(degree: int) -> LoadedModel:
+    def make(degrees: Degrees) -> LoadedModel:
         settings["demand"] = PoolDemand(8, 32)
-        if degree == 1:
+        if degrees == (1, 1):
             runner: Any = TorchModelRunner.load(folder, **settings)
             kv, executor = runner.pool.kv, None
         else:
-            made.append(runner := ThreadedRanks(folder, degree, **settings))
+            made.append(runner := ThreadedRanks(folder, *degrees, **settings))
             kv, executor = runner.kv, Together(runner)
-        parts = split(kv, tensor_parallel=degree) if degree > 1 else ()
+        parts = split(kv, tensor_parallel=degrees[0], pipeline=degrees[1]) if degrees != (1, 1) else ()
         facts = replace(pd.fake_model().compat, kv=kv, kv_parts=parts, compute_dtype="float32", backend="torch")
         identity, compat = identified(facts, bytes(32))
         return LoadedModel(runner, compat, identity, None, executor=executor)
@@ -87,17 +89,37 @@ def model(pd: ModuleType, folder: Path) -> Iterator[Make]:
 
 @pytest.mark.parametrize(
     ("prefill", "decode"),
-    [(2, 2), (2, 4), pytest.param(2, 1, marks=pytest.mark.slow), pytest.param(1, 2, marks=pytest.mark.slow)],
+    [
+        ((2, 1), (4, 1)),
+        ((1, 2), (1, 2)),
+        ((2, 2), (1, 2)),
+        *(
+            pytest.param(prefill, decode, marks=pytest.mark.slow)
+            for prefill, decode in (
+                ((2, 1), (2, 1)),
+                ((2, 1), (1, 1)),
+                ((1, 1), (2, 1)),
+                ((1, 1), (1, 2)),
+                ((1, 2), (1, 1)),
+                ((1, 4), (1, 3)),
+                ((1, 2), (2, 2)),
+                ((4, 1), (2, 2)),
+                ((2, 2), (2, 2)),
+            )
+        ),
+    ],
+    ids=lambda pair: "x".join(map(str, pair)),
 )
 async def test_23_windows_move_between_ranks_and_the_tokens_are_those_of_one(
-    pd: ModuleType, model: Make, prefill: int, decode: int
+    pd: ModuleType, model: Make, prefill: Degrees, decode: Degrees
 ) -> None:
+    """The first of two pipeline stages has window layers only, and of four or three some one group each."""
     settings: dict[str, Any] = {"max_num_seqs": 8, "slab_bytes": 1 << 16, "num_slabs": 16}
 
-    async def answers(num_prefill: int, degree: int) -> list[list[int]]:
+    async def answers(num_prefill: int, degrees: Degrees) -> list[list[int]]:
         async with (
             pd.cluster(
-                num_prefill=num_prefill, prefill=lambda: model(prefill), decode=lambda: model(degree),
+                num_prefill=num_prefill, prefill=lambda: model(prefill), decode=lambda: model(degrees),
                 prefill_config=settings, decode_config=settings,
             ) as cluster,
             pd.FakeRouter(cluster.decode.address) as router,
@@ -126,5 +148,5 @@ async def test_23_windows_move_between_ranks_and_the_tokens_are_those_of_one(
             return out
 
     if not _alone:
-        _alone.extend(await answers(0, 1))
+        _alone.extend(await answers(0, (1, 1)))
     assert await answers(1, decode) == _alone

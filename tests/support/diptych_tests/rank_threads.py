@@ -190,6 +190,9 @@ class ThreadedRanks:
     def note_pulled(self, *arguments: Any) -> None:
         self.sampler.note_pulled(*arguments)
 
+    def note_overwritten(self, block_ids: Any) -> None:
+        self.sampler.note_overwritten(block_ids)
+
     def close(self) -> None:
         self._threads.shutdown()
 

@@ -149,6 +149,17 @@ def test_a_model_with_windows_is_counted_by_what_its_layers_keep(tmp_path, capsy
     assert "(window blocks for 64 sequences, --max-num-seqs)" in out
 
 
+@pytest.mark.parametrize(("pipeline", "blocks"), [(2, 58_032), (6, 126_784)])
+def test_23_stages_of_a_model_with_windows_are_counted_by_what_their_layers_keep(tmp_path, capsys, pipeline, blocks):
+    """Of two stages the second has two full layers and seven with windows; of six, three have windows only."""
+    (tmp_path / "config.json").write_text(json.dumps(GEMMA_3_LIKE))
+    run_capacity(str(tmp_path), dtype="float32", memory_gib=4.0, pipeline=pipeline)
+    assert capsys.readouterr().out.splitlines()[-2:] == [
+        f"  KV of a token: {36 // pipeline} KiB a rank, 36 KiB in all",
+        f"  4 GiB for KV on each rank hold {16 * blocks:,} tokens ({blocks:,} blocks)",
+    ]
+
+
 def test_windows_of_a_quantized_model_count_whatever_its_format():
     """A format that is not served made every layer count as seeing all tokens."""
     quantized = {**GEMMA_3_LIKE, "quantization_config": {"quant_method": "unheard-of"}}

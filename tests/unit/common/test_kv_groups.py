@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from diptych.common.kv_format import KvFormat, KvGroup, KvKind, kv_group, windowed_format
 from diptych.common.kv_groups import (
+    UNBOUNDED,
     PoolDemand,
     expected_ranges,
     hit_end,
@@ -17,6 +18,7 @@ from diptych.common.kv_groups import (
     longest_hit,
     most_blocks_held,
 )
+from diptych.common.kv_parts import split
 
 
 def visible(position: int, window: int) -> set[int]:
@@ -163,3 +165,23 @@ def test_pools_take_the_memory_that_there_is_and_hold_what_the_first_group_holds
     assert counts[0] == num_blocks
     if not kv.groups[0].window and len({group.block_size for group in kv.groups}) == 1:
         assert holds(kv, counts, num_blocks * kv.block_size, chunk), "a window group is never what refuses a prompt"
+
+
+@settings(max_examples=100, deadline=None)
+@given(formats(), st.integers(1, 4), st.integers(1, 64), st.integers(1, 200))
+def test_the_pools_of_all_stages_have_the_blocks_of_one_worker(
+    kv: KvFormat, pipeline: int, chunk: int, num_blocks: int
+) -> None:
+    """A stage without the first group has no bound of its own: its window pools do not grow with the first group's."""
+    parts, demand = split(kv, pipeline=min(pipeline, kv.num_layers)), PoolDemand(3, chunk)
+    size_bytes = demand.pool_bytes(kv, num_blocks)
+    assert size_bytes == demand.pool_bytes(kv, num_blocks, parts)
+    assert size_bytes == sum(demand.pool_bytes(kv, num_blocks, (part,)) for part in parts)
+    assert demand.most_blocks(kv, size_bytes, parts) == demand.most_blocks(kv, size_bytes) >= num_blocks
+    for part in parts:
+        own_bytes = demand.pool_bytes(kv, num_blocks, (part,))
+        own = demand.most_blocks(kv, own_bytes, (part,))
+        assert own >= num_blocks
+        assert own == UNBOUNDED or demand.pool_bytes(kv, own + 1, (part,)) > own_bytes
+        has_first = any(group.name == kv.groups[0].name for group in part.groups)
+        assert (demand.most_blocks(kv, demand.pool_bytes(kv, 1000, (part,)), (part,)) == UNBOUNDED) is not has_first

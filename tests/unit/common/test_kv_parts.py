@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from diptych.common.compat import Compat, as_strings, differences, identified
 from diptych.common.errors import ConfigError, IncompatibleWorkersError
 from diptych.common.kv_format import Shard, full_format, windowed_format
-from diptych.common.kv_parts import check_parts, degrees, numerics, shape, split
+from diptych.common.kv_parts import GroupPart, check_parts, degrees, group_parts, numerics, shape, split
 from diptych.router.cluster.compatibility import pair_differences
 from diptych.rpc import convert
 
@@ -49,6 +49,23 @@ def test_the_parts_together_are_the_whole(windows: list[int], heads: int, log_de
 
 def test_one_rank_is_the_whole() -> None:
     assert split(KV) == (KV,)
+    sizes = [(group.num_layers, group.bytes_per_token(KV.shard)) for group in KV.groups]
+    assert group_parts(KV, (KV,)) == tuple(GroupPart(i, 0, i, *size) for i, size in enumerate(sizes))
+
+
+def test_a_stage_counts_the_groups_of_its_own_layers() -> None:
+    """Layers 0 and 1, 2 to 4, 5 and 6 of seven, with two KV groups: the last stage has one of them only."""
+    kv = windowed_format([9, 9, 9, 0, 9, 0, 0], 4, 8, block_size=16, dtype="float16")
+    assert [group.name for group in kv.groups] == ["full", "window-9"]
+    layer = 2 * 2 * 8 * 2  # two heads, K and V
+    assert [
+        (one.part, one.own, one.group, one.num_layers, one.bytes_per_token)
+        for one in group_parts(kv, split(kv, tensor_parallel=2, pipeline=3))
+    ] == [
+        (0, 0, 1, 2, 2 * layer), (1, 0, 1, 2, 2 * layer),
+        (2, 0, 0, 1, layer), (2, 1, 1, 1, layer), (3, 0, 0, 1, layer), (3, 1, 1, 1, layer),
+        (4, 0, 0, 2, 2 * layer), (4, 1, 1, 1, layer), (5, 0, 0, 2, 2 * layer), (5, 1, 1, 1, layer),
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("degree", [3, 6])

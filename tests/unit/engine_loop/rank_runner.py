@@ -10,16 +10,18 @@ from pathlib import Path
 from typing import Any
 
 from diptych.common.errors import AdapterError, ConfigError
+from diptych.common.kv_groups import PoolDemand
 from diptych.engine.fake_device import FakeDeviceRunner
 from diptych.engine.fake_runner import FakeRunner
 from diptych.engine.runner import OutOfDeviceMemory, StepAborted
 
 
 class RankRunner(FakeRunner):
-    """Notes every step; in step number `at` it does `what`. go: a file for which it waits behind its first layer."""
+    """Notes every step; in step number `at` it does `what`. go: a file for which it waits behind its first layer. demand: of a
+    PoolDemand."""
 
-    def __init__(self, notes: str, at: int = 0, what: str = "", go: str = "", **fields: Any) -> None:
-        super().__init__(**fields)
+    def __init__(self, notes: str, at: int = 0, what: str = "", go: str = "", demand: Any = None, **fields: Any) -> None:
+        super().__init__(demand=PoolDemand(*demand) if demand else None, **fields)
         if go:
             self.between_layers = lambda num_layers: _wait_for(Path(go)) if num_layers == 2 else None
         self._notes, self._at, self._what = Path(notes), at, what

@@ -20,7 +20,7 @@ from diptych.common.clock import FakeClock
 from diptych.common.errors import AdapterError, ConfigError
 from diptych.common.grammar import Grammar, GrammarKind
 from diptych.common.kv_format import windowed_format
-from diptych.common.kv_parts import split
+from diptych.common.kv_parts import group_parts, split
 from diptych.common.request import Prompt
 from diptych.common.sampling import EarlyStopping, SamplingParams
 from diptych.common.shared_memory import SharedArea
@@ -193,6 +193,55 @@ def test_23_ranks_have_their_heads_of_every_kv_group(start):
         for part in (0, 1):
             assert executor.pack(table, 7, memoryview(got), None, group, part) == checksum
             assert got == want
+
+
+def test_23_stages_have_the_kv_groups_of_their_layers(start):
+    """Of three groups the first stage has two, the second, which samples, the third one only. What it has recorded of blocks of
+    the first group is forgotten when other KV comes into them, on the first stage."""
+    dim = FakeRunner(4, BLOCK).kv.only_group.dims[0]
+    kv = windowed_format([0, 8, 0, 12], 1, dim, block_size=BLOCK, dtype="int8")
+    parts = split(kv, pipeline=2)
+    fields = [{"windows": [0, 8], "num_host_blocks": 0}, {"windows": [0, 12], "num_host_blocks": 0}]
+    executor, _ = start(*fields, kv=kv, parts=parts)
+    able = executor.capabilities
+    assert (able.kv, able.parts, able.num_layers, able.group_blocks) == (kv, parts, 4, (24, 24, 24))
+    assert able.rank_sizes == ((2, kv.bytes_per_token // 2),) * 2
+    want = {}
+    for number, one in enumerate(group_parts(kv, parts)):
+        want[one] = bytes((n + 1) * (number + 3) % 251 for n in range(7 * one.bytes_per_token))
+        executor.unpack([3 + number, 9], 7, memoryview(bytearray(want[one])), None, one.own, one.part)
+    for number, one in enumerate(want):
+        got = bytearray(len(want[one]))
+        executor.pack([3 + number, 9], 7, memoryview(got), None, one.own, one.part)
+        assert got == want[one]
+    with pytest.raises(ConfigError, match=r"groups=\['full', 'window-8'\]: rank 0 .* expects \['full', 'window-12'\]"):
+        start(*fields, kv=kv, parts=parts[::-1])
+    both = windowed_format([0, 8, 0, 8], 1, dim, block_size=BLOCK, dtype="int8")
+    with pytest.raises(ConfigError, match=r"group_blocks=\[\[24\], \[4, 24\]\]: must be the same"):
+        start(fields[0], {**fields[0], "demand": [1, 4]}, kv=both, parts=split(both, pipeline=2))
+
+
+def test_23_the_rank_that_samples_forgets_blocks_that_another_stage_unpacks(start):
+    """It records what the first group's blocks were computed from, also where it has no layers of that group."""
+    dim = FakeRunner(4, BLOCK).kv.only_group.dims[0]
+    kv = windowed_format([0, 0, 8, 8], 1, dim, block_size=BLOCK, dtype="int8")
+    fields = [{"windows": windows, "num_host_blocks": 0} for windows in ([0, 0], [8, 8])]
+    executor, _ = start(*fields, kv=kv, parts=split(kv, pipeline=2))
+    tables = ([3, 5, 7], [3, 5, 7])
+
+    def computed_from(first):
+        seq = ScheduledSeq(
+            "a", [9], first, tables, True, SamplingParams(9, temperature=0.0), 0, first_blocks=(0, 0), vouch=True
+        )
+        return executor.execute([seq], lambda: False).computed_from
+
+    executor.note_pulled([3, 5], list(range(40, 48)), 0)
+    assert computed_from(8)[0].num_tokens == 9
+    executor.unpack([4], BLOCK, memoryview(bytearray(BLOCK * kv.groups[1].bytes_per_token(kv.shard))), None, 0, 1)
+    executor.unpack([4], BLOCK, memoryview(bytearray(BLOCK * kv.groups[0].bytes_per_token(kv.shard))), None, 0, 0)
+    assert computed_from(9)[0].num_tokens == 10, "other blocks"
+    executor.unpack([7], BLOCK, memoryview(bytearray(BLOCK * kv.groups[0].bytes_per_token(kv.shard))), None, 0, 0)
+    assert computed_from(10) == {}
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -405,7 +454,7 @@ def test_ranks_that_do_not_come_up_or_do_not_fit_together(start):
         start({"num_blocks": 30}, {})
     with pytest.raises(ConfigError, match="max_loras"):
         start({"max_loras": 2}, {"max_loras": 3})
-    with pytest.raises(ConfigError, match="groups=2: the engine has 1 KV groups for these ranks"):
+    with pytest.raises(ConfigError, match=r"groups=\['full', 'window-8'\]: rank 0 .* expects \['full'\]"):
         start({"windows": [0, 8]}, {"windows": [0, 8]})
     with pytest.raises(ConfigError, match=r"tensor_parallel_size=3: 8 heads cannot be divided among 3 ranks"):
         start({}, {}, factory="rank_runner:refuses")

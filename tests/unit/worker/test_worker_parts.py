@@ -10,6 +10,7 @@ import pytest
 from diptych.common.errors import ConfigError, TransferError
 from diptych.common.kv_format import full_format, windowed_format
 from diptych.common.kv_groups import PoolDemand
+from diptych.common.kv_parts import split
 from diptych.engine.config import EngineConfig
 from diptych.engine.fake_runner import FakeRunner
 from diptych.engine.messages import EngineStats
@@ -90,6 +91,18 @@ def test_the_memory_is_divided_among_kv_groups() -> None:
         blocks(kv_memory_bytes=4095)
     with pytest.raises(ConfigError, match="num_blocks=1000"):
         blocks(num_blocks=1000)
+
+
+def test_23_the_memory_of_all_stages_is_divided_among_kv_groups() -> None:
+    """A stage without the full group holds a window's blocks, however many the others have."""
+    kv = windowed_format([0, 0, 64, 64], 1, 32, block_size=16, dtype="int8")  # 2 KiB and 2 KiB
+    demand = PoolDemand(max_num_seqs=4, max_num_batched_tokens=32)  # at most 22 window blocks
+    for degrees, size_bytes in (({"pipeline": 2}, 1000 * 1024), ({"tensor_parallel": 2, "pipeline": 2}, 2000 * 1024)):
+        parts = split(kv, **degrees)  # heads are replicated
+        found = choose_num_blocks(
+            WorkerConfig(kv_memory_bytes=size_bytes), kv, demand, max_model_len=160, available_bytes=1 << 30, parts=parts
+        )
+        assert demand.group_blocks(kv, found) == (500 - 22, 22)
 
 
 def test_handles_there_and_back() -> None:

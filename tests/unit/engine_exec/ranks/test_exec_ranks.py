@@ -187,6 +187,33 @@ def test_a_stage_without_layers_of_a_kv_group_has_no_pool_for_it(model_dir_of, r
     assert outputs(engine_of(both, **settings), requests) == alone
 
 
+@pytest.mark.parametrize("degrees", [(1, 2), (2, 2), (1, 4)], ids=["pp2", "tp2-pp2", "pp4"])
+def test_23_stages_free_what_is_behind_a_window_and_are_preempted(model_dir_of, ranks, degrees):
+    """In pools that hold a few windows, cold and warm. With pipeline stages every layer kept every token."""
+    architecture, fields = FAMILIES["gemma3"]
+    folder = model_dir_of(architecture, **fields)
+    kinds = {"greedy": GREEDY, "choices": replace(GREEDY, temperature=0.7, seed=4, n=2)}
+    requests = [
+        EngineRequest(f"{kind}-{i}", Prompt(tuple(prompt)), params)
+        for i, prompt in enumerate(prompts_of(30, 53, 61))
+        for kind, params in kinds.items()
+    ]
+    settings = {"max_num_seqs": 4, "max_num_batched_tokens": 16}
+    demand = PoolDemand(**settings)
+    expected = outputs(engine_of(ranks(folder, 1, 1, demand=demand, num_blocks=200), **settings), requests)
+    several = ranks(folder, *degrees, demand=demand, num_blocks=22)
+    tight = engine_of(several, **settings)
+    assert outputs(tight, requests, [0, 0, 1, 1, 2, 2]) == expected
+    assert tight.stats().preemptions_total > 0
+    assert outputs(tight, [replace(one, attempt=f"{one.attempt}-2") for one in requests]) == expected
+    assert tight.stats().cached_tokens_total > 0
+    counts = dict(zip([group.name for group in several.kv.groups], several.capabilities.group_blocks, strict=True))
+    assert counts == {"full": 22, "window-11": 14}
+    for runner in several.runners:
+        groups = [group.name for group in runner.pool.kv.groups]
+        assert [pool.tensor.shape[0] for pool in runner.pool.groups] == [counts[name] for name in groups]
+
+
 @pytest.mark.parametrize("degrees", [(2, 1), (1, 3)], ids=["tp2", "pp3"])
 def test_adapters_add_on_every_rank(model_dir_of, ranks, tmp_path, degrees):
     folder = model_dir_of("LlamaForCausalLM")
