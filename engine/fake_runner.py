@@ -44,6 +44,7 @@ class FakeRunner:
         between_layers: called between two layers, in front of `on_layers`, with how many are computed; may block.
         windows: of each layer, 0: it sees every token; empty: all layers do.
         demand: bounds the pools of window groups.
+        groups: of a rank of a pipeline stage: which of the model's KV groups its own are; empty: it has all of them.
         max_loras, max_lora_rank: see RunnerCapabilities; KV depends on the id of its row's adapter.
         before_install: called with slot and adapter before it is installed; may raise.
         bad_attempts: attempts whose rows come out bad, as NaN logits would.
@@ -64,6 +65,7 @@ class FakeRunner:
         between_layers: Callable[[int], None] = lambda num_layers: None,
         windows: Sequence[int] = (),
         demand: PoolDemand | None = None,
+        groups: Sequence[int] = (),
         max_loras: int = 0,
         max_lora_rank: int = 16,
         before_install: Callable[[int, LoadedAdapter], None] = lambda slot, adapter: None,
@@ -78,6 +80,7 @@ class FakeRunner:
             self.kv = windowed_format(windows, 1, head_dim, block_size=block_size, dtype="int8")
         else:
             self.kv = full_format(num_layers, 1, head_dim, block_size=block_size, dtype="int8")
+        self._groups = tuple(groups) or tuple(range(len(self.kv.groups)))
         self.group_blocks = (demand or PoolDemand()).group_blocks(self.kv, num_blocks)
         self._places = {
             layer: (index, at) for index, group in enumerate(self.kv.groups) for at, layer in enumerate(group.layers)
@@ -156,7 +159,9 @@ class FakeRunner:
 
     def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
         for copy in copies:
-            tiers = {"device": self.pools[copy.group], "host": self.host}
+            if copy.group not in self._groups:
+                continue
+            tiers = {"device": self.pools[self._groups.index(copy.group)], "host": self.host}
             source, target = (tiers[tier] for tier in copy.kind.tiers)
             target[copy.dst] = source[copy.src]
         if self._provenance is not None:
@@ -182,7 +187,7 @@ class FakeRunner:
         shape = pool.shape[1:]
         size = int(np.prod(shape))
         data = np.frombuffer(src, dtype=np.uint8)
-        if not group:
+        if not self._groups[group]:
             self.note_overwritten(block_ids)
         for i in range(full):
             pool[block_ids[i]] = data[i * size : (i + 1) * size].reshape(shape)
@@ -224,9 +229,10 @@ class FakeRunner:
 
     def _slot(self, seq: ScheduledSeq, position: int, group: int = 0) -> npt.NDArray[np.uint8]:
         block, offset = divmod(position, self.block_size)
-        index = block - seq.first_blocks[group]
-        assert index >= 0, f"{seq.attempt}: block {block} of group {group} is behind the window"
-        return self.pools[group][seq.block_tables[group][index], :, :, offset]
+        number = self._groups[group]
+        index = block - seq.first_blocks[number]
+        assert index >= 0, f"{seq.attempt}: block {block} of group {number} is behind the window"
+        return self.pools[group][seq.block_tables[number][index], :, :, offset]
 
     def _write(self, seqs: Sequence[ScheduledSeq], should_abort: Callable[[], bool] | None) -> None:
         """Layer by layer, as a model does."""
@@ -280,7 +286,7 @@ class FakeRunner:
         """A hash over the KV bytes that the last of the sequence's first `num_tokens` tokens sees."""
         size, parts = self.block_size, []
         used = -(-num_tokens // size)
-        for index, (group, pool) in enumerate(zip(self.kv.groups, self.pools, strict=True)):
+        for index, group, pool in zip(self._groups, self.kv.groups, self.pools, strict=True):
             first = group.first_needed(num_tokens - 1)
             begin, in_front = first // size, seq.first_blocks[index]
             assert begin >= in_front, f"{seq.attempt}: block {begin} of {group.name} was freed, and is still seen"

@@ -22,7 +22,7 @@ from diptych.common.secret import create_secret
 from diptych.engine.messages import EngineRequest
 from diptych_tests.clusters import free_port_pair
 from diptych_tests.lora import adapter_engine
-from diptych_tests.quantized import write_llama
+from diptych_tests.quantized import write_windowed
 
 pytestmark = pytest.mark.multiproc
 VOCAB, NEW = 320, 20
@@ -34,8 +34,8 @@ ANSWER_S = 600.0
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random model of four layers, four heads and two KV heads."""
-    folder = write_llama(tmp_path_factory.mktemp("ranks") / "tiny", layers=4, vocab=VOCAB)
+    """A random model of four layers, four heads and two KV heads. The second one of two pipeline stages has windows only."""
+    folder = write_windowed(tmp_path_factory.mktemp("ranks") / "tiny", window=24, full_layers=2, layers=4, vocab=VOCAB)
     tokenizer = Tokenizer(
         models.WordLevel({f"w{i}": i for i in range(VOCAB - 1)} | {"[UNK]": VOCAB - 1}, unk_token="[UNK]")
     )
@@ -77,7 +77,7 @@ def degrees(prefill: tuple[int, int], decode: tuple[int, int]) -> tuple[str, ...
 @pytest.mark.parametrize(
     ("prefill", "decode"),
     [
-        ((2, 1), (1, 1)),
+        ((1, 2), (1, 1)),
         *(
             pytest.param(prefill, decode, marks=pytest.mark.slow)
             for prefill, decode in (
@@ -85,9 +85,10 @@ def degrees(prefill: tuple[int, int], decode: tuple[int, int]) -> tuple[str, ...
                 ((2, 1), (2, 1)),
                 ((4, 1), (2, 1)),
                 ((2, 1), (4, 1)),
-                ((1, 2), (1, 1)),
+                ((2, 1), (1, 1)),
                 ((2, 2), (2, 1)),
                 ((2, 1), (2, 2)),
+                ((1, 4), (1, 2)),
             )
         ),
     ],

@@ -16,7 +16,8 @@ from diptych.common.kv_groups import PoolDemand, expected_ranges
 from diptych.common.kv_parts import split
 from diptych.engine.exec.model_runner import TorchModelRunner
 from diptych.engine.executor import LocalExecutor
-from diptych.rpc.v1 import router_pb2
+from diptych.rpc.v1 import router_pb2, types_pb2
+from diptych.worker import wire
 from diptych.worker.model import LoadedModel
 from diptych_tests.rank_threads import ThreadedRanks
 from diptych_tests.scripts import load_script
@@ -150,3 +151,45 @@ async def test_23_windows_move_between_ranks_and_the_tokens_are_those_of_one(
     if not _alone:
         _alone.extend(await answers(0, (1, 1)))
     assert await answers(1, decode) == _alone
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode"), [((2, 1), (1, 2)), pytest.param((1, 4), (2, 2), marks=pytest.mark.slow)], ids=str
+)
+async def test_23_cached_windows_are_pulled_between_stages(
+    pd: ModuleType, model: Make, prefill: Degrees, decode: Degrees
+) -> None:
+    """From decode's cache, into which its answer went, to prefill: of a window what the next token sees."""
+    settings: dict[str, Any] = {"max_num_seqs": 8, "slab_bytes": 1 << 16, "num_slabs": 16}
+    async with (
+        pd.cluster(
+            prefill=lambda: model(prefill),
+            decode=lambda: model(decode),
+            prefill_config=settings,
+            decode_config=settings,
+        ) as cluster,
+        pd.FakeRouter(cluster.decode.address) as router,
+    ):
+        first = await router.run(cluster.submit_message(attempt="a", prompt=PROMPT, max_tokens=60, policy=FAIL))
+        history = [*PROMPT, *first.token_ids]
+        held, turn_2 = (len(history) - 1) // 16 * 16, [*history, *PROMPT[:9]]
+        message = cluster.submit_message(attempt="b", prompt=turn_2, max_tokens=20, policy=FAIL)
+        message.placement.prefill_source.CopyFrom(
+            types_pb2.KvSource(holder=wire.ref_to_proto(cluster.decode.ref), num_tokens=held, compute_s=pd.NEVER_S)
+        )
+        answer = await router.run(message)
+        [pull] = answer.explanation.pulls
+        assert (pull.note, pull.first_token + pull.num_tokens) == ("", held)
+        kv = cluster.decode.compat.kv
+        assert pull.kv_bytes == sum(
+            part.num_tokens * kv.groups[part.group].bytes_per_token(kv.shard)
+            for part in expected_ranges(kv, pull.first_token, held)
+        )
+        assert answer.explanation.cached_tokens_prefill == held
+        await cluster.nothing_left()
+    async with (
+        pd.cluster(num_prefill=0, decode=lambda: model((1, 1)), decode_config=settings) as one,
+        pd.FakeRouter(one.decode.address) as router,
+    ):
+        want = await router.run(one.submit_message(attempt="l", prompt=turn_2, max_tokens=20))
+        assert answer.token_ids == want.token_ids

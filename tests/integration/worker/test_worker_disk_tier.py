@@ -17,7 +17,7 @@ from diptych.common.block_identity import block_keys
 from diptych.common.clock import MonotonicClock
 from diptych.common.compat import identified
 from diptych.common.errors import ConfigError
-from diptych.common.kv_format import full_format
+from diptych.common.kv_format import full_format, windowed_format
 from diptych.common.kv_parts import split
 from diptych.common.store.memory import MemoryStore
 from diptych.engine.ranks.executor import RanksExecutor
@@ -157,9 +157,26 @@ def of_two_ranks(pd: ModuleType) -> LoadedModel:
     return LoadedModel(runner, compat, identity, None, executor=executor)
 
 
+def of_two_stages(pd: ModuleType) -> LoadedModel:
+    """Processes of their own, each with layers of one of two KV groups. The second one draws by its own."""
+    specs = [
+        RankSpec(
+            "diptych.engine.fake_runner:FakeRunner",
+            {"num_blocks": 64, "block_size": pd.BLOCK, "vocab_size": pd.VOCAB, "windows": windows, "groups": [group]},
+        )
+        for group, windows in enumerate(([0, 0], [9, 9]))
+    ]
+    kv = windowed_format([0, 0, 9, 9], 1, 4, block_size=pd.BLOCK, dtype="int8")
+    parts = split(kv, pipeline=2)
+    executor = RanksExecutor(specs, sampler=1, deadline_s=120.0, kv=kv, parts=parts)
+    identity, compat = identified(replace(pd.fake_model().compat, kv=kv, kv_parts=parts), bytes(32))
+    runner: Any = SimpleNamespace(capabilities=executor.capabilities, expect_compiled=lambda: None)
+    return LoadedModel(runner, compat, identity, None, executor=executor)
+
+
 @pytest.mark.multiproc
 @pytest.mark.usefixtures("forked_ranks")
-@pytest.mark.parametrize("make", [of_windows, of_two_ranks])
+@pytest.mark.parametrize("make", [of_windows, of_two_ranks, of_two_stages])
 async def test_files_have_the_blocks_of_every_group_and_of_every_rank(
     pd: ModuleType, tmp_path: Path, make: Callable[[ModuleType], LoadedModel]
 ) -> None:

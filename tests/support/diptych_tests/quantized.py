@@ -243,3 +243,20 @@ def write_llama(folder: Path, *, hidden: int = 64, mlp: int = 128, layers: int =
     }  # fmt: skip
     (folder / "config.json").write_text(json.dumps(raw))
     return folder
+
+
+def write_windowed(folder: Path, *, window: int, full_layers: int, **sizes: int) -> Path:
+    """A random Qwen2 without its tokenizer, of `write_llama`'s sizes: its first layers see every token, the others a window."""
+    tensors = load_file(write_llama(folder, **sizes) / "model.safetensors")
+    random = torch.Generator().manual_seed(12)
+    for name in [name for name in tensors if name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight"))]:
+        bias = torch.randn(len(tensors[name]), generator=random) * 0.2
+        tensors[f"{name.removesuffix('weight')}bias"] = bias
+    save_file(tensors, folder / "model.safetensors")
+    raw = json.loads((folder / "config.json").read_text())
+    raw |= {
+        "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "use_sliding_window": True,
+        "sliding_window": window, "max_window_layers": full_layers,
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(raw))
+    return folder

@@ -20,7 +20,9 @@ class RankRunner(FakeRunner):
     """Notes every step; in step number `at` it does `what`. go: a file for which it waits behind its first layer. demand: of a
     PoolDemand."""
 
-    def __init__(self, notes: str, at: int = 0, what: str = "", go: str = "", demand: Any = None, **fields: Any) -> None:
+    def __init__(
+        self, notes: str, at: int = 0, what: str = "", go: str = "", demand: Any = None, **fields: Any
+    ) -> None:
         super().__init__(demand=PoolDemand(*demand) if demand else None, **fields)
         if go:
             self.between_layers = lambda num_layers: _wait_for(Path(go)) if num_layers == 2 else None

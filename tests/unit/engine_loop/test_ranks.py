@@ -225,9 +225,18 @@ def test_23_the_rank_that_samples_forgets_blocks_that_another_stage_unpacks(star
     """It records what the first group's blocks were computed from, also where it has no layers of that group."""
     dim = FakeRunner(4, BLOCK).kv.only_group.dims[0]
     kv = windowed_format([0, 0, 8, 8], 1, dim, block_size=BLOCK, dtype="int8")
-    fields = [{"windows": windows, "num_host_blocks": 0} for windows in ([0, 0], [8, 8])]
+    fields = [
+        {"windows": windows, "groups": [group], "num_host_blocks": 0} for group, windows in enumerate(([0, 0], [8, 8]))
+    ]
     executor, _ = start(*fields, kv=kv, parts=split(kv, pipeline=2))
-    tables = ([3, 5, 7], [3, 5, 7])
+    config = EngineConfig(24, BLOCK, max_step_time_s=None, mixed_step_time_s=None, check_invariants=True)
+    last = FakeRunner(**{**POOL, **fields[1], "groups": []})
+    over_ranks, alone = (
+        OfflineEngine(one, config, IDENTITY, clock=FakeClock()) for one in (executor, LocalExecutor(last))
+    )
+    found, expected = (engine.generate(requests()[:4]) for engine in (over_ranks, alone))
+    assert [one.token_ids for one in found] == [one.token_ids for one in expected], "what its own layers see"
+    tables = ([3, 5, 7], [2, 4, 6])
 
     def computed_from(first):
         seq = ScheduledSeq(
@@ -237,10 +246,11 @@ def test_23_the_rank_that_samples_forgets_blocks_that_another_stage_unpacks(star
 
     executor.note_pulled([3, 5], list(range(40, 48)), 0)
     assert computed_from(8)[0].num_tokens == 9
-    executor.unpack([4], BLOCK, memoryview(bytearray(BLOCK * kv.groups[1].bytes_per_token(kv.shard))), None, 0, 1)
-    executor.unpack([4], BLOCK, memoryview(bytearray(BLOCK * kv.groups[0].bytes_per_token(kv.shard))), None, 0, 0)
-    assert computed_from(9)[0].num_tokens == 10, "other blocks"
-    executor.unpack([7], BLOCK, memoryview(bytearray(BLOCK * kv.groups[0].bytes_per_token(kv.shard))), None, 0, 0)
+    payload = memoryview(bytearray(BLOCK * kv.bytes_per_token // 2))
+    executor.unpack([7], BLOCK, payload, part=1)
+    executor.unpack([6], BLOCK, payload, part=0)
+    assert computed_from(9)[0].num_tokens == 10, "other blocks, or of another group"
+    executor.unpack([7], BLOCK, payload, part=0)
     assert computed_from(10) == {}
 
 

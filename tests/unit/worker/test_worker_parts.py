@@ -100,7 +100,12 @@ def test_23_the_memory_of_all_stages_is_divided_among_kv_groups() -> None:
     for degrees, size_bytes in (({"pipeline": 2}, 1000 * 1024), ({"tensor_parallel": 2, "pipeline": 2}, 2000 * 1024)):
         parts = split(kv, **degrees)  # heads are replicated
         found = choose_num_blocks(
-            WorkerConfig(kv_memory_bytes=size_bytes), kv, demand, max_model_len=160, available_bytes=1 << 30, parts=parts
+            WorkerConfig(kv_memory_bytes=size_bytes),
+            kv,
+            demand,
+            max_model_len=160,
+            available_bytes=1 << 30,
+            parts=parts,
         )
         assert demand.group_blocks(kv, found) == (500 - 22, 22)
 
