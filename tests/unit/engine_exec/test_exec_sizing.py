@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from diptych.common.errors import ConfigError
-from diptych.common.kv_format import full_format
+from diptych.common.kv_format import full_format, windowed_format
+from diptych.common.kv_groups import PoolDemand
+from diptych.common.kv_parts import split
 from diptych.common.sampling import SamplingParams
 from diptych.engine.exec.cuda.sizing import PoolBudget, blocks_that_fit
 from diptych.engine.exec.model_runner import TorchModelRunner, _trial_graphs
@@ -35,6 +37,19 @@ def test_15_3_4_two_workers_on_one_gpu_have_a_share_each_whatever_the_other_has_
 
 def test_what_others_have_taken_is_not_promised():
     assert fit(free=30) == (30 * GIB - 3 * GIB - (256 << 20)) // (2 << 20)
+
+
+def test_23_a_stage_with_windows_only_leaves_the_number_of_blocks_to_the_others():
+    """Each has its own memory, and all take the smallest number. Half a MiB a block of two layers."""
+    kv = windowed_format([64, 64, 0, 0], 16, 256, block_size=16, dtype="bfloat16")
+    assert kv.block_bytes == 1 << 20
+    demand, budget = PoolDemand(8, 256), PoolBudget(0.5, 256)
+    windows, full = (
+        blocks_that_fit(budget, kv, demand, own, total=8 * GIB, free=8 * GIB, used=GIB, step=0)
+        for own in split(kv, pipeline=2)
+    )
+    assert full == (3 * GIB - (256 << 20)) // (1 << 19)
+    assert full < windows
 
 
 @pytest.mark.parametrize("values", [{"used": 72}, {"free": 3.1}])

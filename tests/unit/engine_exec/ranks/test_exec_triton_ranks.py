@@ -14,8 +14,18 @@ pytest.importorskip("triton", reason="Triton is not installed")
 from triton import knobs
 
 from diptych.common.adapters.peft import read_adapter
+from diptych.common.block_identity import IdentityHeader
+from diptych.common.clock import FakeClock
+from diptych.common.kv_groups import PoolDemand
+from diptych.common.request import Prompt
+from diptych.common.sampling import SamplingParams
+from diptych.engine.config import EngineConfig
 from diptych.engine.exec.backends import triton
 from diptych.engine.exec.linear import DenseLinear
+from diptych.engine.exec.model_runner import TorchModelRunner
+from diptych.engine.executor import LocalExecutor
+from diptych.engine.messages import EngineRequest
+from diptych.engine.offline import OfflineEngine
 from diptych_tests.lora import linear_shapes, write_adapter
 from diptych_tests.rank_threads import ThreadedRanks
 
@@ -28,6 +38,7 @@ SHAPE = {
     "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 96,
     "num_hidden_layers": 2, "vocab_size": 64,
 }  # fmt: skip
+GREEDY = SamplingParams(6, temperature=0.0, ignore_eos=True)
 
 
 @pytest.fixture
@@ -59,6 +70,32 @@ def test_ranks_give_the_tokens_of_one(one_kernel_at_a_time, model_dir_of, driver
     try:
         assert all(runner.backend == "triton" for runner in ranks.runners)
         assert driver_of(folder, runner=ranks).generate(prompts, 4, chunk=7) == expected
+    finally:
+        ranks.close()
+
+
+def test_23_stages_have_pools_for_the_kv_groups_of_their_layers(one_kernel_at_a_time, model_dir_of):
+    """The first one sees every token, the second one a window, whose freed blocks are used again."""
+    windows = {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}
+    folder = model_dir_of("Qwen2ForCausalLM", **SHAPE, **windows)
+    rng = random.Random(4)
+    requests = [EngineRequest(f"r{n}", Prompt(tuple(rng.randrange(64) for _ in range(n))), GREEDY) for n in (5, 29)]
+    steps = {"max_num_seqs": 2, "max_num_batched_tokens": 16}
+    config = EngineConfig(24, 4, **steps, max_step_time_s=None, mixed_step_time_s=None, check_invariants=True)
+
+    def outputs(runner):
+        identity = IdentityHeader(b"k" * 32, "m", "t", "float32", 4)
+        results = OfflineEngine(LocalExecutor(runner), config, identity, clock=FakeClock()).generate(requests)
+        assert [one.error for one in results] == [None, None]
+        return [one.token_ids for one in results]
+
+    common = {"num_blocks": 24, "block_size": 4, "num_threads": 1, "demand": PoolDemand(**steps)}
+    expected = outputs(TorchModelRunner.load(folder, backend="torch", **common))
+    ranks = ThreadedRanks(folder, 1, 2, backend="triton", **common)
+    try:
+        assert [[g.name for g in runner.pool.kv.groups] for runner in ranks.runners] == [["full"], ["window-9"]]
+        assert [runner.pool.num_blocks for runner in ranks.runners] == [(24,), (12,)]
+        assert outputs(ranks) == expected
     finally:
         ranks.close()
 
