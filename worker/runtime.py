@@ -29,6 +29,7 @@ from diptych.common.errors import (
     InternalError,
     InvalidRequestError,
     NoWorkerError,
+    OverloadedError,
     StaleReferenceError,
     WorkerDrainedError,
 )
@@ -133,7 +134,7 @@ class WorkerRuntime:
         self._store = store
         self._cache_events = CacheEventFeed(self.incarnation)
         self._registration: WorkerRegistration | None = None
-        self._draining = False
+        self._draining = self._closed = False
         self._live = True
         self._monitor: asyncio.Task[None] | None = None
         self.cluster_tls = load_cluster_tls(
@@ -272,10 +273,7 @@ class WorkerRuntime:
             await self._listen()
             self.model.runner.expect_compiled()
         except BaseException:
-            await self._close_metrics()
-            if self._transfer is not None:
-                await self._quietly("transfer", self._transfer.close())
-            await self._quietly("engine", self.engine.close())
+            await self.close()
             raise
         await self._register()
         # Registered first: what was found in files is announced as events.
@@ -294,8 +292,15 @@ class WorkerRuntime:
             sampling=SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True),
             mode=KvMode.LOCAL,
         )
-        async for _ in self.engine.generate(request):
-            pass
+        try:
+            async for _ in self.engine.generate(request):
+                pass
+        except (
+            OverloadedError
+        ) as error:  # nobody else is there: the pool was sized by what was free, and others took that
+            share = self.config.gpu_memory_utilization
+            rule = f"a first step failed: {error}; give this worker less, or end what else uses the GPU"
+            raise ConfigError("gpu_memory_utilization", share, rule) from error
         await self.engine.reset_cache()
         await self.engine.measure_copies()
         log.info("warmed up")
@@ -643,14 +648,17 @@ class WorkerRuntime:
             log.warning("drain time is over: cancelling the rest", drain_s=self.config.drain_s)
 
     async def close(self, error: DiptychError | None = None) -> None:
-        """Fail the rest with a typed error and close everything, each part with a deadline."""
-        self._draining = True
+        """Fail the rest with a typed error and close everything that there is, each part with a deadline. Idempotent."""
+        if self._closed:
+            return
+        self._draining = self._closed = True
         await self._quietly("health", self.health.leave())
         if self._change is not None:
             self._change.cancel()
             await asyncio.gather(self._change, return_exceptions=True)
-        self.role.stop_accepting()
-        self.role.fail_all(error)
+        if self._role is not None:
+            self._role.stop_accepting()
+            self._role.fail_all(error)
         if self._monitor is not None:
             self._monitor.cancel()
             await asyncio.gather(self._monitor, return_exceptions=True)
@@ -662,9 +670,11 @@ class WorkerRuntime:
             await self._quietly("adapters", self.library.close())
         await self._quietly("server", self._server.stop(1.0))
         await self._close_metrics()
-        await self._quietly("role", self.role.close())
+        if self._role is not None:
+            await self._quietly("role", self._role.close())
         await self._quietly("engine", self.engine.close())
-        await self._quietly("transfer", self.transfer.close())
+        if self._transfer is not None:
+            await self._quietly("transfer", self._transfer.close())
 
     @staticmethod
     async def _quietly(part: str, closing: Awaitable[object]) -> None:

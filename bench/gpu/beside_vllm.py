@@ -3,8 +3,8 @@
     python -P -m diptych.bench gpu-vllm --vllm FOLDER [--blocks serve lora fp8 int4 ranks] --out FILE
 
 vLLM is not a requirement of this project. FOLDER has its packages, as `pip install --target FOLDER vllm` makes it for this
-Python and its torch. Both servers live at once and share the card; only one is asked at a time. vLLM has its defaults but for
-its share of memory; ours has none, and takes what is free then.
+Python and its torch. Both servers live at once and share the card; only one is asked at a time. Both have their defaults but
+for their share of the card's memory.
 
     serve  random weights of Llama-3.1-8B's shape in bf16; users in a closed loop
     lora   the same and eight adapters of one rank on every linear layer: without and with them, on both sides
@@ -163,6 +163,10 @@ def measure(
     return points
 
 
+def _share(args: argparse.Namespace) -> list[str]:
+    return ["--gpu-memory-utilization", str(args.memory)]
+
+
 @contextlib.contextmanager
 def both(
     args: argparse.Namespace, model: Path, folder: Path, vllm_flags: Sequence[str], our_flags: Sequence[str]
@@ -171,9 +175,11 @@ def both(
     folder.mkdir(parents=True)
     peer = VllmServer(
         args.vllm, model, folder,
-        ["--gpu-memory-utilization", str(args.vllm_memory), *vllm_flags, *shlex.split(args.vllm_args)],
+        [*_share(args), *vllm_flags, *shlex.split(args.vllm_args)],
     )  # fmt: skip
-    ours = Server(["serve", "--model", str(model), "--device", args.device, *our_flags], folder, {})
+    ours = Server(
+        ["serve", "--model", str(model), "--device", args.device, *_share(args), *our_flags], folder, {}
+    )  # fmt: skip
     try:
         say(f"vLLM is ready after {peer.start():.1f} s")
         say(f"Diptych is ready after {ours.start():.1f} s")
@@ -234,7 +240,7 @@ def measured(args: argparse.Namespace, block: str) -> dict[str, Any]:
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--vllm", type=Path, required=True, help="folder with vLLM's packages")
-    parser.add_argument("--vllm-memory", type=float, default=0.42, help="vLLM's share of the card")
+    parser.add_argument("--memory", type=float, default=0.42, help="share of the card's memory of each server")
     parser.add_argument("--vllm-args", default="", help="further flags of vllm serve")
     parser.add_argument("--blocks", nargs="+", choices=BLOCKS, default=list(BLOCKS))
     parser.add_argument("--users", type=int, nargs="+", default=[1, 8, 32, 64])

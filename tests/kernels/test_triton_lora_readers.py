@@ -102,7 +102,7 @@ def check_norm(case):
 
 def check_rope(case, num_q_heads, num_kv_heads, head_dim):
     device, rows = case.x.device, case.x.shape[0]
-    angles = torch.randn(64, head_dim // 2, device=device)
+    angles = torch.randn(rows, head_dim // 2, device=device)  # of each position, of which every row has its own
     cos, sin = angles.cos().contiguous(), angles.sin().contiguous()
     at = torch.arange(rows, dtype=torch.int32, device=device)
 

@@ -5,12 +5,15 @@ from __future__ import annotations
 import threading
 from types import ModuleType
 
+import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from diptych.cli.worker_roles import services_of
 from diptych.common.block_identity import block_keys
 from diptych.common.clock import MonotonicClock
+from diptych.common.errors import ConfigError
 from diptych.common.store.memory import MemoryStore
+from diptych.engine.runner import OutOfDeviceMemory
 from diptych.rpc.channels import open_channel
 from diptych.rpc.stubs import WorkerStub
 from diptych.rpc.v1 import worker_pb2
@@ -56,6 +59,23 @@ async def test_health_is_lost_while_a_step_stalls_and_comes_back(pd: ModuleType)
         await router.ended("a")
         assert answer.finished is not None
         await health_becomes(alone.decode.address, SERVING)
+
+
+async def test_a_start_without_memory_for_a_first_step_names_the_setting_and_leaves_nothing(pd: ModuleType) -> None:
+    """As when another process takes memory of the GPU between the sizing of the pool and the warm-up."""
+
+    def no_room(seqs: object) -> None:
+        raise OutOfDeviceMemory("tried to allocate 4 GiB")
+
+    config = pd.worker_config("decode", "decode-0", gpu_memory_utilization=0.5)
+    model = pd.fake_model(before_execute=no_room)
+    worker = WorkerRuntime(config, model, make_transfer=make_transfer, make_services=services_of)
+    with pytest.raises(
+        ConfigError, match=r"gpu_memory_utilization=0.5: a first step failed: the GPU's memory is used up"
+    ):
+        await worker.start()
+    await worker.close()  # as `serve` does
+    assert not worker.engine._thread._thread.is_alive()
 
 
 async def test_lease_events_and_dump_agree(pd: ModuleType) -> None:

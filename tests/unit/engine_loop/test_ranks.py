@@ -334,9 +334,10 @@ def test_a_rank_that_is_killed_while_it_reads_an_adapter_is_noticed_by_the_reade
 
     thread = threading.Thread(target=read)
     thread.start()
-    os.close(os.open(tmp_path / "gate", os.O_WRONLY))  # a rank reads
+    gate = os.open(tmp_path / "gate", os.O_WRONLY)  # a rank reads, and cannot come to the end
     executor._ranks[0].process.kill()
     thread.join(GENEROUS_S)
+    os.close(gate)
     assert sorted(reasons)[1:] == ["the reader knows"]
 
 
