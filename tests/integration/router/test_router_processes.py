@@ -71,6 +71,13 @@ class Router:
         lines = [json.loads(line) for line in self.log.read_text().splitlines() if "a router process ended" in line]
         return [(line["child"], line["why"]) for line in lines]
 
+    async def kill(self, number):
+        """Returns when its parent has been told. Until then its sockets may be open, which are closed with the last of its
+        threads: a connection could still be put into the queue of a listener that nobody reads."""
+        before = len(self.ended())
+        self.children[number].send_signal(signal.SIGKILL)
+        await waiting.until(lambda: len(self.ended()) > before)
+
     @contextlib.asynccontextmanager
     async def client_of_each(self):
         """A kept connection to each process, by its number."""
@@ -196,7 +203,7 @@ async def test_an_idempotency_key_is_one_for_all_processes_and_outlives_them(rou
         asked = len(decode.submits)
         holder = asyncio.create_task(router.ask(each["0"], headers={"idempotency-key": "other"}))
         await waiting.until(lambda: len(decode.submits) > asked)
-        router.children[0].send_signal(signal.SIGKILL)
+        await router.kill(0)
         with pytest.raises(httpx.HTTPError):
             await holder
         decode.go.set()
@@ -210,9 +217,7 @@ async def test_a_process_that_dies_is_started_again_and_the_others_go_on(router,
         workers.decode.go.clear()
         running = asyncio.create_task(router.ask(each["1"], max_tokens=5))
         await waiting.until(lambda: workers.decode.submits[-1].sampling.max_tokens == 5)
-        dead.send_signal(signal.SIGKILL)
-        # Its sockets are closed with the last of its threads: only then its parent is told.
-        await waiting.until(lambda: len(router.ended()) > before)
+        await router.kill(0)
         workers.decode.go.set()
         assert (await running).json()["usage"]["completion_tokens"] == 5
         status = (await each["1"].get("/status.json")).json()
