@@ -77,8 +77,13 @@ def sanitized(sources: CSources, how: str, folder: Path | None = None) -> CSourc
     )
 
 
+def compiled(sources: CSources, lanes: int | None) -> Path:
+    """Once on a machine: the name of a library follows from what its sources say, and from where the compiler is."""
+    return sources.build(cache_dir() / "native", shutil.which("gcc"), lanes)
+
+
 def built(name: str, lanes: int | None, how: str) -> tuple[str, Path]:
-    return name, sanitized(SOURCES[name], how).build(cache_dir() / "native", "gcc", lanes)
+    return name, compiled(sanitized(SOURCES[name], how), lanes)
 
 
 def mutated(name: str, folder: Path) -> Path:
@@ -91,8 +96,7 @@ def mutated(name: str, folder: Path) -> Path:
         path.write_text(text.replace(right, wrong))
     lanes = 4 if name.startswith("decoder") else None
     how = BOTH if any("runtime error" in said for *_, said in MUTATIONS[name]) else ADDRESS
-    # Compiled once on a machine, as the others are: the name of a library follows from what its sources say.
-    return sanitized(sources, how, folder / name).build(cache_dir() / "native", "gcc", lanes)
+    return compiled(sanitized(sources, how, folder / name), lanes)
 
 
 def run(sanitizer: str, libraries: list[tuple[str, Path]]) -> Mapping[str, str]:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).parent
-CI_SEEDS = 400
+CI_SEEDS = 240
 MUTATION_SEEDS = 1000
 """Within which each missing guard must be noticed."""
 VANISHED_BEHIND_A_QUOTA = (3289, 35152, 39740, 43241)

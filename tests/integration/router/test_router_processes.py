@@ -31,8 +31,9 @@ N = 2
 class Router:
     """The parent, and clients of its address."""
 
-    def __init__(self, process, port, grpc_port, log):
+    def __init__(self, process, port, grpc_port, log, key):
         self.process, self.port, self.grpc_port, self.log = process, port, grpc_port, log
+        self.headers = {"authorization": f"Bearer {key}"} if key else {}
         self.url = f"http://127.0.0.1:{port}"
 
     @property
@@ -53,7 +54,7 @@ class Router:
     def client(self):
         """One connection, kept open."""
         limits = httpx.Limits(max_connections=1)
-        return httpx.AsyncClient(base_url=self.url, timeout=TIMEOUT_S, limits=limits)
+        return httpx.AsyncClient(base_url=self.url, headers=self.headers, timeout=TIMEOUT_S, limits=limits)
 
     async def once(self, **more):
         """A request over a connection of its own."""
@@ -104,7 +105,8 @@ def requests_of(text):
 
 
 @contextlib.asynccontextmanager
-async def running_router(fleet, tmp_path, valkey_url, *flags):
+async def running_router(fleet, tmp_path, valkey_url, *flags, key=""):
+    """`key`: of its clients."""
     port, grpc_port = free_port("127.0.0.1"), free_port("127.0.0.1")
     command = [
         sys.executable, "-P", "-m", "diptych.cli", "router", "--model", str(fleet.folder), "--secret-file",
@@ -114,7 +116,7 @@ async def running_router(fleet, tmp_path, valkey_url, *flags):
     log = tmp_path / "router.log"
     with log.open("wb") as output:
         process = child.start(command, stdout=output, stderr=output, new_session=True)
-    router = Router(process, port, grpc_port, log)
+    router = Router(process, port, grpc_port, log, key)
     try:
         await waiting.until(lambda: "router processes serve" in log.read_text() or process.poll() is not None)
         assert process.poll() is None, log.read_text()
@@ -239,51 +241,63 @@ async def test_a_process_that_dies_is_started_again_and_the_others_go_on(router,
     await waiting.until(lambda: not any(process.is_running() for process in served), "they end with their parent")
 
 
-async def test_sigterm_drains_all_processes(workers, tmp_path, valkey_url):
-    async with running_router(workers, tmp_path, valkey_url) as router:
-        async with router.client_of_each() as each:
-            workers.decode.go.clear()
-            try:
-                asked = len(workers.decode.submits)
-                answers = [asyncio.create_task(router.ask(client, max_tokens=4)) for client in each.values()]
-                await waiting.until(lambda: len(workers.decode.submits) == asked + N)
-                children = router.children
-                router.process.send_signal(signal.SIGTERM)
+QUOTA = 6
+"""Requests a minute, of the tenant acme."""
 
-                async def refused():
-                    try:
-                        _, writer = await asyncio.open_connection("127.0.0.1", router.port)
-                    except ConnectionRefusedError:
-                        return True
-                    except ConnectionResetError:  # it was in the queue of a listener that was closed
-                        return False
-                    writer.close()  # a request on it might be taken, and would wait for the gate
+
+@fixture
+async def router_with_keys(workers, tmp_path_factory, valkey_url):
+    """A router whose clients have a key without a quota, and the key of acme. The last test ends it."""
+    folder = tmp_path_factory.mktemp("keys")
+    keys = folder / "keys.json"
+    acme, _ = add_key(keys, "acme", now=0.0, requests_per_minute=QUOTA)
+    other, _ = add_key(keys, "other", now=0.0)
+    async with running_router(workers, folder, valkey_url, "--keys-file", str(keys), key=other) as router:
+        yield router, acme
+
+
+async def test_a_tenants_quota_is_not_multiplied(router_with_keys):
+    router, acme = router_with_keys
+    headers = {"authorization": f"Bearer {acme}"}
+    began = time.monotonic()
+    codes = [(await router.once(headers=headers)).status_code for _ in range(8 * QUOTA)]
+    assert set(codes) == {200, 429}
+    # two slices, half a bucket where the processes hear of each other late, and what refills meanwhile
+    most = QUOTA * (1.5 + (time.monotonic() - began) / 60) + N
+    assert QUOTA / 2 <= codes.count(200) <= most
+    async with httpx.AsyncClient(base_url=router.url, timeout=TIMEOUT_S) as client:
+        assert (await client.get("/metrics")).status_code == 401
+
+
+async def test_sigterm_drains_all_processes(router_with_keys, workers):
+    router, _ = router_with_keys
+    async with router.client_of_each() as each:
+        workers.decode.go.clear()
+        try:
+            asked = len(workers.decode.submits)
+            answers = [asyncio.create_task(router.ask(client, max_tokens=4)) for client in each.values()]
+            await waiting.until(lambda: len(workers.decode.submits) == asked + N)
+            children = router.children
+            router.process.send_signal(signal.SIGTERM)
+
+            async def refused():
+                try:
+                    _, writer = await asyncio.open_connection("127.0.0.1", router.port)
+                except ConnectionRefusedError:
+                    return True
+                except ConnectionResetError:  # it was in the queue of a listener that was closed
                     return False
+                writer.close()  # a request on it might be taken, and would wait for the gate
+                return False
 
-                await waiting.until(refused)
-            finally:
-                workers.decode.go.set()  # the workers are those of other tests, too
-            for answer in await asyncio.gather(*answers):
-                assert answer.json()["usage"]["completion_tokens"] == 4
-        await waiting.until(lambda: router.process.poll() is not None)
-        assert router.process.returncode == 128 + signal.SIGTERM
-        assert not any(process.is_running() for process in children.values())
-
-
-async def test_a_tenants_quota_is_not_multiplied(workers, tmp_path, valkey_url):
-    keys = tmp_path / "keys.json"
-    quota = 6
-    key, _ = add_key(keys, "acme", now=0.0, requests_per_minute=quota)
-    async with running_router(workers, tmp_path, valkey_url, "--keys-file", str(keys)) as router:
-        headers = {"authorization": f"Bearer {key}"}
-        began = time.monotonic()
-        codes = [(await router.once(headers=headers)).status_code for _ in range(8 * quota)]
-        assert set(codes) == {200, 429}
-        # two slices, half a bucket where the processes hear of each other late, and what refills meanwhile
-        most = quota * (1.5 + (time.monotonic() - began) / 60) + N
-        assert quota / 2 <= codes.count(200) <= most
-        async with router.client() as client:
-            assert (await client.get("/metrics")).status_code == 401
+            await waiting.until(refused)
+        finally:
+            workers.decode.go.set()  # the workers are those of other tests, too
+        for answer in await asyncio.gather(*answers):
+            assert answer.json()["usage"]["completion_tokens"] == 4
+    await waiting.until(lambda: router.process.poll() is not None)
+    assert router.process.returncode == 128 + signal.SIGTERM
+    assert not any(process.is_running() for process in children.values())
 
 
 @pytest.mark.parametrize("fault", ["a folder without a model", "a port in use"])

@@ -69,6 +69,14 @@ SEEN_BY: dict[str, int] = {
     "a_window_group_is_sent_whole": 29,
     "a_block_that_left_while_it_was_read_is_held": 30333,
     "a_restore_that_was_cancelled_is_not_recorded": 98768,
+    "a_cancelled_read_frees_its_slab": 9,
+    "a_read_past_its_deadline_frees_its_slab": 6,
+    "decode_quarantine_has_no_end": 18,
+    "slabs_to_read_into_are_slabs_to_publish_from": 24,
+    "a_peer_has_no_quota": 6,
+    "prefill_frees_what_it_has_yet_to_send": 29,
+    "more_is_held_than_there_is_room_for_after_a_restart": 19,
+    "blocks_are_evicted_while_files_are_read_for_them": 18,
 }
 """A seed that detects the missing guard, if finding one takes more than a few. It only saves time: see mutate.py."""
 

@@ -16,7 +16,7 @@ def test_no_refused_request_would_have_been_in_time(name):
     trace = requests(load, [(1.0, 0.5 * rate), (4.0, 5.0 * rate)], 11)
     outcomes = run(load, trace)
     assert any(outcome.refused for outcome in outcomes)
-    assert wrong_refusals(load, trace, outcomes, 4, 11) == []
+    assert wrong_refusals(load, trace, outcomes, 2, 11) == []
 
 
 def test_the_check_finds_a_wrong_refusal(monkeypatch):
