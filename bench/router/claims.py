@@ -27,21 +27,23 @@ OTHERS = TraceConfig(duration_s=200.0, sessions_per_s=2.0, turns=(1, 3))
 TTL_S = 120.0
 
 
-def trace_of(seed: int, *, claims: bool) -> list[TraceRequest]:
-    agents: Sequence[TraceRequest] = make_trace(dataclasses.replace(AGENTS, seed=seed))
+def trace_of(
+    seed: int, *, claims: bool, of_agents: TraceConfig = AGENTS, of_others: TraceConfig = OTHERS
+) -> list[TraceRequest]:
+    agents: Sequence[TraceRequest] = make_trace(dataclasses.replace(of_agents, seed=seed))
     if claims:
         agents = [
             dataclasses.replace(one, claim=CacheClaim(TTL_S, session=one.session.to_bytes(16, "little")))
             for one in agents
         ]
-    others = make_trace(dataclasses.replace(OTHERS, seed=seed + 100))
+    others = make_trace(dataclasses.replace(of_others, seed=seed + 100))
     return merged({"agents": agents, "others": others})
 
 
-def compare(seed: int, share: float | None) -> dict[str, Any]:
-    """`share`: of the pool for claims; None: nothing is claimed."""
+def compare(seed: int, share: float | None, **traces: TraceConfig) -> dict[str, Any]:
+    """`share`: of the pool for claims; None: nothing is claimed. `traces`: see trace_of."""
     config = SimConfig(num_prefill=2, num_decode=2, cache_blocks=4096, claim_share=share or 0.0)
-    outcomes = run(PULLS, trace_of(seed, claims=share is not None), config)
+    outcomes = run(PULLS, trace_of(seed, claims=share is not None, **traces), config)
     served = [o for o in outcomes if o.refused is None and not o.left]
     return {who: summary([o for o in served if o.request.tenant == who]) for who in ("agents", "others")}
 

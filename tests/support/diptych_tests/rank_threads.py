@@ -26,34 +26,47 @@ class Exchange:
     """Where the ranks' threads put values down and wait for those of others."""
 
     def __init__(self, deadline_s: float = DEADLINE_S) -> None:
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
         self._values: dict[Any, Any] = {}
+        self._waiting: dict[Any, list[threading.Lock]] = {}
+        """By key: locks that are released once its value is there. A value wakes only the threads that wait for it."""
         self._deadline_s = deadline_s
         self.closed = False
 
     def put(self, key: Any, value: Any) -> None:
-        with self._changed:
+        with self._lock:
             self._values[key] = value
-            self._changed.notify_all()
+            for wake in self._waiting.pop(key, ()):
+                wake.release()
 
     def get(self, key: Any) -> Any:
-        with self._changed:
-            if not self._changed.wait_for(lambda: self.closed or key in self._values, self._deadline_s):
-                raise RunnerLost(f"nobody put down {key}")
+        with self._lock:
+            if key in self._values:
+                return self._values[key]
+            if self.closed:
+                raise RunnerLost("a peer was closed")
+            wake = threading.Lock()
+            wake.acquire()
+            self._waiting.setdefault(key, []).append(wake)
+        if not wake.acquire(timeout=self._deadline_s):
+            raise RunnerLost(f"nobody put down {key}")
+        with self._lock:
             if key not in self._values:
                 raise RunnerLost("a peer was closed")
             return self._values[key]
 
     def take(self, key: Any) -> Any:
         value = self.get(key)
-        with self._changed:
+        with self._lock:
             del self._values[key]
         return value
 
     def close(self) -> None:
-        with self._changed:
+        with self._lock:
             self.closed = True
-            self._changed.notify_all()
+            for wake in (one for waiting in self._waiting.values() for one in waiting):
+                wake.release()
+            self._waiting.clear()
 
 
 class ThreadCommunicator:

@@ -30,7 +30,8 @@ LLAMA = {
     "hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 8, "intermediate_size": 96,
     "num_hidden_layers": 4,
 }  # fmt: skip
-BLOCK, COUNT = 8, 14
+BLOCK, COUNT = 8, 10
+"""The prompts of 3, 17 and 40 tokens and their answers cross a border of blocks each."""
 GREEDY = SamplingParams(COUNT, temperature=0.0, ignore_eos=True)
 
 
