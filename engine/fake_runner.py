@@ -106,6 +106,7 @@ class FakeRunner:
         self.pool = self.pools[0]
         self.num_host_blocks = num_host_blocks
         self.host = np.zeros((num_host_blocks, *self.pool.shape[1:]), dtype=np.uint8)
+        self._each = np.arange(1, vocab_size + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
         self._provenance: Provenance | None = None
         self.computed_tokens = 0
         self.executed_steps = 0
@@ -359,7 +360,7 @@ class FakeRunner:
             seq.memo = constraint = constraints.constraint_of(seq.memo, seq.sampling, self.eos_token_ids, seq.grammar)
             constraint.advance(seq.history, seq.num_prompt)
             constraints.apply(scores, constraint)
-        best = [int(t) for t in np.argsort(-scores, kind="stable")[: seq.num_candidates] if scores[t] > -np.inf]
+        best = [int(t) for t in _highest(scores, seq.num_candidates) if scores[t] > -np.inf]
         known: list[TokenLogprobs] | list[None] = [None] * len(best)
         if seq.top_logprobs is not None:
             known = self._logprobs(seen, best, seq.top_logprobs)
@@ -374,7 +375,7 @@ class FakeRunner:
 
     def _logits(self, seen: int) -> npt.NDArray[np.float32]:
         """One in [0, 8) for each token id."""
-        x = np.arange(1, self.vocab_size + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) ^ np.uint64(seen)
+        x = self._each ^ np.uint64(seen)
         x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
         return ((x ^ (x >> np.uint64(31))) >> np.uint64(40)).astype(np.float32) / np.float32(1 << 21)
@@ -382,14 +383,19 @@ class FakeRunner:
     def _logprobs(self, seen: int, tokens: Sequence[int], top: int) -> list[TokenLogprobs]:
         logits = self._logits(seen).astype(np.float64)
         logprobs = logits - np.log(np.exp(logits).sum())
-        order = np.argsort(-logprobs, kind="stable")
-        ascending = logprobs[order[::-1]]
-        likeliest = tuple((int(t), float(logprobs[t])) for t in order[:top])
-        ranks = len(logprobs) + 1 - np.searchsorted(ascending, logprobs[list(tokens)], side="right")
+        likeliest = tuple((int(t), float(logprobs[t])) for t in _highest(logprobs, top))
         return [
-            TokenLogprobs(token, float(logprobs[token]), int(rank), likeliest)
-            for token, rank in zip(tokens, ranks, strict=True)
+            TokenLogprobs(token, float(logprobs[token]), 1 + int((logprobs > logprobs[token]).sum()), likeliest)
+            for token in tokens
         ]
+
+
+def _highest(scores: npt.NDArray[np.float32] | npt.NDArray[np.float64], count: int) -> npt.NDArray[np.intp]:
+    """Token ids of the highest scores, from the highest on; among equal ones the lowest id first."""
+    among = np.arange(len(scores) if count else 0)
+    if 0 < count < len(scores):
+        among = np.flatnonzero(scores >= np.partition(scores, -count)[-count])
+    return among[np.argsort(-scores[among], kind="stable")[:count]]
 
 
 def _counter(sampling: SamplingParams, output_index: int, choice: int = 0) -> bytes:

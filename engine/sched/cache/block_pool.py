@@ -410,7 +410,7 @@ class BlockPool:
         free = set(self._free)
         if len(free) != len(self._free):
             out.append("blocks: the free list names a block twice")
-        for block in range(self.num_blocks):
+        for block in () if self._in_order(free, owned) else range(self.num_blocks):
             refs, key = self._refs[block], self._keys[block]
             places = (block in free) + (refs > 0) + (block in self._evictable)
             if places != 1:
@@ -427,8 +427,25 @@ class BlockPool:
                 out.append(f"block {block}: its key is not in the index")
             if owned is not None and owned.get(block, 0) != refs:
                 out.append(f"block {block}: {refs} references counted, {owned.get(block, 0)} held by requests")
-        if len(self._by_key) != sum(key is not None for key in self._keys):
+        if len(self._by_key) != self.num_blocks - self._keys.count(None):
             out.append("blocks: the key index and the keys differ in number")
-        if sum(refs > 0 for refs in self._refs) != self._num_running:
+        if self.num_blocks - self._refs.count(0) != self._num_running:
             out.append("blocks: the running counter is wrong")
         return out + self._claims.violations(lambda block: self._keys[block] is not None)
+
+    def _in_order(self, free: set[int], owned: dict[int, int] | None) -> bool:
+        """Whether a walk would find nothing. Whole sets are compared: a tenth of its time."""
+        running = {block: refs for block, refs in enumerate(self._refs) if refs}
+        keys = {block: key for block, key in enumerate(self._keys) if key is not None}
+        cached = self._evictable.items()
+        return (
+            self._quota is None
+            and len(free) + len(running) + len(cached) == self.num_blocks
+            and free | running.keys() | cached == set(range(self.num_blocks))
+            and min(running.values(), default=1) > 0
+            and free.isdisjoint(keys)
+            and cached <= keys.keys()
+            and dict(zip(keys.values(), keys, strict=True)) == self._by_key
+            and len(keys) == len(self._by_key)
+            and (owned is None or owned == running)
+        )

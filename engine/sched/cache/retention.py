@@ -11,7 +11,7 @@ was used longest ago. A claim changes this order and nothing else: a claimed ite
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, KeysView
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 from typing import Generic, TypeVar
@@ -43,6 +43,10 @@ class EvictionOrder(Generic[T]):
         """From the one that is evicted first on."""
         for level in self._ascending:
             yield from self._levels[level]
+
+    def items(self) -> KeysView[T]:
+        """In no order."""
+        return self._level_of.keys()
 
     def add(self, item: T, level: int) -> None:
         if level not in self._levels:

@@ -228,3 +228,34 @@ class PoolMachine(RuleBasedStateMachine):
 
 TestPoolMachine = PoolMachine.TestCase
 TestPoolMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+WRONG = {
+    "a free block that is used": lambda pool: pool._free.append(1),
+    "a free block that is named twice": lambda pool: pool._free.append(pool._free[0]),
+    "a block that is nowhere": lambda pool: pool._free.pop(),
+    "a free block with a key": lambda pool: pool._keys.__setitem__(pool._free[0], key(9)),
+    "a cached block that is used": lambda pool: pool._refs.__setitem__(0, 1),
+    "a cached block without a key": lambda pool: pool._keys.__setitem__(0, None),
+    "a key that is another block's": lambda pool: pool._by_key.update({key(0): 1}),
+    "a key that is not in the index": lambda pool: pool._by_key.pop(key(0)),
+    "a key of no block": lambda pool: pool._by_key.update({key(9): 3}),
+    "a reference too many": lambda pool: pool._refs.__setitem__(1, 2),
+    "a reference below none": lambda pool: pool._refs.__setitem__(1, -1),
+    "a wrong number of used blocks": lambda pool: setattr(pool, "_num_running", 2),
+}
+
+
+@pytest.mark.parametrize("quota", [None, 2])
+@pytest.mark.parametrize("what", WRONG)
+def test_a_walk_finds_what_is_wrong(what, quota):
+    pool = BlockPool(4, tenant_quota=quota)
+    used, cached = pool.allocate(2) or []
+    pool.publish(cached, key(0))
+    pool.release([cached])
+    assert (used, cached) == (1, 0)
+    assert pool.check({used: 1}) == []
+    assert pool.check({}) == ["block 1: 1 references counted, 0 held by requests"]
+    assert pool.check({used: 1, 3: 1}) == ["block 3: 0 references counted, 1 held by requests"]
+    WRONG[what](pool)
+    assert pool.check({used: 1})
