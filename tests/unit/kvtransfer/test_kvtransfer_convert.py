@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from functools import cache, partial
 
 import numpy as np
 import pytest
@@ -60,6 +61,8 @@ def test_all_small_combinations_bit_by_bit(dtypes, heads):
     tokens = 7
     kv = whole(tokens, heads)
     narrowed = kv.to(getattr(torch, dtypes[0]))
+    sent = cache(partial(packed, kv, first=0, num=tokens))
+    right = cache(partial(packed, narrowed, first=0, num=tokens))
     for (s_size, s_layout, s_tp), (t_size, t_layout, t_tp) in itertools.product(SIDES, SIDES):
         rank = (s_size + t_size) % t_tp
         source = side(heads, s_size, dtypes[0], s_layout, s_tp)
@@ -67,12 +70,12 @@ def test_all_small_combinations_bit_by_bit(dtypes, heads):
         converter = RangeConverter(ranks_of(source), [target], 0, tokens)
         found = bytearray(tokens * target.bytes_per_token)
         for source_rank in converter.ranks:
-            fed = FedRange(0, tokens, packed(kv, source, source_rank, 0, tokens), source_rank)
+            fed = FedRange(0, tokens, sent(source, source_rank), source_rank)
             for part in converter.feed(fed):
                 start = part.first_token * target.bytes_per_token
                 found[start : start + part.payload.nbytes] = part.payload
         assert converter.num_open == 0
-        assert bytes(found) == bytes(packed(narrowed, target, rank, 0, tokens)), (source, target, rank)
+        assert memoryview(found) == right(target, rank), (source, target, rank)
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -160,28 +163,29 @@ def test_quantized_kv_is_recoded_once_and_its_scales_go_with_it(codes, plain):
     """Codes to elements, elements to codes, and codes as they are to blocks of another size and other ranks. None: the last."""
     tokens, heads = 7, 4
     sizes = list(itertools.product((2, 3, 4), (1, 2, 4)))
-    for (s_size, s_tp), (t_size, t_tp) in itertools.product(sizes, sizes):
-        for source_dtype, target_dtype in ((codes, plain or codes), (plain or codes, codes)):
+    kv = whole(tokens, heads).repeat(1, 1, 1, 1, 3)[..., :WIDE]
+    for source_dtype, target_dtype in ((codes, plain or codes), (plain or codes, codes)):
+        if source_dtype in DTYPES:
+            read = kv.to(getattr(torch, source_dtype)).float()
+        else:
+            codec = SlotCodec(heads, WIDE, getattr(torch, source_dtype), heads * (WIDE + 4))
+            read = codec.decode(codec.encode(kv.flatten(0, 2)), torch.float32).view(kv.shape)
+        sent = cache(partial(packed_slots, kv))
+        # Codes stay as they were: what is read of them is not encoded again.
+        right = cache(partial(packed_slots, kv if plain is None else read))
+        for (s_size, s_tp), (t_size, t_tp) in itertools.product(sizes, sizes):
             rank = (s_size + t_size) % t_tp
-            kv = whole(tokens, heads).repeat(1, 1, 1, 1, 3)[..., :WIDE]
             source = quantized_side(heads, s_size, source_dtype, s_tp)
             target = quantized_side(heads, t_size, target_dtype, t_tp, rank)
-            if source_dtype in DTYPES:
-                read = kv.to(getattr(torch, source_dtype)).float()
-            else:
-                codec = SlotCodec(heads, WIDE, getattr(torch, source_dtype), heads * (WIDE + 4))
-                read = codec.decode(codec.encode(kv.flatten(0, 2)), torch.float32).view(kv.shape)
-            # Codes stay as they were: what is read of them is not encoded again.
-            expected = packed_slots(kv if plain is None else read, target, rank)
             converter = RangeConverter(ranks_of(source), [target], 0, tokens)
             assert converter.changes_values == (plain is not None)
             found = bytearray(tokens * target.bytes_per_token)
             for source_rank in converter.ranks:
-                payload = memoryview(packed_slots(kv, source, source_rank))
+                payload = memoryview(sent(source, source_rank))
                 for part in converter.feed(FedRange(0, tokens, payload, source_rank)):
                     start = part.first_token * target.bytes_per_token
                     found[start : start + part.payload.nbytes] = part.payload
-            assert bytes(found) == expected, (source, target, rank)
+            assert bytes(found) == right(target, rank), (source, target, rank)
 
 
 @pytest.mark.parametrize("codes", CODES)
