@@ -8,11 +8,12 @@ import asyncio
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from types import SimpleNamespace
 from typing import Any
 from zlib import crc32
 
+import numpy as np
 import pytest
 import xxhash
 
@@ -79,6 +80,11 @@ class Range:
 def sent(parts: tuple[KvFormat, ...], ranks: Sequence[int] = (), *, own_slabs: bool = False) -> list[Range]:
     """Each group's tokens in ranges of two blocks, intact. Args: ranks: of these only; empty: of all. own_slabs: each rank counts
     its slabs from 0."""
+    return [Range(one.handle, bytearray(one.slab)) for one in _signed(parts, tuple(ranks), own_slabs)]
+
+
+@cache
+def _signed(parts: tuple[KvFormat, ...], ranks: tuple[int, ...], own_slabs: bool) -> list[Range]:
     ranges: list[Range] = []
     for rank, kv in enumerate(parts):
         if ranks and rank not in ranks:
@@ -95,7 +101,8 @@ def _ranges(rank: int, kv: KvFormat, part: GroupRange, slab_number: int) -> list
     for first in range(part.first, part.end, 2 * BLOCK):
         num = min(2 * BLOCK, part.end - first)
         size = num * group.bytes_per_token(kv.shard)
-        data = bytes((rank * 131 + part.group * 97 + first * 31 + i * 7 + 1) % 251 + 1 for i in range(size))
+        begin = rank * 131 + part.group * 97 + first * 31 + 1
+        data = ((begin + 7 * np.arange(size)) % 251 + 1).astype(np.uint8).tobytes()
         handle = SlabHandle(
             "p0", "life", "a", slab_number + len(ranges), 1, first, num, 0, group.num_layers, 7, size,
             xxhash.xxh3_64_intdigest(data), 99,
