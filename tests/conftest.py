@@ -47,7 +47,7 @@ os.environ.update({name: value for name, value in _OUR_ENV.items() if name not i
 hold_collector()
 quick_httpx.install()
 # An example that exceeds hypothesis' 200 ms, or is slow to generate, only means that the machine is busy.
-settings.register_profile("diptych", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("diptych", max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("diptych")
 # Otherwise pytest-asyncio makes the policy create a loop for the main thread that is never closed.
 _main_loop = asyncio.new_event_loop()

@@ -39,7 +39,7 @@ def formats(draw: st.DrawFn) -> KvFormat:
     )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(formats(), st.integers(0, 60), st.integers(0, 60))
 def test_a_hand_off_moves_what_the_next_token_reads_and_no_block_more(kv: KvFormat, first: int, more: int) -> None:
     end = first + more
@@ -53,7 +53,7 @@ def test_a_hand_off_moves_what_the_next_token_reads_and_no_block_more(kv: KvForm
         assert {token // group.block_size for token in moved} <= blocks | {end // group.block_size}
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(formats(), st.integers(1, 60))
 def test_what_a_reusable_hand_off_leaves_is_the_longest_hit_that_its_prompt_may_use(kv: KvFormat, end: int) -> None:
     """And of one block size it moves at most one block more of each group."""
@@ -69,7 +69,7 @@ def test_what_a_reusable_hand_off_leaves_is_the_longest_hit_that_its_prompt_may_
     assert longest_hit(kv, present, end - 1) == edge
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(formats(), st.data())
 def test_a_prefix_hit_is_the_longest_after_which_every_group_has_what_is_read(
     kv: KvFormat, data: st.DataObject
@@ -103,7 +103,7 @@ def test_a_recurrent_group_hits_at_its_checkpoints_only() -> None:
     assert [(part.group, part.first, part.end) for part in expected_ranges(kv, 4, 18)] == [(0, 4, 18), (1, 17, 18)]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(formats(), st.lists(st.integers(1, 9), max_size=12))
 def test_blocks_are_freed_once_and_never_one_that_is_read_later(kv: KvFormat, chunks: list[int]) -> None:
     freed: list[set[int]] = [set() for _ in kv.groups]
@@ -137,7 +137,7 @@ def test_a_gemma_3_like_model_moves_little_more_than_its_windows(num_tokens: int
     assert kv.transfer_bytes(0, num_tokens) <= moved <= kv.transfer_bytes(0, num_tokens) + edge
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(formats(), st.integers(1, 20), st.data())
 def test_no_sequence_holds_more_than_what_is_counted_for_it(kv: KvFormat, chunk: int, data: st.DataObject) -> None:
     """A chunk's blocks are there before it is computed, and those behind the window go when it is."""
@@ -151,7 +151,7 @@ def test_no_sequence_holds_more_than_what_is_counted_for_it(kv: KvFormat, chunk:
         assert most <= most_blocks_held(group, num_tokens, chunk)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(formats(), st.integers(1, 8), st.integers(1, 64), st.integers(1, 200))
 def test_pools_take_the_memory_that_there_is_and_hold_what_the_first_group_holds(
     kv: KvFormat, num_seqs: int, chunk: int, num_blocks: int
