@@ -203,7 +203,7 @@ class AdapterOperations:
         name = check_name(lora_name)
         async with self._turn(name):
             await self._registry().refresh()
-            before = self._known(self._registry().find(name), name)
+            before = self._known(await self._registry().look_up(name), name)
             for version in newly_answering(before, change(before)):
                 await self._check_loads(before, version)
             entry = await self._change(name, lambda entry, _: change(self._known(entry, name)))

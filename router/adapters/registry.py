@@ -5,7 +5,7 @@
     all data of the store lost: the first router that sees it writes what it knows
 
 Requests are resolved from the view and wait for nothing. Only a name that is unknown here is looked for in the store once
-more, since another router may have loaded it a moment ago.
+more, since another router may have loaded it a moment ago. While the store cannot be read nobody knows whether it exists.
 """
 
 from __future__ import annotations
@@ -109,10 +109,13 @@ class AdapterRegistry:
         return self.table.entries.get(name)
 
     async def look_up(self, name: str) -> AdapterEntry | None:
-        """As `find`; a name that is unknown here is looked for in the store."""
+        """As `find`; a name that is unknown here is looked for in the store. Raises: NoWorkerError when that cannot be read."""
         if (found := self.find(name)) is None and name:
             await self.refresh()
             found = self.find(name)
+            if found is None and self.failing:
+                text = f"{name} is not known here, and the registry of adapters cannot be read now"
+                raise NoWorkerError(text, retry_after_s=RETRY_AFTER_S)
         return found
 
     async def change(self, name: str, change: Change) -> tuple[AdapterEntry | None, AdapterEntry | None]:

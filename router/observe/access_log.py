@@ -19,7 +19,7 @@ from diptych.router.requests.messages import FinishedEvent, UncheckedRequest, Va
 
 _MAX_UNCHECKED = 128
 _MAX_ERROR = 500
-_NAMED = ("request_id", "label", "tenant", "model", "reason", "error", "finish_reason")
+_NAMED = ("request_id", "label", "tenant", "model", "adapter_version", "reason", "error", "finish_reason")
 """Fields of the line that are left out when they are empty."""
 _log = structlog.get_logger("diptych.access")
 
@@ -51,6 +51,8 @@ class Access:
     label: str = ""
     tenant: str = ""
     model: str = ""
+    adapter_version: int = 0
+    """Of the adapter that `model` names; 0: it names none."""
     reason: str = ""
     error: str = ""
     """Message of the error that ended it."""
@@ -77,6 +79,7 @@ class Access:
     def prepared(self, request: ValidatedRequest) -> None:
         self.request_id = self.request_id or request.request_id
         self.label, self.tenant, self.model = request.label, request.tenant, request.shown_model
+        self.adapter_version = 0 if request.adapter is None else request.adapter.version.number
         self.prompt_tokens += len(request.prompt.token_ids)
 
     def fail(self, reason: str, message: str = "") -> None:

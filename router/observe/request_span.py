@@ -26,7 +26,8 @@ class RequestSpan:
         if not tracing.on:
             self._span = Span(None, request.traceparent)
             return
-        sampling = request.sampling
+        sampling, adapter = request.sampling, request.adapter
+        named = {"diptych.adapter": adapter.name, "diptych.adapter_version": adapter.version.number} if adapter else {}
         self._span = tracing.start(
             f"{request.operation} {request.model}",
             kind="server",
@@ -43,6 +44,7 @@ class RequestSpan:
                 "gen_ai.request.top_p": sampling.top_p,
                 "gen_ai.usage.input_tokens": len(request.prompt.token_ids),
                 "diptych.request_id": request.request_id,
+                **named,
             },
         )
 

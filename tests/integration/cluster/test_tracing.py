@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from types import ModuleType
 
 import pytest
@@ -14,6 +15,7 @@ from diptych.common.errors import WorkerLostError
 from diptych.common.observe.tracing import tracing
 from diptych.common.request import Prompt
 from diptych.common.sampling import FinishReason, SamplingParams
+from diptych.common.store.adapters import AdapterVersion, ChosenAdapter
 from diptych.router.observe.request_span import RequestSpan, traced
 from diptych.router.requests.messages import FinishedEvent, UncheckedRequest, UsageInfo, ValidatedRequest
 
@@ -112,6 +114,18 @@ def test_the_routers_span_has_the_genai_attributes(exported: InMemorySpanExporte
     assert [event.name for event in reported.events] == ["first token"]
     assert reported.end_time - reported.start_time >= 0.5e9
     assert "error.type" not in reported.attributes
+
+
+def test_a_span_names_the_version_of_an_adapter(exported: InMemorySpanExporter) -> None:
+    clock = FakeClock(10.0)
+    chosen = ChosenAdapter("poems", AdapterVersion(3, "a" * 32, "/lora/poems", 8, 1000, 0))
+    for adapter in (chosen, None):
+        RequestSpan(replace(prepared(clock), adapter=adapter), clock).left()
+    names = [
+        (s.attributes.get("diptych.adapter"), s.attributes.get("diptych.adapter_version"))
+        for s in exported.get_finished_spans()
+    ]
+    assert names == [("poems", 3), (None, None)]
 
 
 def test_how_a_request_failed_is_recorded(exported: InMemorySpanExporter) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 import httpx
 import pytest
+from structlog.testing import capture_logs
 from typer.testing import CliRunner
 
 from diptych.cli.adapters import app as adapters_command
@@ -38,9 +39,11 @@ from diptych.common.errors import (
     PermissionDeniedError,
 )
 from diptych.common.request import ADAPTER, ADAPTER_FOLDER, RESUME
+from diptych.common.secret import derive_key
 from diptych.common.store.adapters import AdapterEntry, lost_versions
 from diptych.common.store.interface import KvEvent
 from diptych.common.store.worker_record import WorkerLoad
+from diptych.common.ticket import PURPOSE
 from diptych.router.adapters.operations import LoadRequest
 from diptych.router.adapters.resolution import unknown_model
 from diptych.router.api.auth.authenticator import Authenticator
@@ -50,6 +53,7 @@ from diptych.router.api.grpc.service import RouterService
 from diptych.router.api.packed_ids import PackedIds
 from diptych.router.config import RouterConfig, absolute_modules, lora_modules
 from diptych.router.frontend import Frontend
+from diptych.router.observe.access_log import Access, logged
 from diptych.router.placement.placer import PromptBlocks
 from diptych.router.requests.messages import FinishedEvent, StartedEvent, TokenEvent, UncheckedRequest
 from diptych.router.requests.resume import Seen, SeenChoice, checksum
@@ -112,11 +116,16 @@ async def test_a_name_becomes_one_version_on_every_hop(pair: tuple[Fleet, Any, A
         assert finished.explanation is not None
         report = finished.explanation.adapter
         assert (report.name, report.version, report.id) == ("poems", 1, ONE)
-    await fleet.ask(model="tiny")
-    assert (decode.submits[-1].adapter, decode.submits[-1].adapter_folder) == ("", "")
+    with capture_logs() as lines:
+        for name in ("tiny", "poems"):
+            with logged(Access("test", "")):
+                await fleet.ask(model=name)
+    assert [(submit.adapter, submit.adapter_folder) for submit in decode.submits[-2:]] == [("", ""), (ONE, "/lora/one")]
+    logged_names = [(line["model"], line.get("adapter_version")) for line in lines if line["event"] == "request"]
+    assert logged_names == [("tiny", None), ("poems", 1)]
     counters = fleet.frontend.metrics.totals()
-    assert counters["adapter_requests"] == {"poems,finished": 3.0}
-    assert counters["adapter_generation_tokens"] == {"poems": 9.0}
+    assert counters["adapter_requests"] == {"poems,finished": 4.0}
+    assert counters["adapter_generation_tokens"] == {"poems": 12.0}
     shown = [(model.id, model.parent, model.root) for model in fleet.frontend.models()]
     assert shown == [("tiny", "", ""), ("poems", "tiny", "/lora/one")]
 
@@ -256,18 +265,26 @@ async def test_a_repeated_request_of_a_stream_follows_the_registry(pair: tuple[F
         frontend.prepare_again(before, ids, None, draws_seed=True)
 
 
-async def test_a_retry_and_a_move_keep_the_version_that_the_request_began_with(pair: tuple[Fleet, Any, Any]) -> None:
+@pytest.mark.parametrize("by", ["kill", "operator"])
+async def test_a_retry_and_a_move_keep_the_version_that_the_request_began_with(
+    pair: tuple[Fleet, Any, Any], by: str
+) -> None:
     fleet, _, decode = pair
     await load(fleet)
     decode.hold_from = 2
     spec = UncheckedRequest(token_ids=[1] * 40, model="poems", sampling={"max_tokens": 5}, explain=True)
-    events = fleet.frontend.generate(await fleet.frontend.prepare(spec))
+    request = await fleet.frontend.prepare(spec)
+    events = fleet.frontend.generate(request)
     seen = [await anext(events), await anext(events)]
     await load(fleet, folder="/lora/two", load_inplace=True)
     other = await add(fleet, "d1")
     await fleet.until_ready(decode=2)
-    await decode.kill()
-    seen += [event async for event in events]
+    rest = asyncio.create_task(drained(events))
+    if by == "kill":
+        await decode.kill()
+    else:
+        await fleet.frontend.move_request(request.request_id, "")
+    seen += await rest
     assert [submit.adapter for submit in (*decode.submits, *other.submits)] == [ONE, ONE]
     finished = seen[-1]
     assert isinstance(finished, FinishedEvent)
@@ -509,8 +526,16 @@ async def test_a_store_that_is_away_keeps_the_names_and_takes_no_changes(pair: t
     fleet.store.available = False
     await fleet.ask(model="poems")
     assert decode.submits[-1].adapter == ONE
-    with pytest.raises(NoWorkerError, match="registry"):
-        await load(fleet, folder="/lora/two", load_inplace=True)
+    for fields in ({"model": "prose"}, {"adapter": "prose"}):
+        with pytest.raises(NoWorkerError, match="prose is not known here"):
+            await fleet.ask(**fields)
+    for change in (
+        load(fleet, folder="/lora/two", load_inplace=True),
+        fleet.frontend.adapters.roll_back("prose"),
+        fleet.frontend.adapters.unload("prose"),
+    ):
+        with pytest.raises(NoWorkerError, match="registry"):
+            await change
     fleet.store.available = True
     fleet.store.flush()
     await fleet.frontend._started_registry().refresh()
@@ -579,6 +604,66 @@ async def test_requests_stay_with_the_worker_that_has_the_adapter_and_spread_whe
     assert isinstance(finished, FinishedEvent)
     assert finished.explanation is not None
     assert [c.decode_worker_id for c in finished.explanation.candidates if c.chosen] == ["d0"]
+
+
+async def test_the_affinity_of_a_session_is_of_its_adapter_by_content(model_folder: Path, tmp_path: Path) -> None:
+    """As its blocks: another name of the same weights has it, too, and other weights under the name have another one."""
+    settings: dict[str, Any] = {"dead_s": 60.0, "placement_policy": "session-affinity"}
+    async with running(model_folder, tmp_path, **settings) as fleet:
+        for number in range(3):
+            await add(fleet, f"d{number}")
+        await fleet.until_ready(decode=3, prefill=0)
+        for name, folder in (("a", "/lora/one"), ("same", "/lora/one"), ("b", "/lora/two")):
+            await load(fleet, name, folder)
+        cluster = fleet.frontend._cluster
+        assert cluster is not None
+        policy, seen = cluster.placer.policy, []
+        pick = policy.pick
+
+        def watched(costs: Any, rng: random.Random) -> Any:
+            seen.append(costs.request.affinity)
+            return pick(costs, rng)
+
+        policy.pick = watched  # type: ignore[method-assign]
+        for name in ("tiny", "a", "b", "same", "a"):
+            await fleet.ask(model=name)
+        await load(fleet, "a", "/lora/two", load_inplace=True)
+        await fleet.ask(model="a")
+        base, a, b, same, again, replaced = seen
+        assert len({base, a, b}) == 3
+        assert all(seen)
+        assert (a, same, b) == (again, a, replaced)
+
+
+async def test_tickets_are_of_one_version_by_content(fleet: Fleet) -> None:
+    """The client goes to decode by itself: the version is in the signed ticket, and the router counts what it had."""
+    decode = await add(fleet, "d0", ticket_key=derive_key(fleet.secret, PURPOSE))
+    await fleet.until_ready(prefill=0)
+    cluster = fleet.frontend._cluster
+    assert cluster is not None
+    await fleet.until(lambda: cluster.direct_endpoint(("d0", "i1")) is not None)
+    await load(fleet)
+    metrics = fleet.frontend.metrics
+    async with fleet.served() as address, AsyncClient(address, lookaside=True, timeout_s=600.0) as client:
+        answers = [
+            await client.generate(token_ids=[1] * 40, max_tokens=3, adapter="poems", explain=True) for _ in range(2)
+        ]
+        await load(fleet, folder="/lora/two", load_inplace=True)
+        answers.append(await client.generate(token_ids=[1] * 40, max_tokens=3, adapter="poems", explain=True))
+        pinned = {"adapter": "poems", "adapter_version": 1}
+        answers.append(await client.generate(token_ids=[1] * 40, max_tokens=3, explain=True, **pinned))
+        assert metrics.tickets.labels("granted").value == 4, "the router relayed none"
+        with pytest.raises(ModelNotFoundError):
+            await client.generate(token_ids=[1] * 40, max_tokens=3, adapter="prose")
+        await fleet.until(lambda: metrics.tickets.labels("finished").value == 4)
+    ids, folders = (ONE, ONE, TWO, ONE), ("/lora/one", "/lora/one", "/lora/two", "/lora/one")
+    assert [(one.adapter, one.adapter_folder) for one in decode.submits] == list(zip(ids, folders, strict=True))
+    assert [(one.adapter, one.adapter_version) for one in answers] == [("poems", n) for n in (1, 1, 2, 1)]
+    assert [one.explanation and one.explanation.adapter for one in answers] == [
+        AdapterReport("poems", version, name) for version, name in zip((1, 1, 2, 1), ids, strict=True)
+    ]
+    assert metrics.totals()["adapter_requests"] == {"poems,finished": 4.0}
+    await fleet.until(fleet.no_reservations)
 
 
 async def test_prefill_workers_without_adapters_are_not_chosen(fleet: Fleet) -> None:

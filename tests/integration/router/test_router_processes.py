@@ -15,11 +15,14 @@ import pytest
 import pytest_asyncio
 from redis import asyncio as aioredis
 
+from diptych.cli.operator_calls import ask
+from diptych.cli.router_access import RouterAccess
 from diptych.cli.up.processes import free_port
 from diptych.common import child
+from diptych.common.request import ADAPTER, ADAPTER_FOLDER
 from diptych.common.store.redis_store import RedisStore
 from diptych.router.api.auth.keys import add_key
-from diptych.rpc.v1 import router_pb2
+from diptych.rpc.v1 import router_pb2, worker_pb2
 from diptych_tests import router_fleet, waiting
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.asyncio(loop_scope="module")]
@@ -136,8 +139,11 @@ async def workers(model_folder, tmp_path_factory, valkey_url):
         await client.flushall()
     fleet = router_fleet.Fleet(model_folder, tmp_path_factory.mktemp("fleet"))
     fleet.store = RedisStore(valkey_url, cluster="diptych")
-    await fleet.add("p0", "prefill")
-    fleet.decode = await fleet.add("d0")
+    takes = {"max_loras": 2, "max_lora_rank": 16, "request_fields": (ADAPTER, ADAPTER_FOLDER)}
+    await fleet.add("p0", "prefill", **takes)
+    fleet.decode = await fleet.add("d0", **takes)
+    for worker in fleet.workers:
+        worker.adapters = {f"/lora/{name}": worker_pb2.LoadAdapterResponse(id=name * 32, rank=8) for name in "ab"}
     yield fleet
     for worker in fleet.workers:
         await worker.kill()
@@ -217,6 +223,40 @@ async def test_an_idempotency_key_is_one_for_all_processes_and_outlives_them(rou
         assert (await router.ask(each["1"], **held)).status_code == 409
 
 
+async def test_an_adapter_is_the_same_version_at_every_process(router, workers):
+    """Loaded at one of them, by an operator; each counts its own requests, under one name."""
+    access = RouterAccess(f"127.0.0.1:{router.grpc_port}")
+
+    async def operate(method, request):
+        await asyncio.to_thread(ask, access, workers.secret, method, request, router_pb2.Adapter)
+
+    async def answered(each):
+        begin = len(workers.decode.submits)
+        found = [await router.ask(client, model="poems") for client in each.values()]
+        assert [(one.status_code, one.json()["model"]) for one in found] == [(200, "poems")] * N
+        return {submit.adapter for submit in workers.decode.submits[begin:]}
+
+    async with router.client_of_each() as each:
+        assert [(await router.ask(client, model="poems")).status_code for client in each.values()] == [404] * N
+        await operate("AddAdapter", router_pb2.AddAdapterRequest(name="poems", folder="/lora/a"))
+        assert await answered(each) == {"a" * 32}
+        await operate("AddAdapter", router_pb2.AddAdapterRequest(name="poems", folder="/lora/b", in_place=True))
+        assert await answered(each) == {"b" * 32}
+        back = router_pb2.RouteAdapterRequest(name="poems", roll_back=router_pb2.AdapterRollback())
+        await operate("RouteAdapter", back)
+        assert await answered(each) == {"a" * 32}
+        for client in each.values():
+            listed = (await client.get("/v1/models")).json()["data"]
+            assert [(one["id"], one.get("root")) for one in listed[1:]] == [("poems", "/lora/a")]
+
+        async def counted():
+            text = (await next(iter(each.values())).get("/metrics")).text
+            lines = [line for line in text.splitlines() if line.startswith("diptych_adapter_requests_total{")]
+            return [line.rpartition(" ")[2] for line in lines if 'adapter="poems"' in line] == ["3.0"] * N
+
+        await waiting.until(counted)
+
+
 async def test_a_process_that_dies_is_started_again_and_the_others_go_on(router, workers):
     async with router.client_of_each() as each:
         before, dead = len(router.ended()), router.children[0]
@@ -238,6 +278,8 @@ async def test_a_process_that_dies_is_started_again_and_the_others_go_on(router,
         await waiting.until(complete)
     async with router.client_of_each() as each:
         assert set(each) == {"0", "1"}
+        answers = [await router.ask(client, model="poems") for client in each.values()]
+        assert [one.status_code for one in answers] == [200] * N, "the new one knows what was loaded before"
     assert router.ended()[before:] == [("process 0", "killed by SIGKILL")]
     served = list(router.children.values())
     router.process.kill()

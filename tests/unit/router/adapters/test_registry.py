@@ -99,6 +99,22 @@ async def test_a_look_that_is_cancelled_leaves_the_others_theirs() -> None:
     await registry.refresh()
 
 
+async def test_a_name_that_cannot_be_looked_for_is_not_said_to_be_unknown() -> None:
+    """A router that had started while the store was away answered 404 for every adapter, which no client tries again."""
+    store = MemoryStore(FakeClock())
+    await AdapterRegistry(store).change("poems", lambda entry, table: POEMS)
+    store.available = False
+    registry = AdapterRegistry(store)
+    with pytest.raises(NoWorkerError, match="poems is not known here, and the registry of adapters cannot be read now"):
+        await registry.look_up("poems")
+    store.available = True
+    assert await registry.look_up("poems") == POEMS
+    assert await registry.look_up("prose") is None
+    store.available = False
+    assert await registry.look_up("poems") == POEMS, "a known name is not looked for"
+    assert await registry.look_up("") is None
+
+
 async def test_changes_of_two_routers_are_both_made() -> None:
     store = MemoryStore(FakeClock())
     one, other = AdapterRegistry(store), AdapterRegistry(store)
