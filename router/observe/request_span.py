@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from diptych.common.clock import Clock
 from diptych.common.errors import DiptychError
-from diptych.common.observe.tracing import PROVIDER, Span, tracing
+from diptych.common.observe.tracing import PROVIDER, Span, Value, tracing
 from diptych.router.requests.messages import FinishedEvent, UncheckedRequest, ValidatedRequest
 
 
@@ -27,7 +27,9 @@ class RequestSpan:
             self._span = Span(None, request.traceparent)
             return
         sampling, adapter = request.sampling, request.adapter
-        named = {"diptych.adapter": adapter.name, "diptych.adapter_version": adapter.version.number} if adapter else {}
+        named: dict[str, Value] = {}
+        if adapter is not None:
+            named = {"diptych.adapter": adapter.name, "diptych.adapter_version": adapter.version.number}
         self._span = tracing.start(
             f"{request.operation} {request.model}",
             kind="server",
