@@ -114,14 +114,14 @@ async def test_preempted_requests_have_the_tokens_of_undisturbed_ones(
     pd: ModuleType, folder: Path, kv_dtype: str, backend: str
 ) -> None:
     """A pool for two of the four, until they grow."""
-    expected = await alone(pd, runner(folder, kv_dtype, backend), max_tokens=40)
+    expected = await alone(pd, runner(folder, kv_dtype, backend), max_tokens=30)
     small = runner(folder, kv_dtype, backend, num_blocks=15)
     async with (
         pd.cluster(num_prefill=0, decode=lambda: loaded(pd, small), decode_config=settings(max_num_seqs=4)) as cluster,
         pd.FakeRouter(cluster.decode.address) as router,
     ):
         messages = [
-            cluster.submit_message(attempt=f"{i}", prompt=prompt, max_tokens=40) for i, prompt in enumerate(PROMPTS)
+            cluster.submit_message(attempt=f"{i}", prompt=prompt, max_tokens=30) for i, prompt in enumerate(PROMPTS)
         ]
         answers = await asyncio.gather(*(router.run(message) for message in messages))
         assert [answer.token_ids for answer in answers] == expected
