@@ -19,7 +19,7 @@ from diptych.engine.offline import OfflineEngine
 from diptych_tests.lora import linear_shapes, merge_adapter, write_adapter
 from diptych_tests.toy_grammar import Alternates
 
-BLOCK, COUNT, VOCAB = 4, 14, 320
+BLOCK, COUNT, VOCAB = 4, 10, 320
 PROMPT = [5, 9, 17, 250, 31, 8, 77, 120, 3, 44, 12]
 GREEDY = SamplingParams(COUNT, temperature=0.0, ignore_eos=True)
 KINDS = {
