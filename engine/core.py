@@ -224,7 +224,8 @@ class EngineCore:
                 if self._disk is None or not self._disk.begin(request):
                     scheduler.add(request, self._clock.now())
             case PublishCached():
-                scheduler.publish_cached(command, self._clock.now())
+                if self._disk is None or not self._disk.begin_source(command):
+                    scheduler.publish_cached(command, self._clock.now())
             case PullBlocks():
                 scheduler.pull_blocks(command, self._clock.now())
             case EndPull(attempt):

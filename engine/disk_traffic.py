@@ -4,7 +4,8 @@ A block that entered the prefix cache is copied into a free buffer between two s
 busy engine take at most SHARE of its time; what left the cache before is not written.
 
 A request whose blocks are in files waits outside of the queue until they have been read, or until computing them would have
-taken as long (engine.sched.lifecycle.restores). Steps of other requests go on meanwhile.
+taken as long (engine.sched.lifecycle.restores). Steps of other requests go on meanwhile. Blocks that another worker asks for
+are read in the same way before they are packed (engine.sched.lifecycle.publishing).
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from diptych.common.errors import ConfigError, InternalError, RequestCancelledEr
 from diptych.common.kv_parts import GroupPart
 from diptych.engine.disk_messages import BlocksRead, BlockStore, BlocksWritten, pieces_of
 from diptych.engine.executor import Executor, ExecutorLost
-from diptych.engine.messages import EngineRequest, UnpackRange
+from diptych.engine.messages import EngineRequest, PublishCached, UnpackRange
 from diptych.engine.sched.lifecycle.restores import Restore
 from diptych.engine.sched.scheduler import Scheduler
 
@@ -37,7 +38,7 @@ _MOST_CREDIT_S = 0.05
 class _Waiting:
     """`arrived`: tokens of the restore that are in its blocks. `until`: on the engine's clock."""
 
-    request: EngineRequest
+    request: EngineRequest | PublishCached
     restore: Restore
     job: int
     began: float
@@ -99,11 +100,26 @@ class DiskTraffic:
         if not restore.blocks:  # the copy that made room took them
             self._end(restore)
             return False
-        self._last_job += 1
-        self._waiting[attempt] = _Waiting(request, restore, self._last_job, now, now + restore.limit_s)
-        self._jobs[self._last_job] = attempt
-        self._store.read(self._last_job, restore.blocks)
+        self._read(request, restore, now)
         return True
+
+    def begin_source(self, command: PublishCached) -> bool:
+        """As `begin`, for blocks that another worker asks for: they are packed afterwards."""
+        now = self._clock.now()
+        if (waiting := self._waiting.get(command.attempt)) is not None:
+            self._store.cancel(waiting.job)
+            self._forget(waiting)
+            return False  # both end
+        restore = None if now < self._paused_until else self._scheduler.plan_source(command, now)
+        if restore is not None:
+            self._read(command, restore, now)
+        return restore is not None
+
+    def _read(self, request: EngineRequest | PublishCached, restore: Restore, now: float) -> None:
+        self._last_job += 1
+        self._waiting[request.attempt] = _Waiting(request, restore, self._last_job, now, now + restore.limit_s)
+        self._jobs[self._last_job] = request.attempt
+        self._store.read(self._last_job, restore.blocks)
 
     def cancel(self, attempt: str) -> bool:
         """False: it does not wait here."""
@@ -111,18 +127,22 @@ class DiskTraffic:
         if waiting is None:
             return False
         self._drop(waiting)
+        if isinstance(waiting.request, PublishCached):
+            return False  # the scheduler has it
         self._scheduler.outbox.fail(attempt, RequestCancelledError(f"attempt {attempt} was cancelled"))
         return True
 
     def take_all(self) -> list[EngineRequest]:
         """Requests that wait, for the end of the engine. They are not queued any more, and nothing is recorded: the executor may
         be lost."""
-        waiting = list(self._waiting.values())
-        for one in waiting:
+        requests = []
+        for one in list(self._waiting.values()):
             self._store.cancel(one.job)
             self._forget(one)
-            self._scheduler.end_restore(one.restore.name)
-        return [one.request for one in waiting]
+            if isinstance(one.request, EngineRequest):
+                self._scheduler.end_restore(one.restore.name)
+                requests.append(one.request)
+        return requests
 
     @property
     def expires_at(self) -> float:
@@ -212,8 +232,11 @@ class DiskTraffic:
         self._store.remove(self._disk.take_removed())
 
     def _finish(self, waiting: _Waiting) -> None:
-        """Its request is queued; what has come is a hit."""
+        """Its request is queued; what has come is a hit. What is for another worker is packed."""
         self._forget(waiting)
+        if isinstance(waiting.request, PublishCached):
+            self._scheduler.publish_source(waiting.request, self._clock.now())
+            return
         num_tokens = self._end(waiting.restore)
         self._scheduler.add(waiting.request, self._clock.now(), num_tokens)
 
@@ -221,7 +244,8 @@ class DiskTraffic:
         """Its request is not wanted any more; what has come stays in the cache all the same."""
         self._store.cancel(waiting.job)
         self._forget(waiting)
-        self._end(waiting.restore)
+        if isinstance(waiting.request, EngineRequest):
+            self._end(waiting.restore)
 
     def _end(self, restore: Restore) -> int:
         """What has come enters the cache, and what it was computed from is recorded. Returns: tokens that are new."""

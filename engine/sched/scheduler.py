@@ -48,9 +48,10 @@ from diptych.engine.sched.handoff.remote import UnpackJob
 from diptych.engine.sched.lifecycle import preemption
 from diptych.engine.sched.lifecycle.lifecycle import Lifecycle
 from diptych.engine.sched.lifecycle.passing import Passing
-from diptych.engine.sched.lifecycle.publishing import publish_cached
+from diptych.engine.sched.lifecycle.publishing import plan_source, publish_cached, publish_source
 from diptych.engine.sched.lifecycle.pulls import NewBlocks, begin_pull, end_pull
 from diptych.engine.sched.lifecycle.restores import Restore, end_restore, plan_restore
+from diptych.engine.sched.lifecycle.swap_cost import Rates
 from diptych.engine.sched.requests.admission import ModelLimits, check_request
 from diptych.engine.sched.requests.output import DetokenizerFactory
 from diptych.engine.sched.requests.request import Request, State
@@ -133,7 +134,21 @@ class Scheduler:
     def publish_cached(self, command: PublishCached, now: float = 0.0) -> None:
         """The blocks are packed like those of a PREFILL request whose prompt is computed."""
         if self._is_new(command.attempt):
+            self.kv.set_time(now)
             publish_cached(self.live, command, self._identity, self._arrivals, now)
+
+    def plan_source(self, command: PublishCached, now: float) -> Restore | None:
+        """See engine.sched.lifecycle.publishing. No step is needed for it."""
+        if self.live.knows(command.attempt):
+            return None  # `publish_cached` says so
+        self.kv.set_time(now)
+        self._arrivals += 1
+        return plan_source(self.live, command, self._identity, self._arrivals, now, self._disk_rates)
+
+    def publish_source(self, command: PublishCached, now: float) -> None:
+        """What was read for it is packed; what is cached alone, where that is all that can be used."""
+        if not publish_source(self.live, command):
+            self.publish_cached(command, now)
 
     def pull_blocks(self, command: PullBlocks, now: float = 0.0) -> None:
         """See PullBlocks. No step is needed for it."""
@@ -162,8 +177,11 @@ class Scheduler:
             return None  # the same
         self.kv.set_time(now)
         self._arrivals += 1
-        rates = replace(self.live.rates, copy_bytes_per_s=self.throughput.disk_bytes_per_s)
-        return plan_restore(self.live, wanted, header, self._arrivals, now, rates)
+        return plan_restore(self.live, wanted, header, self._arrivals, now, self._disk_rates)
+
+    @property
+    def _disk_rates(self) -> Rates:
+        return replace(self.live.rates, copy_bytes_per_s=self.throughput.disk_bytes_per_s)
 
     def end_restore(self, name: str) -> tuple[int, NewBlocks | None]:
         """See engine.sched.lifecycle.restores."""

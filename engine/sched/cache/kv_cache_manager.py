@@ -223,18 +223,47 @@ class KvCacheManager:
         present = [[pool.cached_block(key) is not None for key in keys[:limit]] for pool in self.pools]
         return longest_hit(self._kv, present, limit * self.block_size) // self.block_size
 
-    def adopt(self, request: Request, keys: Sequence[bytes]) -> None:
-        """The request owns the cached blocks of these keys, as many as `num_cached_blocks` found, as if it had computed
-        them."""
-        end = len(keys)
+    def stored_behind(self, keys: Sequence[bytes], end: int) -> list[int]:
+        """Slots of the host tier with the blocks of keys[end:], as many from the first one on as there is room for beside the
+        cached ones of keys[:end]; none if computing them is faster than copying them."""
+        slots = self.host.find(keys[end:]) if self.host.num_slots else []
+        if slots:
+            room = self.pool.available - self.pool.num_evictable(self.pool.find(keys[:end]))
+            slots = slots[: max(0, room)]
+        return slots if slots and self._worth_restoring(len(slots) * self.block_size) else []
+
+    def adopt(self, request: Request, keys: Sequence[bytes], cached: int, slots: Sequence[int] = ()) -> bool:
+        """The request owns the blocks of these keys: of the first `cached` those in the cache (see `num_cached_blocks`), of those
+        behind them copies of the host tier's `slots`, and of the rest blocks that are reserved. What is not in the cache does not
+        enter it. False: there is no room, and nothing was taken."""
+        end, stored = len(keys), cached + len(slots)
         firsts = self._first_blocks(request, end)
-        for pool, table, blocks in zip(self.pools, request.tables, self._cached_blocks(keys, firsts, end), strict=True):
+        found = self._cached_blocks(keys[:cached], firsts, cached)
+        counts = [end - first - len(blocks) for first, blocks in zip(firsts, found, strict=True)]
+        for pool, blocks, count in zip(self.pools, found, counts, strict=True):
+            if count > pool.available - pool.num_evictable(blocks):
+                return False
+        for pool, blocks in zip(self.pools, found, strict=True):
             pool.pin(blocks)
-            table.extend(blocks)
+        self.host.protect(keys[cached:stored])  # they are still to be read when others are evicted for them
+        copied = self.pool.allocate(len(slots))
+        assert copied is not None, "there was room"
+        for index, (pool, blocks, count) in enumerate(zip(self.pools, found, counts, strict=True)):
+            request.tables[index].extend(blocks)
+            request.reserved[index] = count - (len(slots) if pool is self.pool else 0)
+            reserved = pool.reserve(request.reserved[index])
+            assert reserved, "there was room"
+        self.host.protect(())
+        for slot, block in zip(slots, copied, strict=True):
+            self.pool.copy(CopyKind.FROM_HOST, slot, block)
+        request.block_ids.extend(copied)
         request.seq.first_blocks = firsts
         request.num_published = end
-        request.num_computed = end * self.block_size
+        request.num_computed = stored * self.block_size
         self._set_end(request)
+        if self._uses is not None or self.disk.num_held:
+            self._note_use(keys, request.arrival)
+        return True
 
     def bind(self, request: Request) -> None:
         """Give the reserved blocks their ids."""

@@ -133,6 +133,10 @@ class Lifecycle:
         """A request whose blocks hold all that is to be packed: it computes nothing."""
         self._requests[request.attempt] = request
         self.policy.entered(request)
+        self.offer_computed(request)
+
+    def offer_computed(self, request: Request) -> None:
+        """As `enter_computed`, for one that is here already."""
         request.move(State.RUNNING)
         self.packing.offer(request)
         self.prompt_computed(request)

@@ -22,13 +22,20 @@ from diptych.engine.fake_runner import FakeAdapter, FakeRunner
 from diptych.engine.messages import (
     Admitted,
     Cancel,
+    EndPull,
     Failed,
+    GrantSlabs,
     KeepAdapter,
     KvMode,
     PromptComputed,
+    PublishCached,
+    PullBlocks,
+    Pulled,
+    RangePacked,
     RunLocally,
     TierEvicted,
     TierStored,
+    UnpackRange,
 )
 from diptych.engine.offline import OfflineEngine
 from diptych.engine.sched.cache.disk_tier import DiskTier
@@ -573,6 +580,153 @@ def test_host_and_disk_together(kit):
     assert kit.tokens_of(events, "c") == kit.undisturbed([request])["c"]
     [admitted] = [event for event in events if isinstance(event, Admitted)]
     assert admitted.num_cached_tokens == 40
+
+
+# ---- what other workers ask for ----
+
+
+class Reader:
+    """Another worker's engine: asks `holder` for the whole blocks of PROMPT, and computes the prompt with what has come."""
+
+    def __init__(self, kit, holder: OfflineEngine, windows: Sequence[int] = ()) -> None:
+        self.kit, self.holder, self.windows = kit, holder, windows
+        self.engine = kit.make_engine(windows=windows)
+        self.grants = kit.make_grants(8, 40 * holder.core.scheduler.limits.kv_bytes_per_token)
+        holder.send(GrantSlabs(self.grants))
+
+    def ask(self, held: int = 0) -> None:
+        self.engine.send(PullBlocks("pull", Prompt(PROMPT[:40]), vouch=True))
+        [started] = self.engine.core.take_events()
+        self.holder.send(PublishCached("source/pull", started.keys, held, "reader"))
+
+    def take(self, events: Sequence) -> tuple[Admitted, Pulled]:
+        """Args: events: of the holder. Returns: what it said it has, and what is here."""
+        for number, one in enumerate(event for event in events if isinstance(event, RangePacked)):
+            payload = memoryview(bytes(self.grants[one.slab].payload[: one.size_bytes]))
+            part = UnpackRange("pull", number, one.first_token, one.num_tokens, payload, group=one.group, pull=True)
+            self.engine.send(part)
+        self.engine.send(EndPull("pull"))
+        [done] = [event for event in self.engine.core.take_events() if isinstance(event, Pulled)]
+        [said] = [event for event in events if isinstance(event, Admitted) and event.attempt == "source/pull"]
+        return said, done
+
+    def check(self, cached: int) -> None:
+        """The prompt's answer, and what is vouched for, are those of an engine that computes it all."""
+        self.engine.send(self.kit.make_request("p", PROMPT, mode=KvMode.PREFILL, want_kv=False))
+        events = self.kit.run_until_idle(self.engine)
+        [vouched] = [event for event in events if isinstance(event, PromptComputed)]
+        [admitted] = [event for event in events if isinstance(event, Admitted)]
+        assert admitted.num_cached_tokens == cached
+        assert vouched.computed_from.digest == prompt_digest(PROMPT, 4)
+        request = self.kit.make_request("r", PROMPT, 8)
+        [result] = self.engine.generate([request])
+        assert result.token_ids == self.kit.undisturbed([request], self.windows)["r"]
+
+
+@pytest.mark.parametrize("windows", [(), *WINDOWS])
+def test_a_holder_serves_what_is_in_its_files(kit, windows):
+    """A worker that started again served its files to its own requests alone: others computed those prompts."""
+    written = grouped(kit, windows) if windows else MemoryFiles()
+    once(kit, engine_on(kit, written, windows=windows), written, kit.make_request("a", PROMPT, 8))
+    files = grouped(kit, windows, dict(written.kept)) if windows else MemoryFiles(dict(written.kept))
+    holder = engine_on(kit, files, windows=windows)
+    reader = Reader(kit, holder, windows)
+    reader.ask()
+    said, done = reader.take(settle(kit, holder, files))
+    assert (said.num_cached_tokens, said.tiers) == (40, (("disk", 40),))
+    assert (done.num_tokens, done.num_new) == (40, 40)
+    reader.check(40)
+    # It was for the reader alone: nothing says whose tokens they are, and no prompt of the holder's was a hit.
+    assert holder.core.scheduler.kv.pool.dump().tiers[0].keys == ()
+    assert tier(holder).hit_tokens == 0
+    assert computed(holder) == 0
+
+
+def test_a_holder_serves_all_tiers_of_one_prompt_together(kit):
+    files = MemoryFiles()
+    rates = {"num_host_blocks": 4, "initial_copy_bytes_per_s": RATE}
+    holder = engine_on(kit, files, num_blocks=16, **rates)
+    once(kit, holder, files, kit.make_request("a", PROMPT, 8))
+    once(kit, holder, files, kit.make_request("b", range(500, 540), 8))
+    reader = Reader(kit, holder)
+    reader.ask()
+    said, done = reader.take(settle(kit, holder, files))
+    tiers = dict(said.tiers)
+    assert said.num_cached_tokens == done.num_new == 40
+    assert set(tiers) == {"host", "disk"}
+    assert sum(tiers.values()) < 40
+    reader.check(40)
+
+
+@pytest.mark.parametrize("windows", [(), (0, 6, 6, 9)])
+@pytest.mark.parametrize("at", [0, 5])
+def test_a_bad_block_ends_what_a_holder_serves_and_is_removed(kit, windows, at):
+    """With windows what is before it sees other blocks: nothing of the files is sent."""
+    written = grouped(kit, windows) if windows else MemoryFiles()
+    once(kit, engine_on(kit, written, windows=windows), written, kit.make_request("a", PROMPT, 8))
+    files = grouped(kit, windows, dict(written.kept)) if windows else MemoryFiles(dict(written.kept))
+    files.bad[next(key for key, (block, _) in files.kept.items() if block.index == at)] = "corrupt"
+    holder = engine_on(kit, files, windows=windows)
+    reader = Reader(kit, holder, windows)
+    reader.ask()
+    said, done = reader.take(settle(kit, holder, files))
+    assert said.num_cached_tokens == done.num_new == (0 if windows else 4 * at)
+    reader.check(done.num_new)
+    assert tier(holder).errors == (("corrupt", 1),)
+
+
+def test_a_fetch_that_is_cancelled_while_its_blocks_are_read_leaves_nothing(kit):
+    files = MemoryFiles(filled(kit).kept)
+    holder = engine_on(kit, files)
+    Reader(kit, holder).ask()
+    assert holder.core.scheduler.kv.pool.counts.reserved == 10
+    holder.send(Cancel("source/pull"))
+    events = settle(kit, holder, files)
+    assert [type(event.error) for event in events if isinstance(event, Failed)] == [RequestCancelledError]
+    assert holder.core.scheduler.kv.pool.counts.reserved == 0
+
+
+def test_a_fetch_that_comes_twice_ends_once(kit):
+    files = MemoryFiles(filled(kit).kept)
+    holder = engine_on(kit, files)
+    reader = Reader(kit, holder)
+    reader.ask()
+    holder.send(PublishCached("source/pull", (bytes(16),), 0, "reader"))
+    assert len([event for event in settle(kit, holder, files) if isinstance(event, Failed)]) == 1
+
+
+def test_a_fetch_waits_as_long_as_computing_would_take_at_most(kit):
+    files = MemoryFiles(filled(kit).kept)
+    holder = engine_on(kit, files)
+    reader = Reader(kit, holder)
+    reader.ask()
+    kit.run_until_idle(holder)
+    holder.send(files.work())  # three blocks
+    holder.core._clock.advance(3600.0)
+    events = kit.run_until_idle(holder)
+    said, done = reader.take(events)
+    assert said.num_cached_tokens == done.num_new == 12
+    settle(kit, holder, files)
+    assert dict(tier(holder).errors)["late"] == 10
+    reader.check(12)
+
+
+@pytest.mark.parametrize("held", [0, 40])
+def test_without_room_or_where_the_reader_has_it_no_file_is_read(kit, held):
+    files = MemoryFiles(filled(kit).kept)
+    holder = engine_on(kit, files, num_blocks=32 if held else 9)
+    Reader(kit, holder).ask(held)
+    assert not [one for one in files.queue if one[0] == "read"]
+    [said] = [event for event in settle(kit, holder, files) if isinstance(event, Admitted)]
+    assert said.num_cached_tokens == 0
+
+
+def test_the_end_of_the_engine_ends_a_fetch_that_waits_once(kit):
+    files = MemoryFiles(filled(kit).kept)
+    holder = engine_on(kit, files)
+    Reader(kit, holder).ask()
+    holder.core.fail_all(RequestCancelledError("the end"))
+    assert len([event for event in settle(kit, holder, files) if isinstance(event, Failed)]) == 1
 
 
 def test_copies_of_a_busy_engine_take_a_part_of_its_time_only(kit):

@@ -450,6 +450,69 @@ def test_blocks_that_a_pull_takes_from_the_host_tier_are_there_before_they_are_p
     assert [part.payload for part in sent] == [part.payload for part in Source(kit, fresh).fetch(started.keys[:5], 0)]
 
 
+def pushed_out(kit, **fields):
+    """An engine whose pool of 8 blocks has lost all but the first of a prompt's five blocks to its host tier."""
+    runner = FakeRunner(8, kit.BLOCK, num_host_blocks=16)
+    fields = {"num_blocks": 8, "num_host_blocks": 16, "initial_copy_bytes_per_s": 1e12} | fields
+    engine = kit.make_engine(runner, **fields)
+    engine.generate([kit.make_request("a", 21, 3)])
+    engine.generate([kit.make_request("b", range(500, 524), 3)])
+    kv, keys = engine.core.scheduler.kv, keys_of(kit)
+    assert (kv.num_cached_blocks(keys), len(kv.host.find(keys[1:]))) == (1, 4)
+    return engine
+
+
+def keys_of(kit) -> list[bytes]:
+    """Of the five whole blocks of `pushed_out`'s prompt."""
+    [started] = events_of(kit.make_engine(), PullBlocks("keys", Prompt(tuple(range(100, 120)))))
+    return list(started.keys)
+
+
+def test_a_holder_serves_what_is_in_its_host_tier(kit):
+    """Until then a worker's host memory was its own: what had left the pool was computed by others."""
+    holder, reader = pushed_out(kit), kit.make_engine()
+    cached = holder.core.scheduler.kv.pool.dump().tiers[0].keys
+    hits = holder.stats().tiers
+    done = pull(Source(kit, holder), reader, range(100, 120))
+    assert (done.num_tokens, done.num_new, done.note) == (20, 20, "")
+    request = kit.make_request("r", 21, 6)
+    [result] = reader.generate([request])
+    assert (result.num_cached_tokens, result.token_ids) == (20, kit.undisturbed([request])["r"])
+    # The copies were for the reader alone: the holder's cache has nothing new, and no request of its own was a hit.
+    assert set(holder.core.scheduler.kv.pool.dump().tiers[0].keys) <= set(cached)
+    assert [(one.name, one.hit_tokens) for one in holder.stats().tiers] == [(one.name, one.hit_tokens) for one in hits]
+    nothing_held(holder)
+
+
+def test_what_a_holder_serves_says_its_tier(kit):
+    holder = pushed_out(kit)
+    events = events_of(holder, PublishCached("s", tuple(keys_of(kit)), 0, "x"))
+    [admitted] = [event for event in events if isinstance(event, Admitted)]
+    assert (admitted.num_cached_tokens, admitted.tiers) == (20, (("host", 16),))
+
+
+def test_a_holder_whose_blocks_are_all_in_use_serves_what_is_cached(kit):
+    """It waits for nothing, and takes nothing from its own requests."""
+    holder = pushed_out(kit)
+    own = kit.make_request("own", range(700, 726), 4)
+    holder.send(own)
+    events = list(holder.step())
+    assert holder.core.scheduler.kv.pool.available == 1
+    events += events_of(holder, PublishCached("s", tuple(keys_of(kit)), 0, "x"))
+    [admitted] = [event for event in events if isinstance(event, Admitted) and event.attempt == "s"]
+    assert (admitted.num_cached_tokens, admitted.tiers) == (4, (("host", 4),))
+    events += events_of(holder, Cancel("s"))
+    assert kit.tokens_of(events + kit.run_until_idle(holder), "own") == kit.undisturbed([own])["own"]
+    nothing_held(holder)
+
+
+def test_a_host_tier_slower_than_computing_is_not_served(kit):
+    holder = pushed_out(kit, initial_copy_bytes_per_s=1.0)
+    done = pull(Source(kit, holder), kit.make_engine(), range(100, 120))
+    assert done.num_tokens == 4
+    nothing_held(holder)
+
+
 def test_a_step_is_not_slower_for_the_pulls_that_it_served(kit):
     """By its own account: the rate of prompts, which routers place by, would fall."""
     clock = kit.FakeClock()
