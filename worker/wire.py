@@ -21,9 +21,11 @@ from diptych.worker.role_spec import ROLES
 REUSABLE = "reusable"
 SOURCE = "source"
 """It takes KV from the holder that a request names, and others may take its own."""
+SOURCE_TIERS = "source_tiers"
+"""Others may take its KV of lower tiers, too."""
 RANKS = "ranks"
 """It sends the KV of those of its ranks that a request names."""
-MESSAGE_FIELDS = (ADAPTER, ADAPTER_FOLDER, REUSABLE, CHOICE, SOURCE, RESUME, RANKS, IDEMPOTENCY)
+MESSAGE_FIELDS = (ADAPTER, ADAPTER_FOLDER, REUSABLE, CHOICE, SOURCE, SOURCE_TIERS, RESUME, RANKS, IDEMPOTENCY)
 REQUEST_FIELDS = (*LATER_FIELDS, *MESSAGE_FIELDS)
 """Fields of requests, later than the first version, that this one knows: sampling parameters, and those of the messages."""
 

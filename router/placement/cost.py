@@ -265,7 +265,7 @@ def candidate_costs(request: PlacementRequest, snapshot: ClusterSnapshot, now: f
     pulls: Pulls | None = None
     if hits is not None and fleet.pulls is not None:
         # A worker that must not decode this request may hold its KV: an operator moves it, or it is full.
-        pulls = plan_pulls(fleet.pulls, fleet.token_ms, hits, loads.lower_tokens)
+        pulls = plan_pulls(fleet.pulls, fleet.token_ms, hits, loads.lower_tokens, fleet.copy_token_ms)
         if pulls is not None:
             compute -= pulls.saved_ms
     # A worker computes at most as many tokens of each other prompt before this one as this one has

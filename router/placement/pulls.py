@@ -31,9 +31,12 @@ MOST_OF_COMPUTE = 0.8
 """A pull is planned if it is expected to take at most this part of the time of computing."""
 FIELD = "source"
 """Workers that take part announce it (worker/wire.py: REQUEST_FIELDS)."""
+LOWER_FIELD = "source_tiers"
+"""Holders that serve their lower tiers, too, announce it."""
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
 
 
 @dataclass(slots=True)
@@ -63,12 +66,14 @@ class PullLinks:
         byte_ms: to move one byte.
         token_bytes: [reader], of the layers that keep every token.
         windows: (window, [reader]) bytes per token of the layers with that window.
+        serves_lower: [holder], whether blocks of its lower tiers are served.
     """
 
     fixed_ms: Floats
     byte_ms: Floats
     token_bytes: Floats
     windows: tuple[tuple[int, Floats], ...]
+    serves_lower: Bools
 
     @staticmethod
     def of(records: Sequence[WorkerRecord]) -> PullLinks:
@@ -99,6 +104,7 @@ class PullLinks:
             byte_ms,
             np.array([record.kv_bytes_per_token for record in records], np.float64),
             tuple((w, np.array([dict(r.kv_windows).get(w, 0) for r in records], np.float64)) for w in windows),
+            np.array([LOWER_FIELD in record.request_fields for record in records], np.bool_),
         )
 
     def pull_ms(self, holder: int, num_tokens: Ints) -> Floats:
@@ -110,7 +116,8 @@ class PullLinks:
         return out
 
     def pays_from(self, reader: int, holder: int, token_ms: float) -> float:
-        """Tokens from which `reader` takes KV from `holder` instead of computing it; infinite: never."""
+        """Tokens from which `reader` takes KV from `holder` instead of computing it; infinite: never. Args: token_ms: to compute
+        one; what the holder takes to copy one to its first tier counts 1 / MOST_OF_COMPUTE against it."""
         windows = sum(window * float(size[reader]) for window, size in self.windows)
         return _pays_from(
             float(self.fixed_ms[reader, holder]), float(self.byte_ms[reader, holder]), float(self.token_bytes[reader]),
@@ -149,7 +156,7 @@ def break_evens(reader: WorkerRecord, loads: Mapping[str, WorkerLoad]) -> dict[s
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pulls:
-    """What each worker would take from the one holder that has most of a prompt.
+    """What each worker would take from one holder that has much of a prompt.
 
     Args:
         saved_ms: [worker], of the time to compute its uncached tokens; 0.0: it would compute them all.
@@ -162,6 +169,8 @@ class Pulls:
     _links: PullLinks
     _before: Ints
     _token_ms: Floats
+    _copied_token_ms: float = 0.0
+    """At the holder, of a token in its lower tiers."""
 
     def of(self, reader: int) -> PlannedPull | None:
         """None: it takes nothing."""
@@ -171,28 +180,57 @@ class Pulls:
         compute_ms = (end - first) * token_ms
         return PlannedPull(
             reader, self.holder, first, end, compute_ms - float(self.saved_ms[reader]), compute_ms,
-            self._links.pays_from(reader, self.holder, token_ms),
+            self._links.pays_from(reader, self.holder, token_ms - self._copied_token_ms / MOST_OF_COMPUTE),
         )  # fmt: skip
 
 
-def plan_pulls(links: PullLinks, token_ms: Floats, hits: Ints, lower: Ints | None) -> Pulls | None:
-    """What each worker saves by a pull; None: nothing, anywhere.
+def plan_pulls(
+    links: PullLinks, token_ms: Floats, hits: Ints, lower: Ints | None, copy_token_ms: Floats | None = None
+) -> Pulls | None:
+    """What each worker saves by a pull from the holder that has most in its first tier, or from the one that has most in any, if
+    that saves more; None: nothing, anywhere.
 
     Args:
         token_ms: [worker], to compute a token.
         hits: [worker], leading tokens that it has.
-        lower: [tier, worker], those of them in lower tiers: a holder serves its first tier.
+        lower: [tier, worker], those of them in lower tiers, which follow those in the first one.
+        copy_token_ms: [tier, worker], to copy a token of a lower tier to the first one.
     """
-    served = hits if lower is None else hits - np.add.reduce(lower)
-    holder = int(served.argmax())
+    if lower is None:
+        return _plan(links, token_ms, hits, hits, int(hits.argmax()))
+    deep: Ints = np.add.reduce(lower)
+    first = hits - deep
+    holder = int(first.argmax())
+    plan = _plan(links, token_ms, hits, first, holder)
+    if copy_token_ms is None:
+        return plan
+    served = np.where(links.serves_lower, hits, first)
+    other = int(served.argmax())
+    if served[other] <= first[holder]:
+        return plan
+    copied_ms = float((lower[:, other] * copy_token_ms[:, other]).sum()) / int(deep[other])
+    deeper = _plan(links, token_ms, hits, served, other, int(deep[other]), copied_ms)
+    if plan is None or (deeper is not None and deeper.saved_ms.max() > plan.saved_ms.max()):
+        return deeper
+    return plan
+
+
+def _plan(
+    links: PullLinks, token_ms: Floats, hits: Ints, served: Ints, holder: int, deep: int = 0, copied_ms: float = 0.0
+) -> Pulls | None:
+    """Args: served: [worker], as holders. deep: of the holder's tokens, the last ones that it copies first. copied_ms: for each
+    of these."""
     gain = served[holder] - hits
     np.maximum(gain, 0, out=gain)
     if not gain.any():
         return None
     compute_ms = gain * token_ms
     saved = compute_ms - links.pull_ms(holder, gain)
+    if deep:
+        saved -= copied_ms * np.minimum(gain, deep)
     saved[saved < (1.0 - MOST_OF_COMPUTE) * compute_ms] = 0.0
     saved[gain == 0] = 0.0
     if not saved.any():
         return None
-    return Pulls(holder, saved, np.where(saved > 0.0, served[holder], hits), links, hits, token_ms)
+    hit_tokens = np.where(saved > 0.0, served[holder], hits)
+    return Pulls(holder, saved, hit_tokens, links, hits, token_ms, copied_ms)

@@ -11,8 +11,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from diptych.common.tiers import TierState
 from diptych.router.placement.cost import choose_placement
-from diptych.router.placement.pulls import FIELD, FIXED_MS, MOST_OF_COMPUTE, PullLinks, break_evens, plan_pulls
+from diptych.router.placement.pulls import (
+    FIELD,
+    FIXED_MS,
+    LOWER_FIELD,
+    MOST_OF_COMPUTE,
+    PullLinks,
+    break_evens,
+    plan_pulls,
+)
 from diptych.router.placement.types import Placement, PlacementRequest
 from diptych.router.placement.worker_arrays import ClusterSnapshot
 from diptych.worker import wire
@@ -104,15 +113,63 @@ def test_a_worker_that_must_not_decode_the_request_may_hold_its_kv():
     assert placement.snapshot.record(placement.chosen.pull.holder).worker_id == "d0"
 
 
-def test_what_is_in_a_lower_tier_is_not_served():
-    holder = view("d0", 960)
-    holder.tier_tokens = (("host", 960),)
+def in_tiers(name: str, hit: int, lower: dict[str, int], *, serves: bool = True, rate: float = 1e9, **load: Any):
+    """A holder with `hit` leading tokens, of them these in its lower tiers, which it reads at `rate` bytes a second."""
+    one = view(name, hit, **load)
+    one.tier_tokens = tuple(lower.items())
+    tiers = tuple(TierState(tier, num_bytes=1 << 30, bytes_per_s=rate) for tier in lower)
+    fields = (FIELD, LOWER_FIELD) if serves else (FIELD,)
+    one.record = msgspec.structs.replace(one.record, request_fields=fields, tiers=tiers)
+    return one
+
+
+@pytest.mark.parametrize("tier", ["host", "disk"])
+def test_what_is_in_a_lower_tier_is_taken_at_the_cost_of_its_copy(tier):
+    """480 of 960 tokens lie there, at 50,000 bytes each; the reader has the first 320."""
+    placement = choose([view("p0", 320)], [in_tiers("d0", 960, {tier: 480})], local=0)
+    pull = placement.chosen.pull
+    assert (pull.first_token, pull.num_tokens) == (320, 960)
+    moved_ms, copied_ms = 640 * 50_000 / 400e6 * 1000, 480 * 50_000 / 1e9 * 1000
+    assert pull.pull_ms == pytest.approx(FIXED_MS + moved_ms + copied_ms)
+    # of each further token: 0.8 x 10 ms, less 0.125 ms to move it and 0.05 ms to copy it
+    assert pull.pays_from == pytest.approx(FIXED_MS / (8 - 0.125 - 0.05))
+
+
+def test_of_what_a_reader_lacks_the_end_is_in_the_lower_tiers():
+    """It has more than the holder's first tier: all that it takes is copied, and no more."""
+    pull = choose([view("p0", 800)], [in_tiers("d0", 960, {"host": 320, "disk": 160})], local=0).chosen.pull
+    assert pull.pull_ms == pytest.approx(FIXED_MS + 160 * 50_000 / 400e6 * 1000 + 160 * 50_000 / 1e9 * 1000)
+
+
+@pytest.mark.parametrize(
+    "holder",
+    [
+        pytest.param(in_tiers("d0", 960, {"host": 960}, serves=False), id="of a version that serves its first tier"),
+        pytest.param(in_tiers("d0", 960, {"disk": 960}, rate=4e6), id="a disk slower than computing"),
+        pytest.param(in_tiers("d0", 960, {"disk": 960}, rate=0.0), id="a disk that was not measured"),
+    ],
+)
+def test_what_is_in_a_lower_tier_is_not_taken(holder):
     assert choose([view("p0")], [holder], local=0).chosen.pull is None
 
 
+def test_what_an_older_holder_has_in_its_first_tier_is_taken():
+    pull = choose([view("p0")], [in_tiers("d0", 960, {"host": 320}, serves=False)], local=0).chosen.pull
+    assert (pull.first_token, pull.num_tokens) == (0, 640)
+
+
+def test_a_first_tier_with_less_may_be_the_better_holder():
+    slow = in_tiers("d1", 960, {"disk": 960}, rate=10e6)
+    placement = choose([view("p0")], [view("d0", 900), slow], local=0)
+    assert placement.snapshot.record(placement.chosen.pull.holder).worker_id == "d0"
+    quick = in_tiers("d1", 960, {"disk": 960})
+    placement = choose([view("p0")], [view("d0", 200), quick], local=0)
+    assert placement.snapshot.record(placement.chosen.pull.holder).worker_id == "d1"
+
+
 def test_workers_announce_the_field_by_this_name():
-    assert FIELD == wire.SOURCE
-    assert FIELD in wire.REQUEST_FIELDS
+    assert (FIELD, LOWER_FIELD) == (wire.SOURCE, wire.SOURCE_TIERS)
+    assert {FIELD, LOWER_FIELD} <= set(wire.REQUEST_FIELDS)
 
 
 @given(
