@@ -30,7 +30,15 @@ from handoff_sim.world import run_all  # noqa: E402
 
 _PART = 5000
 """Schedules that are recorded together."""
-_COUNTS = ("callbacks", "with_files", "restarts", "ranges_from_files", "damaged_files", "ranges_pulled")
+_COUNTS = (
+    "callbacks",
+    "with_files",
+    "restarts",
+    "ranges_from_files",
+    "ranges_served_from_files",
+    "damaged_files",
+    "ranges_pulled",
+)
 """Of all schedules: what they did, so that a run without violations shows that there was something to violate."""
 _LOOK_S = 20.0
 """How often the progress of parts that run side by side is printed."""

@@ -14,6 +14,7 @@ from handoff_sim.mutations import WITH_FILES, Patch, mutation
 
 from diptych.engine.disk_messages import BlocksRead, DiskBlock, pieces_of
 from diptych.engine.disk_traffic import DiskTraffic
+from diptych.engine.sched import scheduler
 from diptych.engine.sched.cache.disk_tier import DiskTier
 from diptych.engine.sched.lifecycle import restores
 from diptych.kvtransfer.disk.block_file import BadBlockError
@@ -261,3 +262,36 @@ def a_restore_that_was_cancelled_is_not_recorded() -> Any:
         self._scheduler.end_restore(waiting.restore.name)
 
     return mock.patch.object(DiskTraffic, "_drop", drop)
+
+
+# ---- what is served to others ----
+
+
+@file_mutation
+def what_a_holder_could_not_read_is_sent() -> Any:
+    """Blocks of files that were to be packed count as read, whichever were."""
+    original = scheduler.publish_source
+
+    def publish_source(live: Any, command: Any) -> bool:
+        with mock.patch.object(live.remote, "arrived_until", lambda request: request.kv_target):
+            return original(live, command)
+
+    return mock.patch.object(scheduler, "publish_source", publish_source)
+
+
+@file_mutation
+def blocks_that_a_holder_read_stay_in_its_cache() -> Any:
+    """It does not know their tokens, and could not vouch for them."""
+    original = scheduler.publish_source
+
+    def publish_source(live: Any, command: Any) -> bool:
+        request = live.remote.pull(command.attempt)
+        published = original(live, command)
+        if published and request is not None and request.holds_blocks:
+            for pool, table, first in zip(live.kv.pools, request.tables, request.seq.first_blocks, strict=True):
+                for block, key in zip(table, command.keys[first:], strict=False):
+                    if pool.cached_block(key) is None:
+                        pool.publish(block, key, "")
+        return published
+
+    return mock.patch.object(scheduler, "publish_source", publish_source)

@@ -14,6 +14,7 @@ from handoff_sim.laws import Law
 
 from diptych.engine.messages import UnpackRange
 from diptych.kvtransfer.disk.block_file import HEAD_BYTES, block_named, head_of
+from diptych.worker.reads.block_pulls import SOURCE_ATTEMPT
 
 if TYPE_CHECKING:
     from handoff_sim.engine import SimEngine
@@ -39,6 +40,11 @@ def has_late_replies(seed: int) -> bool:
     return seed % 7 == 6
 
 
+def serves_files(seed: int) -> bool:
+    """Holders of pulls serve blocks of their files. The others as above."""
+    return seed % 12 in (0, 2, 5, 11)
+
+
 class Files:
     """Of one schedule. Turns of one history come one after the other, some are computed on decode, and workers start again."""
 
@@ -49,7 +55,7 @@ class Files:
         self._apart_s = self.rng.choice((0.0, 0.1, 0.4))
         self._bytes_per_s = self.rng.choice((1e9, 1e9, 1e9, 2e4))
         self._distrusted: dict[SimEngine, set[bytes]] = {}
-        self.num_read = self.num_restarts = self.num_damaged = 0
+        self.num_read = self.num_served = self.num_restarts = self.num_damaged = 0
         asks = world.client.asks
         asks += [draw_ask(self.rng, number) for number in range(len(asks), self.rng.randint(3, 6))]
         for ask in asks:
@@ -60,6 +66,7 @@ class Files:
     def counts(self) -> dict[str, int]:
         return {
             "restarts": self.num_restarts, "ranges_from_files": self.num_read, "damaged_files": self.num_damaged,
+            "ranges_served_from_files": self.num_served,
         }  # fmt: skip
 
     def later_s(self, number: int) -> float:
@@ -112,6 +119,8 @@ class Files:
             if command.attempt.endswith("\0disk"):
                 self.num_read += 1
                 self._world.check_unpack(command)
+            elif command.attempt.startswith(SOURCE_ATTEMPT):
+                self.num_served += 1
             return plan(command)
 
         def take_offers(most: int, is_there: Callable[[bytes], bool]) -> Any:
@@ -121,6 +130,8 @@ class Files:
 
         scheduler.plan_unpack, disk.take = plan_unpack, take_offers  # type: ignore[method-assign]
         traffic: Any = engine.core._disk
+        if not serves_files(self._world.seed):
+            traffic.begin_source = lambda command: False
         save = traffic._save_into
 
         def save_into(buffer: memoryview) -> bool:

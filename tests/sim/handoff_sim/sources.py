@@ -7,12 +7,14 @@ from typing import TYPE_CHECKING
 
 from handoff_sim import reference
 from handoff_sim.engine import BLOCK
+from handoff_sim.files import serves_files
 
 from diptych.rpc.v1 import decode_pb2
 from diptych.worker import wire
 
 if TYPE_CHECKING:
     from handoff_sim.client import Ask
+    from handoff_sim.nodes import WorkerNode
     from handoff_sim.world import World
 
 _LATEST_S = 0.4
@@ -59,6 +61,11 @@ class Sources:
                     [b for key in keys[self._rng.randint(0, 3) :] if (b := kv.pool.cached_block(key)) is not None]
                 )
 
+    def _num_blocks(self, node: WorkerNode) -> int:
+        """In its prefix cache, and in files that it serves."""
+        kv = node.engine.core.scheduler.kv
+        return int(kv.pool.counts.cached) + (kv.disk.num_held if serves_files(self._world.seed) else 0)
+
     def name(self, placement: decode_pb2.Placement, ask: Ask) -> None:
         """Add sources to an ask's placement. One of the workers has lost its cache before."""
         if not self.active:
@@ -70,7 +77,7 @@ class Sources:
                 loser.engine.core.scheduler.kv.clear()
         for field in (placement.prefill_source, placement.decode_source):
             if nodes and self._rng.random() < 0.8:
-                best = max(nodes, key=lambda node: node.engine.core.scheduler.kv.pool.counts.cached)
+                best = max(nodes, key=self._num_blocks)
                 holder = best if self._rng.random() < 0.7 else self._rng.choice(self._world.nodes)
                 field.holder.CopyFrom(wire.ref_to_proto(holder.ref))
                 if self._rng.random() < 0.1:
