@@ -115,9 +115,10 @@ def lines_of(why: Any) -> list[str]:
         lines.append(f"attempt {number}: {workers}, submitted after {attempt.submitted_s:.3f} s: {end}")
     for pull in why.pulls:
         why_less = f" ({pull.note})" if pull.note else ""
+        lower = "".join(f", {part.tokens} of its tier {part.tier}" for part in pull.source_tiers)
         lines.append(
             f"pulled:   KV of {pull.num_tokens} tokens behind {pull.first_token}, {pull.kv_bytes} bytes in "
-            f"{pull.duration_s:.3f} s, from {pull.holder} to {pull.reader}{why_less}"
+            f"{pull.duration_s:.3f} s, from {pull.holder}{lower} to {pull.reader}{why_less}"
         )
     for worker, tiers in ((why.prefill, why.cached_tiers_prefill), (why.decode, why.cached_tiers_decode)):
         lines += [f"restored: KV of {part.tokens} tokens from the tier {part.tier} of {worker}" for part in tiers]

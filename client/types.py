@@ -115,7 +115,7 @@ class PullTerms:
 class KvPull:
     """KV that the worker `reader` took from the prefix cache of `holder` for this request: of `num_tokens` tokens behind the
     first `first_token`, which it had. `note` says why fewer came than were planned. `other_bits`: decode computed some of it,
-    not batch-invariantly.
+    not batch-invariantly. `source_tiers`: of these tokens, those that the holder had in lower tiers, by their names.
     """
 
     reader: str
@@ -126,6 +126,7 @@ class KvPull:
     duration_s: float
     note: str
     other_bits: bool
+    source_tiers: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -323,7 +324,13 @@ def explanation_from(message: types_pb2.Explanation) -> Explanation:
     )
     tiers: dict[str, Any] = {name: {part.tier: part.tokens for part in getattr(message, name)} for name in names}
     attempts = tuple(RequestAttempt(**same_fields(RequestAttempt, one)) for one in message.attempts)
-    pulls = tuple(KvPull(**same_fields(KvPull, one)) for one in message.pulls)
+    pulls = tuple(
+        KvPull(
+            **same_fields(KvPull, one, but=("source_tiers",)),
+            source_tiers={part.tier: part.tokens for part in one.source_tiers},
+        )
+        for one in message.pulls
+    )
     claim = None
     if message.HasField("claim"):
         claim = CacheClaimReport(**same_fields(CacheClaimReport, message.claim))

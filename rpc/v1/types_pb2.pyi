@@ -388,7 +388,7 @@ class KvSource(_message.Message):
     def __init__(self, holder: _Optional[_Union[WorkerRef, _Mapping]] = ..., num_tokens: _Optional[int] = ..., compute_s: _Optional[float] = ...) -> None: ...
 
 class KvPull(_message.Message):
-    __slots__ = ("reader", "holder", "first_token", "num_tokens", "kv_bytes", "duration_s", "note", "other_bits")
+    __slots__ = ("reader", "holder", "first_token", "num_tokens", "kv_bytes", "duration_s", "note", "other_bits", "source_tiers")
     READER_FIELD_NUMBER: _ClassVar[int]
     HOLDER_FIELD_NUMBER: _ClassVar[int]
     FIRST_TOKEN_FIELD_NUMBER: _ClassVar[int]
@@ -397,6 +397,7 @@ class KvPull(_message.Message):
     DURATION_S_FIELD_NUMBER: _ClassVar[int]
     NOTE_FIELD_NUMBER: _ClassVar[int]
     OTHER_BITS_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_TIERS_FIELD_NUMBER: _ClassVar[int]
     reader: str
     holder: str
     first_token: int
@@ -405,4 +406,5 @@ class KvPull(_message.Message):
     duration_s: float
     note: str
     other_bits: bool
-    def __init__(self, reader: _Optional[str] = ..., holder: _Optional[str] = ..., first_token: _Optional[int] = ..., num_tokens: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., duration_s: _Optional[float] = ..., note: _Optional[str] = ..., other_bits: _Optional[bool] = ...) -> None: ...
+    source_tiers: _containers.RepeatedCompositeFieldContainer[TierTokens]
+    def __init__(self, reader: _Optional[str] = ..., holder: _Optional[str] = ..., first_token: _Optional[int] = ..., num_tokens: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., duration_s: _Optional[float] = ..., note: _Optional[str] = ..., other_bits: _Optional[bool] = ..., source_tiers: _Optional[_Iterable[_Union[TierTokens, _Mapping]]] = ...) -> None: ...

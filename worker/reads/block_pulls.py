@@ -89,6 +89,7 @@ class PullFacts:
 
     Args:
         duration_s: that the request was held up for it.
+        source_tiers: see proto.
     """
 
     reader: str
@@ -99,6 +100,7 @@ class PullFacts:
     duration_s: float = 0.0
     note: str = ""
     other_bits: bool = False
+    source_tiers: tuple[tuple[str, int], ...] = ()
 
 
 class _Pull:
@@ -404,7 +406,18 @@ class BlockPulls:
             facts.note = f"{fetch.holder.worker_id} had {found} of {fetch.end} tokens"
             if any(group.window for group in self._context.kv.groups):
                 return held  # what the token at `found` sees has no place here
+        facts.source_tiers = _of_the_last(found - held, [(one.tier, one.tokens) for one in event.started.tiers])
         return found
+
+
+def _of_the_last(num_tokens: int, tiers: Sequence[tuple[str, int]]) -> tuple[tuple[str, int], ...]:
+    """Of the last tokens those in lower tiers, nearest tier first: of what a holder has, the farthest tier has the end."""
+    out = []
+    for tier, count in reversed(tiers):
+        if (part := min(count, num_tokens)) > 0:
+            out.append((tier, part))
+            num_tokens -= part
+    return tuple(reversed(out))
 
 
 @dataclass(frozen=True, slots=True)
@@ -430,4 +443,5 @@ def source_to_proto(source: KvSource | None) -> types_pb2.KvSource | None:
 
 
 def pull_to_proto(facts: PullFacts) -> types_pb2.KvPull:
-    return types_pb2.KvPull(**same_fields(PullFacts, facts))
+    tiers = wire.tier_tokens_to_proto(facts.source_tiers)
+    return types_pb2.KvPull(**same_fields(PullFacts, facts, but=("source_tiers",)), source_tiers=tiers)

@@ -45,7 +45,11 @@ def explanation_object(explanation: Explanation) -> dict[str, Any]:
     facts["notes"] = list(explanation.notes)
     facts["placement"] = [_terms_object(terms) for terms in explanation.candidates]
     facts["attempts"] = [{name: getattr(one, name) for name in _ATTEMPT} for one in explanation.attempts]
-    facts["pulls"] = [{name: getattr(one, name) for name in _PULL} for one in explanation.pulls]
+    facts["pulls"] = [
+        {name: getattr(one, name) for name in _PULL}
+        | {"source_tiers": {part.tier: part.tokens for part in one.source_tiers}}
+        for one in explanation.pulls
+    ]
     for name in _TIERS:
         facts[name] = {part.tier: part.tokens for part in getattr(explanation, name)}
     claim = explanation.claim

@@ -67,9 +67,12 @@ def second_decode(pd: ModuleType) -> AbstractAsyncContextManager[WorkerRuntime]:
 
 
 @asynccontextmanager
-async def other_decode(pd: ModuleType, model: Any) -> AsyncIterator[WorkerRuntime]:
+async def other_decode(pd: ModuleType, model: Any, **settings: object) -> AsyncIterator[WorkerRuntime]:
     worker = WorkerRuntime(
-        pd.worker_config("decode", "decode-1"), model, make_transfer=make_transfer, make_services=services_of
+        pd.worker_config("decode", "decode-1", **settings),
+        model,
+        make_transfer=make_transfer,
+        make_services=services_of,
     )
     await worker.start()
     try:
@@ -146,6 +149,30 @@ async def test_prefill_takes_a_prompt_from_another_prefill_worker(pd: ModuleType
         [pull] = answer.explanation.pulls
         assert (pull.reader, pull.holder, pull.num_tokens) == ("prefill-1", "prefill-0", 96)
         await cluster.nothing_left()
+    assert [answer.token_ids] == await undisturbed(pd, PROMPT)
+
+
+async def test_what_has_left_the_pool_for_host_memory_is_taken_from_there(pd: ModuleType) -> None:
+    def model() -> Any:
+        return pd.fake_model(num_blocks=8, num_host_blocks=32)
+
+    async with (
+        pd.cluster(num_prefill=1) as cluster,
+        other_decode(pd, model(), num_host_blocks=32, max_model_len=120) as holder,
+        pd.FakeRouter(holder.address) as to_holder,
+        pd.FakeRouter(cluster.decode.address) as router,
+    ):
+        for attempt, prompt in (("a", PROMPT), ("b", list(range(800, 900)))):
+            await to_holder.run(
+                pd.submit_message(holder, [], attempt=attempt, prompt=prompt, local=True, local_max=200, max_tokens=2)
+            )
+        answer = await router.run(submit(cluster, "b", PROMPT, for_prefill=source(holder, 96)))
+        [pull] = answer.explanation.pulls
+        assert (pull.num_tokens, pull.note) == (96, "")
+        [part] = pull.source_tiers
+        assert (part.tier, part.tokens) == ("host", 80)
+        await cluster.nothing_left()
+        await cluster.settle(holder)
     assert [answer.token_ids] == await undisturbed(pd, PROMPT)
 
 

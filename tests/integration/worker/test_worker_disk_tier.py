@@ -22,10 +22,12 @@ from diptych.common.kv_parts import split
 from diptych.common.store.memory import MemoryStore
 from diptych.engine.ranks.executor import RanksExecutor
 from diptych.engine.ranks.starting import RankSpec
-from diptych.engine.sched.lifecycle import restores
+from diptych.engine.sched.lifecycle import publishing, restores
 from diptych.engine.stats import TierStats
 from diptych.router.placement.block_table import as_keys
 from diptych.router.placement.index import BlockIndex, IndexMode
+from diptych.rpc.v1 import types_pb2
+from diptych.worker import wire
 from diptych.worker.disk_tier import num_disk_blocks, open_disk
 from diptych.worker.model import LoadedModel
 from diptych.worker.process import make_transfer
@@ -63,8 +65,9 @@ def disk(worker: WorkerRuntime) -> TierStats:
 @pytest.fixture(autouse=True)
 def files_are_faster(monkeypatch: pytest.MonkeyPatch) -> None:
     """The fake runner computes faster than any disk reads; and no restore is given up on a loaded machine."""
-    monkeypatch.setattr(restores, "restore_is_cheaper", lambda num_tokens, rates: True)
-    monkeypatch.setattr(restores, "LEAST_S", 60.0)
+    for user in (restores, publishing):
+        monkeypatch.setattr(user, "restore_is_cheaper", lambda num_tokens, rates: True)
+        monkeypatch.setattr(user, "LEAST_S", 60.0)
 
 
 async def ask(pd: ModuleType, decode: WorkerRuntime, prefill: list[WorkerRuntime]) -> Any:
@@ -120,6 +123,38 @@ async def test_a_worker_that_starts_again_serves_its_files_and_announces_them(pd
         assert why.cached_tokens_decode == hit
         assert disk(worker).hit_tokens == hit
         assert (await worker.audit(full=True)).violations == []
+
+
+async def test_after_a_restart_others_take_what_is_in_its_files(pd: ModuleType, tmp_path: Path) -> None:
+    """Decode has the KV of the first turn in files alone, and prefill computes at most a block of it, and vouches for all."""
+    block = pd.BLOCK
+    async with a_worker(pd, tmp_path) as worker:
+        first = await ask(pd, worker, [])
+        await written(worker, (len(PROMPT) + 12 - 1) // block)
+    turn_2 = [*PROMPT, *first.token_ids, *range(600, 621)]
+    held = (len(PROMPT) + 12 - 1) // block * block
+    async with (
+        a_worker(pd, tmp_path) as decode,
+        a_worker(pd, tmp_path / "prefill", role="prefill") as prefill,
+        pd.FakeRouter(decode.address) as router,
+    ):
+        cluster = pd.Cluster(decode, [prefill])
+        message = cluster.submit_message(attempt="a", prompt=turn_2, max_tokens=8)
+        plan = types_pb2.KvSource(holder=wire.ref_to_proto(decode.ref), num_tokens=held, compute_s=3600.0)
+        message.placement.prefill_source.CopyFrom(plan)
+        before = prefill.engine.stats().computed_tokens_total
+        answer = await router.run(message)
+        assert answer.error is None, answer.error
+        assert prefill.engine.stats().computed_tokens_total - before == len(turn_2) - held
+        [pull] = answer.explanation.pulls
+        assert (pull.holder, pull.num_tokens, pull.note) == ("decode-0", held, "")
+        assert [(part.tier, part.tokens) for part in pull.source_tiers] == [("disk", held)]
+        assert disk(decode).hit_tokens == 0  # they were hits on prefill
+        assert (await decode.audit(full=True)).violations == []
+        assert (await prefill.audit(full=True)).violations == []
+    async with a_worker(pd, tmp_path / "alone") as alone, pd.FakeRouter(alone.address) as router:
+        message = pd.Cluster(alone, []).submit_message(attempt="a", prompt=turn_2, max_tokens=8)
+        assert (await router.run(message)).token_ids == answer.token_ids
 
 
 async def test_prefill_reads_its_files_and_vouches_for_them(pd: ModuleType, tmp_path: Path) -> None:

@@ -57,3 +57,12 @@ def test_the_time_to_the_first_token_is_split() -> None:
     ]
     why.attempts.add(decode="d1", failure="WORKER_LOST")
     assert not any("of that" in line for line in lines_of(why)), "its parts are of one attempt, and the time of both"
+
+
+def test_a_pull_names_the_tiers_that_its_holder_had_it_in() -> None:
+    why = types_pb2.Explanation(decode="d0", prefill="p0")
+    why.pulls.add(reader="p0", holder="d1", first_token=16, num_tokens=96, kv_bytes=960, duration_s=0.25)
+    assert lines_of(why)[-2] == "pulled:   KV of 96 tokens behind 16, 960 bytes in 0.250 s, from d1 to p0"
+    why.pulls[0].source_tiers.add(tier="host", tokens=32)
+    why.pulls[0].source_tiers.add(tier="disk", tokens=48)
+    assert lines_of(why)[-2].endswith("from d1, 32 of its tier host, 48 of its tier disk to p0")

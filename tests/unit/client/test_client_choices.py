@@ -10,7 +10,7 @@ import pytest
 from diptych.client import Delta, GenerateOptions, InvalidRequestError, RetryPolicy, StreamBrokenError, TokenLogprobs
 from diptych.client.exchange import Attempts, Exchange
 from diptych.client.request import build_request
-from diptych.client.types import Explanation, PlacementTerms
+from diptych.client.types import Explanation, KvPull, PlacementTerms, explanation_from
 from diptych.common.clock import FakeClock
 from diptych.rpc.v1 import router_pb2, types_pb2
 
@@ -112,7 +112,19 @@ def test_a_bias_that_cannot_be_sent_names_its_field(value: Any) -> None:
     assert caught.value.param == "logit_bias"
 
 
+def test_a_pull_shows_the_holders_tiers_by_name() -> None:
+    message = types_pb2.Explanation()
+    message.pulls.add(holder="d0", num_tokens=96, source_tiers=[types_pb2.TierTokens(tier="disk", tokens=48)])
+    [pull] = explanation_from(message).pulls
+    assert (pull.holder, pull.num_tokens, pull.source_tiers) == ("d0", 96, {"disk": 48})
+
+
 def test_the_explanation_has_every_field_of_the_wire() -> None:
-    for cls, wire in ((Explanation, types_pb2.Explanation), (PlacementTerms, types_pb2.PlacementTerms)):
+    kinds = (
+        (Explanation, types_pb2.Explanation),
+        (PlacementTerms, types_pb2.PlacementTerms),
+        (KvPull, types_pb2.KvPull),
+    )
+    for cls, wire in kinds:
         names = {field.name for field in wire.DESCRIPTOR.fields}
         assert set(cls.__dataclass_fields__) == names - {"candidates"} | ({"placement"} & {*cls.__dataclass_fields__})

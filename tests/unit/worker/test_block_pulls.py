@@ -15,7 +15,7 @@ from diptych.common.kv_format import full_format
 from diptych.common.request import Prompt
 from diptych.engine.messages import Command, EndPull, EngineEvent, Failed, PullBlocks, Pulled, PullStarted
 from diptych.worker.reads import block_pulls
-from diptych.worker.reads.block_pulls import BlockPulls, KvSource, PullFacts
+from diptych.worker.reads.block_pulls import BlockPulls, KvSource, PullFacts, _of_the_last
 from diptych.worker.reads.link_rate import LinkRates
 from diptych.worker.reads.range_reads import ReadContext
 from diptych.worker.refs import WorkerRef
@@ -199,3 +199,17 @@ async def test_pulls_that_were_given_up_count_as_slow_ones(bench: Bench) -> None
     assert await measured(bench, "b", 1.5, late=True) == pytest.approx(0.8)  # 0.3 of the difference
     # one that was given up early says nothing against it: it would have taken longer
     assert await measured(bench, "c", 0.1, late=True) == pytest.approx(0.8, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "tiers", "taken"),
+    [
+        (80, (), ()),
+        (80, (("host", 32), ("disk", 16)), (("host", 32), ("disk", 16))),
+        (40, (("host", 32), ("disk", 16)), (("host", 24), ("disk", 16))),
+        (12, (("host", 32), ("disk", 16)), (("disk", 12),)),
+        (0, (("host", 32),), ()),
+    ],
+)
+def test_of_what_a_holder_has_a_reader_takes_the_end(num_tokens: int, tiers: Any, taken: Any) -> None:
+    assert _of_the_last(num_tokens, tiers) == taken

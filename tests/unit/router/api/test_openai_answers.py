@@ -293,6 +293,13 @@ def test_the_explanation_holds_every_field_of_the_message() -> None:
     json.dumps(shown)
 
 
+def test_a_pull_shows_the_holders_tiers_by_name() -> None:
+    message = types_pb2.Explanation()
+    message.pulls.add(holder="d0", num_tokens=96, source_tiers=[types_pb2.TierTokens(tier="disk", tokens=48)])
+    [pull] = explanation_object(message)["pulls"]
+    assert (pull["holder"], pull["num_tokens"], pull["source_tiers"]) == ("d0", 96, {"disk": 48})
+
+
 def test_the_api_page_describes_every_field_of_an_explanation() -> None:
     page = (Path(__file__).parents[4] / "docs" / "api.md").read_text()
     section = page.partition("### The explanation")[2].partition("\n### ")[0]
