@@ -188,8 +188,12 @@ def test_a_stage_without_layers_of_a_kv_group_has_no_pool_for_it(model_dir_of, r
     assert outputs(engine_of(both, **settings), requests) == alone
 
 
-@pytest.mark.parametrize("degrees", [(1, 2), (2, 2), (1, 4)], ids=["pp2", "tp2-pp2", "pp4"])
-def test_23_stages_free_what_is_behind_a_window_and_are_preempted(model_dir_of, ranks, degrees):
+@pytest.mark.parametrize(
+    ("degrees", "backend"),
+    [((1, 2), "torch"), ((1, 2), "native"), ((2, 2), "torch"), ((1, 4), "torch")],
+    ids=["pp2", "native-pp2", "tp2-pp2", "pp4"],
+)
+def test_23_stages_free_what_is_behind_a_window_and_are_preempted(model_dir_of, ranks, degrees, backend):
     """In pools that hold a few windows, cold and warm. With pipeline stages every layer kept every token."""
     architecture, fields = FAMILIES["gemma3"]
     folder = model_dir_of(architecture, **fields)
@@ -201,8 +205,9 @@ def test_23_stages_free_what_is_behind_a_window_and_are_preempted(model_dir_of, 
     ]
     settings = {"max_num_seqs": 4, "max_num_batched_tokens": 16}
     demand = PoolDemand(**settings)
-    expected = outputs(engine_of(ranks(folder, 1, 1, demand=demand, num_blocks=200), **settings), requests)
-    several = ranks(folder, *degrees, demand=demand, num_blocks=22)
+    one = ranks(folder, 1, 1, demand=demand, num_blocks=200, backend=backend)
+    expected = outputs(engine_of(one, **settings), requests)
+    several = ranks(folder, *degrees, demand=demand, num_blocks=22, backend=backend)
     tight = engine_of(several, **settings)
     assert outputs(tight, requests, [0, 0, 1, 1, 2, 2]) == expected
     assert tight.stats().preemptions_total > 0
