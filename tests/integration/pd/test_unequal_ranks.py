@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from diptych.common.errors import IncompatibleWorkersError
+from diptych.common.kv_groups import expected_ranges
 from diptych.common.kv_parts import degrees
 from diptych.rpc.v1 import router_pb2, types_pb2
 from diptych.worker import wire
@@ -58,9 +59,13 @@ async def hand_offs(pd: ModuleType, decode: tuple[int, int], sizes: tuple[int, i
                 assert answer.finished is not None, (side, decode, answer.error)
                 assert answer.token_ids == want[n], (side, decode)
                 why = answer.explanation
-                held = why.cached_tokens_decode // sizes[0] * sizes[0]
-                assert why.cached_tokens_decode == (64 if n else 0)
-                assert why.kv_bytes == (len(prompt) - held) * cluster.decode.compat.kv.bytes_per_token, "each head once"
+                held, kv = why.cached_tokens_decode // sizes[0] * sizes[0], cluster.decode.compat.kv
+                windows = any(group.window for group in kv.groups)
+                assert why.cached_tokens_decode == (64 if n and not windows else 0)
+                assert why.kv_bytes == sum(
+                    part.num_tokens * kv.groups[part.group].bytes_per_token(kv.shard)
+                    for part in expected_ranges(kv, held, len(prompt), reusable=windows)
+                ), "each head once, and of windows what is seen"
                 regrouped = [f"KV of prefill-0 ({theirs}) was put together for the ranks here ({mine})"]
                 assert [note for note in why.notes if "put together" in note] == (regrouped if side != decode else [])
             await cluster.nothing_left()
@@ -97,7 +102,7 @@ async def test_every_pair_gives_the_tokens_of_one_rank(pd: ModuleType, decode: t
     [
         {"heads": 2}, {"hnd": True}, {"hnd": True, "heads": 2}, {"quantized": True}, {"quantized": True, "heads": 2},
         {"sizes": (8, 16)}, {"sizes": (16, 8), "heads": 2}, {"sizes": (24, 8), "hnd": True},
-        {"sizes": (8, 16), "quantized": True},
+        {"sizes": (8, 16), "quantized": True}, {"windows": (0, 30, 30, 0)}, {"windows": (30, 0, 0, 12), "quantized": True},
     ],
     ids=str,
 )  # fmt: skip
@@ -109,6 +114,14 @@ async def test_and_in_every_layout(pd: ModuleType, decode: tuple[int, int], kind
 async def test_heads_on_several_ranks_cross_once_and_quantized_heads_keep_their_scales(pd: ModuleType) -> None:
     """A quick cut of the table above."""
     await hand_offs(pd, (4, 1), heads=2, quantized=True)
+
+
+@pytest.mark.parametrize("windows", [(0, 0, 30, 12), pytest.param((30, 12, 12, 0), marks=pytest.mark.slow)], ids=str)
+async def test_23_stages_have_some_of_the_windows_and_give_them_to_others(
+    pd: ModuleType, windows: tuple[int, ...]
+) -> None:
+    """Each of two stages has KV groups that the other one has not."""
+    await hand_offs(pd, (2, 2), heads=2, windows=windows)
 
 
 async def test_what_a_rank_does_not_send_is_never_decoded_on(pd: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:

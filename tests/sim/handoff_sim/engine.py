@@ -16,7 +16,7 @@ from handoff_sim.wire import Wires
 
 from diptych.common.block_identity import IdentityHeader
 from diptych.common.compat import Compat, identified
-from diptych.common.kv_format import KvFormat, full_format
+from diptych.common.kv_format import KvFormat, windowed_format
 from diptych.common.kv_groups import PoolDemand
 from diptych.common.kv_parts import split
 from diptych.engine.config import EngineConfig
@@ -72,19 +72,23 @@ def facts_of(windows: tuple[int, ...]) -> Facts:
 Degrees = tuple[int, int]
 """Tensor parallel and pipeline."""
 RANKS: tuple[Degrees, ...] = ((1, 1), (2, 1), (4, 1), (1, 3), (2, 2))
-WHOLE = full_format(LAYERS, 2, 2, block_size=BLOCK, dtype="float16")
-"""In the schedules with ranks. Of four ranks two hold the same head."""
 
 
 @cache
-def ranks_of(degrees: Degrees) -> tuple[KvFormat, ...]:
-    return split(WHOLE, tensor_parallel=degrees[0], pipeline=degrees[1])
+def whole_of(windows: tuple[int, ...] = ()) -> KvFormat:
+    """In the schedules with ranks. Of four ranks two hold the same head, and a pipeline stage has some of the groups only."""
+    return windowed_format(windows or (0,) * LAYERS, 2, 2, block_size=BLOCK, dtype="float16")
 
 
 @cache
-def facts_of_ranks(degrees: Degrees) -> Facts:
-    parts = ranks_of(degrees)
-    compat = replace(facts_of(()).compat, kv=WHOLE, compute_dtype="float16", kv_parts=parts if len(parts) > 1 else ())
+def ranks_of(degrees: Degrees, windows: tuple[int, ...] = ()) -> tuple[KvFormat, ...]:
+    return split(whole_of(windows), tensor_parallel=degrees[0], pipeline=degrees[1])
+
+
+@cache
+def facts_of_ranks(degrees: Degrees, windows: tuple[int, ...] = ()) -> Facts:
+    whole, parts = whole_of(windows), ranks_of(degrees, windows)
+    compat = replace(facts_of(()).compat, kv=whole, compute_dtype="float16", kv_parts=parts if len(parts) > 1 else ())
     identity, compat = identified(compat, bytes(32))
     return Facts(identity, compat, layout_hash(compat))
 
@@ -117,7 +121,7 @@ class Sizes:
 
     def facts(self, decodes: bool = False) -> Facts:
         degrees = self.degrees(decodes)
-        return facts_of(self.windows) if degrees is None else facts_of_ranks(degrees)
+        return facts_of(self.windows) if degrees is None else facts_of_ranks(degrees, self.windows)
 
 
 class WatchedRunner(FakeRunner):
@@ -127,10 +131,7 @@ class WatchedRunner(FakeRunner):
     """Called with what reads, the KV group, and the blocks; -1: one in front of the table."""
 
     def execute(self, seqs: Sequence[ScheduledSeq], should_abort: Callable[[], bool] | None = None) -> StepResult:
-        for seq in seqs:
-            for index, group in enumerate(self.kv.groups):
-                begin = group.first_block(seq.start) - seq.first_blocks[index]
-                self.on_read(seq.attempt, index, [-1] if begin < 0 else seq.block_tables[index][begin:])
+        _note_reads(self.on_read, seqs, self.kv)
         return super().execute(seqs, should_abort)
 
     def pack(
@@ -138,6 +139,13 @@ class WatchedRunner(FakeRunner):
     ) -> int:
         self.on_read("packing", group, block_ids if len(block_ids) * BLOCK >= num_tokens else [-1])
         return super().pack(block_ids, num_tokens, out, layers, group)
+
+
+def _note_reads(on_read: Callable[[str, int, Sequence[int]], None], seqs: Sequence[ScheduledSeq], kv: KvFormat) -> None:
+    for seq in seqs:
+        for index, group in enumerate(kv.groups):
+            begin = group.first_block(seq.start) - seq.first_blocks[index]
+            on_read(seq.attempt, index, [-1] if begin < 0 else seq.block_tables[index][begin:])
 
 
 def make_runner(num_blocks: int, windows: tuple[int, ...] = (), demand: PoolDemand | None = None) -> WatchedRunner:
@@ -160,21 +168,30 @@ class WatchedRanks(FakeRanks):
     on_read: Callable[[str, int, Sequence[int]], None] = staticmethod(lambda what, group, blocks: None)
 
     def execute(self, seqs: Sequence[ScheduledSeq], should_abort: Callable[[], bool] | None = None) -> StepResult:
-        for seq in seqs:
-            self.on_read(seq.attempt, 0, seq.block_tables[0])
+        _note_reads(self.on_read, seqs, self.kv)
         return super().execute(seqs, should_abort)
 
     def pack_part(
-        self, block_ids: Sequence[int], num_tokens: int, out: memoryview, layers: range | None, part: int
+        self,
+        block_ids: Sequence[int],
+        num_tokens: int,
+        out: memoryview,
+        layers: range | None,
+        part: int,
+        group: int = 0,
     ) -> int:
-        self.on_read("packing", 0, block_ids if len(block_ids) * BLOCK >= num_tokens else [-1])
-        return super().pack_part(block_ids, num_tokens, out, layers, part)
+        blocks = block_ids if len(block_ids) * BLOCK >= num_tokens else [-1]
+        self.on_read("packing", self.held[part, group].group, blocks)
+        return super().pack_part(block_ids, num_tokens, out, layers, part, group)
 
 
-def make_ranks(degrees: Degrees, num_blocks: int) -> WatchedRanks:
+def make_ranks(
+    degrees: Degrees, num_blocks: int, windows: tuple[int, ...] = (), demand: PoolDemand | None = None
+) -> WatchedRanks:
     return WatchedRanks(
-        WHOLE, ranks_of(degrees), num_blocks, vocab_size=VOCAB, max_model_len=MAX_LEN, eos_token_ids=(VOCAB - 1,)
-    )
+        whole_of(windows), ranks_of(degrees, windows), num_blocks, demand=demand, vocab_size=VOCAB,
+        max_model_len=MAX_LEN, eos_token_ids=(VOCAB - 1,),
+    )  # fmt: skip
 
 
 @dataclass
@@ -218,7 +235,8 @@ class SimEngine:
         )  # fmt: skip
         executor: Any
         if self._degrees is not None:
-            ranks = make_ranks(self._degrees, sizes.num_blocks)
+            demand = PoolDemand(config.max_num_seqs, sizes.chunk)
+            ranks = make_ranks(self._degrees, sizes.num_blocks, sizes.windows, demand)
             ranks.on_read, executor = self._check_read, RanksTogether(ranks)
         else:
             runner = make_runner(sizes.num_blocks, sizes.windows, PoolDemand(config.max_num_seqs, sizes.chunk))

@@ -49,6 +49,7 @@ SEEN_BY: dict[str, int] = {
     "legs_of_a_silent_decode_worker_go_on": 192,
     "a_slab_is_finished_while_it_is_unpacked": 94,
     "decode_begins_before_every_rank_is_in": 126,
+    "a_stage_s_group_is_taken_for_the_model_s": 3611,
     "a_hit_ends_where_the_full_group_has_it": 693,
     "a_block_that_has_not_arrived_makes_a_hit": 693,
     "a_pull_counts_blocks_behind_a_gap": 659,
@@ -377,6 +378,18 @@ def decode_begins_before_every_rank_is_in() -> Any:
         return all(one.complete for (part, _), one in self._groups.items() if not part)
 
     return mock.patch.object(KvCoverage, "complete", property(complete))
+
+
+@mutation
+def a_stage_s_group_is_taken_for_the_model_s() -> Any:
+    """By decode's engine: what a stage has of its first group goes into the blocks of the model's first one."""
+    original = RemoteRequests.__init__
+
+    def begin(self: RemoteRequests, kv: Any, limits: Any) -> None:
+        original(self, kv, limits)
+        self._group_parts = {key: replace(one, group=one.own) for key, one in self._group_parts.items()}
+
+    return mock.patch.object(RemoteRequests, "__init__", begin)
 
 
 # ---- window groups ----

@@ -41,7 +41,7 @@ def tokens(
     config = EngineConfig(
         num_blocks=16, block_size=BLOCK, max_num_batched_tokens=64, max_step_time_s=None, mixed_step_time_s=None
     )
-    one: Any = RanksTogether(make_ranks((1, 1), 16)) if ranks else LocalExecutor(make_runner(16, windows))
+    one: Any = RanksTogether(make_ranks((1, 1), 16, windows)) if ranks else LocalExecutor(make_runner(16, windows))
     engine = OfflineEngine(one, config, facts_of(windows).identity)
     request = EngineRequest("reference", Prompt(prompt(family, length)), sampling(seed, MAX_TOKENS))
     return tuple(engine.generate([request])[0].token_ids)
@@ -57,22 +57,30 @@ def compute_all() -> None:
 
 @cache
 def kv_of_rank(
-    ids: tuple[int, ...], first_token: int, num_tokens: int, layers: range, degrees: Degrees, part: int
+    ids: tuple[int, ...],
+    first_token: int,
+    num_tokens: int,
+    layers: range,
+    degrees: Degrees,
+    part: int,
+    windows: tuple[int, ...] = (),
+    group: int = 0,
 ) -> bytes:
-    """As a rank packs it."""
-    runner = _ranks(ids, degrees)
-    size = ranks_of(degrees)[part].only_group.layer_bytes_per_token(ranks_of(degrees)[part].shard)
+    """As a rank packs it. Args: group: of those of the rank."""
+    runner, own = _ranks(ids, degrees, windows), ranks_of(degrees, windows)[part]
+    size = own.groups[group].layer_bytes_per_token(own.shard)
     out = bytearray(num_tokens * size * len(layers))
     blocks = range(first_token // BLOCK, -(-(first_token + num_tokens) // BLOCK))
-    runner.pack_part(list(blocks), num_tokens, memoryview(out), layers, part)
+    runner.pack_part(list(blocks), num_tokens, memoryview(out), layers, part, group)
     return bytes(out)
 
 
 @cache
-def _ranks(ids: tuple[int, ...], degrees: Degrees) -> FakeRanks:
-    runner = make_ranks(degrees, MAX_LEN // BLOCK)
-    table = list(range(MAX_LEN // BLOCK))
-    runner.execute([ScheduledSeq("kv", list(ids), 0, (table,), False, sampling(0, 1), 0, (0,))])
+def _ranks(ids: tuple[int, ...], degrees: Degrees, windows: tuple[int, ...]) -> FakeRanks:
+    num_blocks = MAX_LEN // BLOCK
+    runner = make_ranks(degrees, num_blocks, windows, PoolDemand(num_blocks, MAX_LEN))
+    tables = (list(range(num_blocks)),) * len(runner.kv.groups)
+    runner.execute([ScheduledSeq("kv", list(ids), 0, tables, False, sampling(0, 1), 0, (0,) * len(tables))])
     return runner
 
 

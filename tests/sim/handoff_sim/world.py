@@ -42,12 +42,13 @@ def _window_groups(seed: int) -> dict[str, Any]:
     if seed % 8 not in (3, 5):
         return {}
     rng = Random(f"windows {seed}")
-    return {"windows": rng.choice(WINDOWS), "reusable": rng.random() < 0.6}
+    # A prefill worker of the version before `reusable` has one rank, and is asked for no others.
+    return {"windows": rng.choice(WINDOWS), "reusable": rng.random() < 0.6 or has_ranks(seed)}
 
 
 def has_ranks(seed: int) -> bool:
-    """The other schedules are what they were without."""
-    return seed % 17 == 7 and not _window_groups(seed) and not has_files(seed)
+    """The other schedules are what they were without. Some have window groups, too."""
+    return seed % 17 == 7 and not has_files(seed)
 
 
 def _ranks(seed: int) -> dict[str, Any]:
@@ -151,9 +152,9 @@ class World:
             ids = (*ids, *answer)
         layers = None  # of a window group ranges have all
         if degrees is not None:
-            every = ranks_of(degrees)[command.part].num_layers
+            every = ranks_of(degrees, windows)[command.part].groups[command.group].num_layers
             layers = range(command.first_layer, command.first_layer + (command.num_layers or every))
-            right = reference.kv_of_rank(ids, first, num, layers, degrees, command.part)
+            right = reference.kv_of_rank(ids, first, num, layers, degrees, command.part, windows, command.group)
         else:
             if not windows:
                 layers = range(command.first_layer, command.first_layer + (command.num_layers or LAYERS))
@@ -169,7 +170,7 @@ class World:
         if packed.attempt.startswith("source/"):
             return
         ask = next(a for a in self.client.asks if a.name == packed.attempt.partition("/")[0])
-        window = self.sizes.facts().compat.kv.groups[packed.group].window
+        window = self.sizes.facts().compat.parts[packed.part].groups[packed.group].window
         seen_by = (ask.length - 1) // BLOCK * BLOCK if self.sizes.reusable else ask.length
         if window and packed.first_token < (seen_by + 1 - window) // BLOCK * BLOCK:
             self.report(
