@@ -24,6 +24,9 @@ MAX_ADAPTERS = 1024
 """Most names of a cluster."""
 MAX_GONE = 1024
 """Unloaded names whose last number is kept; the ones that were unloaded longest ago are forgotten."""
+RESTORED_STEP = 1000
+"""What is added to the revision where a router writes what it knows over what a store has lost. More than one: another router may
+know a few changes more, and must see that this is another registry than its own."""
 MAX_VERSIONS = 8
 """Of one name; older ones are forgotten."""
 MAX_FOLDER_CHARS = 4096
@@ -107,6 +110,22 @@ class AdapterTable(msgspec.Struct, frozen=True):
         if after is None and last:
             gone[name] = last
         return dict(list(gone.items())[-MAX_GONE:])
+
+
+def restored(known: AdapterTable, found: AdapterTable) -> AdapterTable | None:
+    """What a router writes over a registry that has lost changes: one that is gone, or is an earlier one, as of a replica or of a
+    snapshot. It is what the router knows, and names that it neither has nor has seen unloaded. None: nothing is lost, or
+    the registry has another history: a version of the same number has other content."""
+    if found.revision >= known.revision:
+        return None
+    contents = {(name, one.number): one.adapter_id for name, entry in known.entries.items() for one in entry.versions}
+    for name, entry in found.entries.items():
+        if any(contents.get((name, one.number), one.adapter_id) != one.adapter_id for one in entry.versions):
+            return None
+    more = {name: entry for name, entry in found.entries.items() if name not in known.gone}
+    entries = {**more, **known.entries}
+    gone = {name: number for name, number in {**found.gone, **known.gone}.items() if name not in entries}
+    return AdapterTable(known.revision, entries, dict(list(gone.items())[-MAX_GONE:]))
 
 
 @dataclass(frozen=True, slots=True)

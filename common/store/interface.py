@@ -74,9 +74,9 @@ class AdapterStore(Protocol):
         this revision. Returns: its revision after that; None: it has another one, and nothing is changed."""
         ...
 
-    async def restore_adapters(self, table: AdapterTable) -> bool:
-        """Write the whole registry, if there is none: its revision becomes one more than the table's. Returns: whether it
-        was written."""
+    async def restore_adapters(self, table: AdapterTable, *, over: int = 0) -> bool:
+        """Write the whole registry over the one of revision `over` (0: there is none): its revision becomes RESTORED_STEP more
+        than the table's. Returns: whether it was written."""
         ...
 
 

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Mapping, Sequence
 
 from diptych.common.clock import Clock
-from diptych.common.store.adapters import AdapterEntry, AdapterTable
+from diptych.common.store.adapters import RESTORED_STEP, AdapterEntry, AdapterTable
 from diptych.common.store.interface import KvEvent, Pending, StoreError
 from diptych.common.store.worker_record import WorkerRecord
 
@@ -40,6 +40,10 @@ class MemoryStore:
     def lose_adapters(self) -> None:
         """As an eviction of their key."""
         self._adapters = AdapterTable()
+
+    def go_back(self, adapters: AdapterTable) -> None:
+        """As a start from a snapshot, or a replica that becomes the primary: it had this registry."""
+        self._adapters = adapters
 
     def _check(self) -> None:
         if not self.available:
@@ -140,11 +144,11 @@ class MemoryStore:
         self._adapters = AdapterTable(revision + 1, entries, dict(gone))
         return revision + 1
 
-    async def restore_adapters(self, table: AdapterTable) -> bool:
+    async def restore_adapters(self, table: AdapterTable, *, over: int = 0) -> bool:
         self._check()
-        if self._adapters.revision:
+        if self._adapters.revision != over:
             return False
-        self._adapters = AdapterTable(table.revision + 1, dict(table.entries), dict(table.gone))
+        self._adapters = AdapterTable(table.revision + RESTORED_STEP, dict(table.entries), dict(table.gone))
         return True
 
     async def close(self) -> None:

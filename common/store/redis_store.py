@@ -32,7 +32,7 @@ from redis.exceptions import (
 
 from diptych.common.errors import ConfigError
 from diptych.common.lookup import NameLookup, is_name
-from diptych.common.store.adapters import MAX_ADAPTERS, AdapterEntry, AdapterTable
+from diptych.common.store.adapters import MAX_ADAPTERS, RESTORED_STEP, AdapterEntry, AdapterTable
 from diptych.common.store.codec import (
     BadRowError,
     check_id,
@@ -199,13 +199,13 @@ return text
 """
 )
 
-# KEYS: adapters. ARGV: fields and values of the hash. Returns whether there was no registry.
+# KEYS: adapters. ARGV: the expected revision, fields and values of the hash. Returns whether it was that one.
 _RESTORE_ADAPTERS = (
     _REVISION_OF_ADAPTERS
     + """
-if revision_of(KEYS[1]) ~= '0' then return 0 end
+if revision_of(KEYS[1]) ~= ARGV[1] then return 0 end
 redis.call('DEL', KEYS[1])
-for i = 1, #ARGV, 2 do redis.call('HSET', KEYS[1], ARGV[i], ARGV[i + 1]) end
+for i = 2, #ARGV, 2 do redis.call('HSET', KEYS[1], ARGV[i], ARGV[i + 1]) end
 return 1
 """
 )
@@ -517,8 +517,8 @@ class RedisStore:
         answer = await self._eval(_WRITE_ADAPTER, self._adapter_keys, args)
         return int(answer) if answer else None
 
-    async def restore_adapters(self, table: AdapterTable) -> bool:
-        args: list[Any] = [_REVISION, str(table.revision + 1), _GONE, encode_gone(table.gone)]
+    async def restore_adapters(self, table: AdapterTable, *, over: int = 0) -> bool:
+        args: list[Any] = [str(over), _REVISION, str(table.revision + RESTORED_STEP), _GONE, encode_gone(table.gone)]
         for name, entry in table.entries.items():
             args += [name, encode_adapter(entry)]
         return bool(await self._eval(_RESTORE_ADAPTERS, self._adapter_keys, args))

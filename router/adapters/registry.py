@@ -2,7 +2,7 @@
 
     every poll_s: read the registry, if its revision is another one
     a change:     read, compute the new entry, write it if nobody wrote meanwhile; else again
-    all data of the store lost: the first router that sees it writes what it knows
+    the store has lost the registry, or its last changes: the first router that sees it writes what it knows
 
 Requests are resolved from the view and wait for nothing. Only a name that is unknown here is looked for in the store once
 more, since another router may have loaded it a moment ago. While the store cannot be read nobody knows whether it exists.
@@ -16,7 +16,7 @@ from collections.abc import Callable
 import structlog
 
 from diptych.common.errors import InvalidRequestError, NoWorkerError
-from diptych.common.store.adapters import MAX_ADAPTERS, AdapterEntry, AdapterTable
+from diptych.common.store.adapters import MAX_ADAPTERS, AdapterEntry, AdapterTable, restored
 from diptych.common.store.interface import AdapterStore, StoreError
 
 log = structlog.get_logger(__name__)
@@ -91,11 +91,10 @@ class AdapterRegistry:
         """Raises: StoreError."""
         known = self.table
         found = await self._store.read_adapters(known.revision)
-        if found is not None and not found.revision and known.revision:
-            if await self._store.restore_adapters(known):
-                log.warning(
-                    "the store had lost the registry of adapters: written again", num_adapters=len(known.entries)
-                )
+        if found is not None and (mine := restored(known, found)) is not None:
+            if await self._store.restore_adapters(mine, over=found.revision):
+                what = "the last changes of the registry" if found.revision else "the registry"
+                log.warning(f"the store had lost {what} of adapters: written again", num_adapters=len(mine.entries))
             found = await self._store.read_adapters(known.revision)
         if found is not None and (self.table is known or found.revision > self.table.revision):
             self._set(found)  # else a change was written here meanwhile, and the answer is older

@@ -15,7 +15,7 @@ from redis.exceptions import NoPermissionError
 
 from diptych.cli.up.embedded_redis import server_binary
 from diptych.common import child
-from diptych.common.store.adapters import AdapterTable
+from diptych.common.store.adapters import RESTORED_STEP, AdapterTable
 from diptych.common.store.interface import KvEvent
 from diptych.common.store.redis_store import RedisStore
 from diptych_tests.records import adapter_entry, worker_record
@@ -76,9 +76,10 @@ async def test_each_role_may_do_its_work(stores: tuple[RedisStore, RedisStore]) 
     assert (await router.list_pending())["r1"]["p0"] == PENDING
     assert (await router.lease_tokens("acme", per_minute=600, want=5.0))[0] == 5.0
     assert await router.restore_adapters(AdapterTable(0, {}))
-    assert await router.write_adapter("poems", adapter_entry("poems"), revision=1, gone={}) == 2
-    assert await router.write_adapter("poems", None, revision=2, gone={}) == 3
-    assert await router.read_adapters(2) == AdapterTable(3, {})
+    first = RESTORED_STEP
+    assert await router.write_adapter("poems", adapter_entry("poems"), revision=first, gone={}) == first + 1
+    assert await router.write_adapter("poems", None, revision=first + 1, gone={}) == first + 2
+    assert await router.read_adapters(first) == AdapterTable(first + 2, {})
     await worker.remove_worker("p0", "a1")
     assert await router.list_workers() == []
 

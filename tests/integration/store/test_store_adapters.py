@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from diptych.common.store.adapters import AdapterTable
+from diptych.common.store.adapters import RESTORED_STEP, AdapterTable
 from diptych.common.store.redis_store import RedisStore
 from diptych.router.adapters.registry import AdapterRegistry
 from diptych_tests.records import adapter_entry
@@ -50,7 +50,23 @@ async def test_the_registry_is_written_again_after_a_loss_of_all_data(
     await raw.flushall()
     assert await other.read_adapters(1) == AdapterTable()
     assert sorted(await asyncio.gather(store.restore_adapters(known), other.restore_adapters(known))) == [False, True]
-    assert await other.read_adapters(1) == AdapterTable(2, {"poems": POEMS})
+    assert await other.read_adapters(1) == AdapterTable(1 + RESTORED_STEP, {"poems": POEMS})
+
+
+async def test_changes_that_a_new_primary_lacks_are_written_again(
+    stores: tuple[RedisStore, RedisStore], raw: Any
+) -> None:
+    """Redis went on from a snapshot, or with a replica: a load that had succeeded was forgotten by every router."""
+    one, other = map(AdapterRegistry, stores)
+    await one.change("poems", lambda entry, table: POEMS)
+    before = await raw.dump("{t}:adapters")
+    await one.change("prose", lambda entry, table: PROSE)
+    await raw.restore("{t}:adapters", 0, before, replace=True)
+    await other.refresh()
+    assert other.table == AdapterTable(1, {"poems": POEMS}), "it knows nothing better"
+    for registry in (one, other):
+        await registry.refresh()
+        assert registry.table == AdapterTable(2 + RESTORED_STEP, {"poems": POEMS, "prose": PROSE})
 
 
 async def test_rows_and_keys_of_another_kind_hide_no_adapter(stores: tuple[RedisStore, RedisStore], raw: Any) -> None:
@@ -88,5 +104,5 @@ async def test_a_loss_of_the_registry_alone_is_noticed_and_written_again(
     assert other.table == AdapterTable(), "it began after the loss"
     for registry in (one, other):
         await registry.refresh()
-        assert registry.table == AdapterTable(4, {"poems": POEMS}, {"prose": 1})
+        assert registry.table == AdapterTable(3 + RESTORED_STEP, {"poems": POEMS}, {"prose": 1})
     assert await raw.keys("{t}:adapters*") == [b"{t}:adapters"]

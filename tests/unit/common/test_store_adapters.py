@@ -163,6 +163,26 @@ def test_ids_that_another_name_has_stay_in_use() -> None:
     assert adapters.unused_ids(two, two, table) == frozenset()
 
 
+def test_what_a_router_knows_is_written_over_an_earlier_registry_and_over_no_other() -> None:
+    two, prose = with_version(V1, V2, in_place=True), adapter_entry("prose")
+    known = AdapterTable(8, {"poems": two, "prose": prose}, {"letters": 4})
+    for earlier in (
+        AdapterTable(),
+        AdapterTable(6, {"poems": V1}),
+        AdapterTable(6, {"poems": rolled_back(two)}),
+        AdapterTable(6, {"poems": V1, "letters": adapter_entry("letters")}, {"prose": 3}),
+    ):
+        assert adapters.restored(known, earlier) == known
+    new = adapter_entry("new")
+    found = adapters.restored(known, AdapterTable(2, {"new": new}, {"old": 7}))
+    assert found == AdapterTable(8, {**known.entries, "new": new}, {"old": 7, "letters": 4}), "what others loaded stays"
+    assert adapters.restored(known, AdapterTable(8, {"poems": V1})) is None
+    assert adapters.restored(known, AdapterTable(9, {})) is None
+    other = adapter_entry("poems", "other")
+    assert adapters.restored(known, AdapterTable(3, {"poems": other})) is None, "another history: version 1 is another"
+    assert adapters.restored(AdapterTable(), AdapterTable()) is None
+
+
 async def of_two(store: Any, other: Any) -> None:
     """What every store promises. Both lead to the same registry."""
     assert await store.read_adapters(0) is None
@@ -183,4 +203,4 @@ def test_the_store_in_memory_keeps_the_registry() -> None:
     table = AdapterTable(3, {"poems": V1})
     assert asyncio.run(store.read_adapters(3)) == AdapterTable()
     assert asyncio.run(store.restore_adapters(table))
-    assert asyncio.run(store.read_adapters(3)) == AdapterTable(4, {"poems": V1})
+    assert asyncio.run(store.read_adapters(3)) == AdapterTable(3 + adapters.RESTORED_STEP, {"poems": V1})
