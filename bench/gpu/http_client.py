@@ -22,6 +22,8 @@ class Answer:
         times, counts: of each message with tokens, and the number of tokens.
         kv_bytes: transferred from prefill to decode.
         kv_ranges, kv_ranges_overlapped: messages with KV, and those sent while the prompt was computed.
+        pulls: KV that workers took from each other's caches for it, as the explanation has it.
+        cached_prefill: prompt tokens that the prefill worker had, or had pulled.
     """
 
     begun: float
@@ -31,6 +33,8 @@ class Answer:
     kv_bytes: int = 0
     kv_ranges: int = 0
     kv_ranges_overlapped: int = 0
+    pulls: list[dict[str, Any]] = field(default_factory=list)
+    cached_prefill: int = 0
     error: str = ""
 
     @property
@@ -126,6 +130,8 @@ def read(pieces: Sequence[tuple[float, bytes]], answer: Answer) -> None:
         reported = event.get("diptych") or {}
         answer.kv_bytes = reported.get("kv_bytes", answer.kv_bytes)
         answer.kv_ranges = reported.get("kv_ranges", answer.kv_ranges)
+        answer.pulls = reported.get("pulls", answer.pulls)
+        answer.cached_prefill = reported.get("cached_tokens_prefill", answer.cached_prefill)
         answer.kv_ranges_overlapped = reported.get("kv_ranges_overlapped", answer.kv_ranges_overlapped)
         ids = [token for choice in event.get("choices", ()) for token in choice.get("token_ids") or ()]
         if ids:

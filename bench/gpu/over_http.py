@@ -9,6 +9,9 @@ HTTP.
                one at a time
     streams    one user: one token a message; intervals compared with decode's steps
     hand-off   an idle cluster: the interval between first and second token, less one step
+    pulls      the second turn of a chat: prefill reads the KV of decode's answer of 2,048 tokens; the rate beside that at
+               which decode reads prompts of 2,048 tokens, and the ids beside those of an empty cache (in bf16 they are equal
+               with --up-args=--batch-invariant)
     closed     users in a closed loop, 512 tokens in, 128 out
     poisson    2,000 tokens in, 128 out
     serve      `diptych serve --device cuda` on one GPU, closed loop
@@ -35,7 +38,8 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -55,10 +59,15 @@ BLOCKS = (
     "first-seconds",
     "streams",
     "hand-off",
+    "pulls",
     "closed",
     "poisson",
     "serve",
 )
+PULLED_CHATS = 5
+EVENTS_S = 1.5
+"""Until routers know what was cached, and what was measured."""
+BLOCK_SIZE = 16
 Row = dict[str, Any]
 
 
@@ -89,6 +98,38 @@ def summary(answers: Sequence[Answer], max_tokens: int, span_s: float) -> Row:
         ),
         "output_tokens_per_s": round(sum(answer.num_tokens for answer in good) / span_s, 1),
         "tokens_per_message": round(sum(answer.num_tokens for answer in good) / max(1, messages), 3),
+    }
+
+
+def pull_row(turns: Sequence[tuple[Answer, Answer, int, int]], rates: Mapping[str, Mapping[str, float]]) -> Row:
+    """Of second turns: with the first answer's KV from decode, with an empty cache, and the tokens of history and prompt.
+
+    Args: rates: bytes a second, by reader and holder."""
+    whole, equal, tokens, sizes, seconds, other_bits = 0, 0, 0, [], [], 0
+    for second, alone, history, prompt in turns:
+        pulled = [one for one in second.pulls if one["reader"].startswith("prefill") and not one["note"]]
+        # Of the history the last token's KV was never computed.
+        whole += bool(pulled) and prompt - second.cached_prefill <= prompt - history + BLOCK_SIZE
+        equal += second.token_ids == alone.token_ids and second.num_tokens == 24
+        for one in pulled:
+            tokens = one["num_tokens"]
+            sizes.append(one["kv_bytes"])
+            seconds.append(one["duration_s"])
+            other_bits += one["other_bits"]
+    back = rates.get("prefill-0", {}).get("decode-0", 0.0)
+    there = rates.get("decode-0", {}).get("prefill-0", 0.0)
+    return {
+        "chats": len(turns),
+        "at_most_a_block_and_the_new_tokens_computed": whole,
+        "ids_as_with_an_empty_cache": equal,
+        "kv_of_decode_may_differ": other_bits,
+        "errors": sorted({answer.error for pair in turns for answer in pair[:2] if answer.error})[:3],
+        "pulled_tokens": tokens,
+        "kv_bytes": sizes[-1] if sizes else 0,
+        "pull_ms": percentiles(seconds),
+        "decode_to_prefill_gb_per_s": round(back / 1e9, 3),
+        "prefill_to_decode_gb_per_s": round(there / 1e9, 3),
+        "part_of_prefill_to_decode": round(back / there, 3) if there else 0.0,
     }
 
 
@@ -271,6 +312,28 @@ class Bench:
                 rows[str(length)]["ranges_overlapped"] = sorted(set(early))
         return rows
 
+    async def pulls(self, length: int) -> Row:
+        """`length`: tokens of the first answer."""
+        turns: list[tuple[Answer, Answer, int, int]] = []
+        for _ in range(PULLED_CHATS):
+            first = await self.one(prompt := self.prompt(16), length)
+            history = [*prompt, *first.token_ids]
+            turn_2 = [*history, *self.prompt(64)]
+            await asyncio.sleep(EVENTS_S)
+            second = await self.one(turn_2, 24, local_prefill_max_tokens=0)
+            alone = await self.one(turn_2, 24, local_prefill_max_tokens=0, cache_salt="alone")
+            turns.append((second, alone, len(history), len(turn_2)))
+        for _ in range(PULLED_CHATS):
+            await self.one(self.prompt(length), 8, local_prefill_max_tokens=0)
+        await asyncio.sleep(EVENTS_S)
+        status = await asyncio.to_thread(self.status)
+        rates = {worker["id"]: worker["link_bytes_per_s"] for worker in status["workers"]}
+        return pull_row(turns, rates)
+
+    def status(self) -> Any:
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/status.json", timeout=10.0) as answer:
+            return json.load(answer)
+
     async def closed(self, users: int, each: int, length: int = 512, max_tokens: int = 128) -> Row:
         prompts = [[self.prompt(length) for _ in range(each)] for _ in range(users)]
 
@@ -319,7 +382,7 @@ class Bench:
             self.keep("batch_invariant", {**row, "dtype": "float32" if args.tiny else "bfloat16"})
         scale = 0.05 if args.tiny else 1.0
         sized = lambda length: max(8, int(scale * length))  # noqa: E731
-        if set(blocks) & {"first-seconds", "streams", "hand-off", "closed", "poisson"}:
+        if set(blocks) & {"first-seconds", "streams", "hand-off", "pulls", "closed", "poisson"}:
             with self.up("pd", big, args.up_args.split()):
                 if "first-seconds" in blocks:
                     self.keep("first_seconds", await self.first_seconds())
@@ -328,6 +391,8 @@ class Bench:
                     self.keep("streams", await self.streams())
                 if "hand-off" in blocks:
                     self.keep("hand_off", await self.hand_off([sized(512), sized(2048), sized(8192)]))
+                if "pulls" in blocks:
+                    self.keep("pulls", await self.pulls(sized(2048)))
                 for users in args.users if "closed" in blocks else ():
                     self.keep(f"closed_{users}", await self.closed(users, args.each, sized(512)))
                 for rate in args.rates if "poisson" in blocks else ():

@@ -1,29 +1,40 @@
 """Agents on 2P + 2D: every turn is the whole conversation so far and a tool's result. How many prompt tokens are computed
-though a worker has their KV, and the time to first token, with and without pulls.
+though a worker has their KV, and the time to first token, with and without pulls, and of vLLM.
 
-    python -P -m diptych.bench.router.agents [--sessions 12] [--turns 8] [--answer 32] [--tool-result 96] [--out FILE]
+    python -P -m diptych.bench.router.agents [--sessions 12] [--turns 8] [--answer 32] [--tool-result 96] [--vllm FOLDER]
+        [--out FILE]
 
-Each arm has a cluster of its own (`diptych up`), one after the other, in the order off, on, on, off.
+Each arm has a cluster of its own (`diptych up`), one after the other, in the order off, on, on, off. With --vllm, an
+environment of bench/peers/setup_vllm_cpu.sh, the order is off, on, vllm, vllm, on, off. vLLM is one instance with all cores: its
+prefix cache is then one, and nothing is recomputed for lack of a place. The client takes the times of all arms alike.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import random
 import statistics
 import tempfile
-from collections.abc import Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import AsyncIterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import httpx
 
+from diptych.bench.peers import vllm_process
+from diptych.bench.peers.vllm_process import VllmChoice
 from diptych.bench.result import RESULTS, surroundings, write
 from diptych.bench.router.beside_long_prompts import REQUEST_S, Cluster
+from diptych.cli.models.store import resolve_model
 
 ARMS = {"off": ("--router-args", "--no-kv-pulls"), "on": ()}
+VLLM = "vllm"
+VLLM_FLAGS = "--enforce-eager --enable-prefix-caching --enable-prompt-tokens-details"
 SYSTEM, TASK, RESULT, ANSWER = 256, 64, 96, 32
 """Tokens: of the instructions that all sessions share, of a task, and by default of a tool's result and of an answer."""
 TOOL_S = 0.3
@@ -33,7 +44,8 @@ BLOCK = 16
 @dataclass(frozen=True, slots=True)
 class Turn:
     """`held`: leading tokens of its prompt that some worker had computed before, in whole blocks. `cached`: those that the worker
-    which computed the prompt had, or had pulled. (`cached_tokens` of an answer also counts what only the other worker had.)"""
+    which computed the prompt had, or had pulled. (`cached_tokens` of an answer also counts what only the other worker had.)
+    `ttft_s`: on the client's clock."""
 
     number: int
     prompt_tokens: int
@@ -43,13 +55,55 @@ class Turn:
     ttft_s: float
 
 
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A server under test. `headers`: of every request."""
+
+    url: str
+    model: str
+    headers: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """`first_at`: when the first token came."""
+
+    token_ids: tuple[int, ...]
+    first_at: float
+    cached: int
+    pulled: int
+
+
+async def read_answer(lines: AsyncIterable[str]) -> Answer:
+    """A stream's events, ours (with its explanation) or vLLM's (with its usage). Raises: RuntimeError when it has no token."""
+    ids, first_at, cached, pulled = list[int](), 0.0, 0, 0
+    async for line in lines:
+        if not line.startswith("data: {"):
+            continue
+        event = json.loads(line[6:])
+        if "error" in event:
+            raise RuntimeError(f"the server says {event['error']}")
+        new = [token for choice in event.get("choices", ()) for token in choice.get("token_ids") or ()]
+        if new and not ids:
+            first_at = time.perf_counter()
+        ids += new
+        if why := event.get("diptych"):
+            cached = why["cached_tokens_decode" if why["local_prefill"] else "cached_tokens_prefill"]
+            pulled = sum(pull["num_tokens"] for pull in why["pulls"])
+        elif usage := event.get("usage"):
+            cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+    if not ids:
+        raise RuntimeError("the answer has no token")
+    return Answer(tuple(ids), first_at, cached, pulled)
+
+
 class Agents:
     """Args: answer, tool_result: tokens of each."""
 
-    def __init__(self, cluster: Cluster, seed: int, answer: int, tool_result: int) -> None:
-        self._cluster, self._rng, self._model = cluster, random.Random(seed), cluster.model()
+    def __init__(self, place: Place, seed: int, answer: int, tool_result: int) -> None:
+        self._place, self._rng = place, random.Random(seed)
         self._answer, self._tool_result = answer, tool_result
-        self._http = httpx.AsyncClient(base_url=cluster.url, timeout=REQUEST_S)
+        self._http = httpx.AsyncClient(base_url=place.url, timeout=REQUEST_S)
         self._system = self._tokens(SYSTEM)
         self.turns: list[Turn] = []
 
@@ -64,30 +118,22 @@ class Agents:
         await asyncio.sleep(delay_s)
         prompt, held = [*self._system, *self._tokens(TASK)], 0
         for number in range(turns):
+            began = time.perf_counter()
             answer = await self._ask(prompt)
-            why = answer["diptych"]
-            cached = why["cached_tokens_decode" if why["local_prefill"] else "cached_tokens_prefill"]
-            self.turns.append(
-                Turn(
-                    number, len(prompt), held, cached, sum(pull["num_tokens"] for pull in why["pulls"]),
-                    why["ttft_s"],
-                )
-            )  # fmt: skip
-            history = [*prompt, *answer["choices"][0]["token_ids"]]
+            self.turns.append(Turn(number, len(prompt), held, answer.cached, answer.pulled, answer.first_at - began))
+            history = [*prompt, *answer.token_ids]
             held = (len(history) - 1) // BLOCK * BLOCK
             prompt = [*history, *self._tokens(self._tool_result)]
             await asyncio.sleep(TOOL_S)
 
-    async def _ask(self, prompt: list[int]) -> dict[str, Any]:
+    async def _ask(self, prompt: list[int]) -> Answer:
         body = {
-            "model": self._model, "prompt": prompt, "max_tokens": self._answer, "temperature": 0, "ignore_eos": True,
-            "return_token_ids": True,
+            "model": self._place.model, "prompt": prompt, "max_tokens": self._answer, "temperature": 0, "ignore_eos": True,
+            "return_token_ids": True, "stream": True, "stream_options": {"include_usage": True},
         }  # fmt: skip
-        headers = {"authorization": f"Bearer {self._cluster.keys['one']}", "x-diptych-explain": "1"}
-        answer = await self._http.post("/v1/completions", json=body, headers=headers)
-        answer.raise_for_status()
-        found: dict[str, Any] = answer.json()
-        return found
+        async with self._http.stream("POST", "/v1/completions", json=body, headers=self._place.headers) as answer:
+            answer.raise_for_status()
+            return await read_answer(answer.aiter_lines())
 
 
 def summary(turns: Sequence[Turn]) -> dict[str, Any]:
@@ -105,15 +151,30 @@ def summary(turns: Sequence[Turn]) -> dict[str, Any]:
     }
 
 
-def run_arm(arm: str, args: argparse.Namespace, seed: int) -> dict[str, Any]:
+@contextmanager
+def running(arm: str, vllm: Path | None) -> Iterator[Place]:
+    """The arm's server, until the block ends."""
+    if arm == VLLM:
+        assert vllm is not None
+        choice = VllmChoice(vllm, resolve_model("smollm2"), "colocated", more=VLLM_FLAGS)
+        with vllm_process.running(choice) as server:
+            model = httpx.get(f"{server.url}/v1/models", timeout=10.0).json()["data"][0]["id"]
+            yield Place(server.url, model)
+        return
     with tempfile.TemporaryDirectory() as folder:
         cluster = Cluster(2, Path(folder), ("--decode-workers", "2", *ARMS[arm]))
         try:
             cluster.wait_ready()
-            agents = Agents(cluster, seed, args.answer, args.tool_result)
-            asyncio.run(agents.run(args.sessions, args.turns))
+            headers = {"authorization": f"Bearer {cluster.keys['one']}", "x-diptych-explain": "1"}
+            yield Place(cluster.url, cluster.model(), headers)
         finally:
             cluster.stop()
+
+
+def run_arm(arm: str, args: argparse.Namespace, seed: int) -> dict[str, Any]:
+    with running(arm, args.vllm) as place:
+        agents = Agents(place, seed, args.answer, args.tool_result)
+        asyncio.run(agents.run(args.sessions, args.turns))
     found = {"arm": arm, **summary(agents.turns)}
     print(found, flush=True)
     return found
@@ -126,15 +187,22 @@ def main() -> None:
     parser.add_argument("--answer", type=int, default=ANSWER, help="tokens of an answer")
     parser.add_argument("--tool-result", type=int, default=RESULT, help="tokens of a tool's result")
     parser.add_argument("--arms", nargs="+", default=["off", "on", "on", "off"], choices=ARMS)
+    parser.add_argument("--vllm", type=Path, help="an environment with vLLM for the CPU: a third arm, in the middle")
     parser.add_argument("--out", type=Path, default=RESULTS / "router" / "agents.json")
     args = parser.parse_args()
-    began = surroundings()
-    runs = [run_arm(arm, args, seed) for seed, arm in enumerate(args.arms)]
+    began, arms = surroundings(), list(args.arms)
+    if args.vllm is not None:
+        args.vllm = args.vllm.expanduser().absolute()
+        arms[len(arms) // 2 : len(arms) // 2] = [VLLM, VLLM]
+    runs = [run_arm(arm, args, seed) for seed, arm in enumerate(arms)]
     lengths = {"system": SYSTEM, "task": TASK, "tool_result": args.tool_result, "answer": args.answer, "tool_s": TOOL_S}
     body = {
         "what": "agents on 2P + 2D, with and without pulls of KV between workers", "sessions": args.sessions,
         "turns": args.turns, "lengths": lengths, "surroundings": began, "runs": runs,
     }  # fmt: skip
+    if args.vllm is not None:
+        choice = VllmChoice(args.vllm, resolve_model("smollm2"), "colocated", more=VLLM_FLAGS)
+        body["vllm"] = {"versions": choice.versions(), "flags": choice.flags}
     write(args.out, body)
 
 

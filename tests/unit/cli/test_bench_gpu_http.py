@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from diptych.bench.gpu.checkouts import phases
 from diptych.bench.gpu.http_client import Answer, read
-from diptych.bench.gpu.over_http import percentiles, summary
+from diptych.bench.gpu.over_http import percentiles, pull_row, summary
 from diptych.bench.gpu.random_model import TINY, write_model
 from diptych.common.text.tokenizer import ModelTokenizer
 from diptych.engine.exec.model_runner import TorchModelRunner
@@ -37,12 +37,13 @@ def test_each_message_has_the_time_at_which_it_was_whole():
         (1.0, HEAD + chunk(1)),
         (2.0, second[:20]),
         (3.0, second[20:]),
-        (4.0, chunk(diptych={"kv_bytes": 9}) + DONE),
+        (4.0, chunk(diptych={"kv_bytes": 9, "cached_tokens_prefill": 16, "pulls": [{"num_tokens": 16}]}) + DONE),
     ]
     answer = Answer(0.5)
     read(pieces, answer)
     assert (answer.times, answer.counts, answer.token_ids) == ([1.0, 3.0], [1, 2], [1, 2, 3])
     assert (answer.kv_bytes, answer.error) == (9, "")
+    assert (answer.cached_prefill, answer.pulls) == (16, [{"num_tokens": 16}])
 
 
 @pytest.mark.parametrize(
@@ -71,6 +72,45 @@ def test_a_row_counts_failures_and_gaps():
     assert row["tpot_ms"]["p50"] == 10.0
     assert (row["output_tokens_per_s"], row["tokens_per_message"]) == (2.0, 1.333)
     assert percentiles([]) == {}
+
+
+def turn(ids, cached=0, **pull):
+    """A second turn of 24 tokens. `pull`: of prefill, if any."""
+    facts = {
+        "reader": "prefill-0",
+        "note": "",
+        "num_tokens": 96,
+        "kv_bytes": 960,
+        "duration_s": 0.02,
+        "other_bits": False,
+    }
+    answer = Answer(0.0, [0.1] * 24, [1] * 24, ids, cached_prefill=cached, pulls=[facts | pull] if pull else [])
+    return answer
+
+
+def test_a_row_of_pulls_compares_with_an_empty_cache_and_with_the_other_direction():
+    ids = list(range(24))
+    rates = {"prefill-0": {"decode-0": 8e9}, "decode-0": {"prefill-0": 10e9}}
+    right = turn(ids, 112, kv_bytes=1000), turn(ids), 113, 177
+    row = pull_row([right, right], rates)
+    assert (row["at_most_a_block_and_the_new_tokens_computed"], row["ids_as_with_an_empty_cache"]) == (2, 2)
+    assert (row["pulled_tokens"], row["kv_bytes"], row["pull_ms"]["p50"]) == (96, 1000, 20.0)
+    assert row["part_of_prefill_to_decode"] == 0.8
+    # a part came; other ids; decode's other bits; a failed request
+    cut = turn(ids, 64, note="d0 had 64 of 112 tokens"), turn(ids), 113, 177
+    assert pull_row([cut], rates)["at_most_a_block_and_the_new_tokens_computed"] == 0
+    other = turn(ids, 112, other_bits=True), turn(ids[::-1]), 113, 177
+    assert pull_row([other], rates)["ids_as_with_an_empty_cache"] == 0
+    assert pull_row([other], rates)["kv_of_decode_may_differ"] == 1
+    failed = Answer(0.0, error="refused"), turn(ids), 113, 177
+    assert pull_row([failed], {})["errors"] == ["refused"]
+    # where more than a block of the history was computed
+    assert (
+        pull_row([(turn(ids, 80, kv_bytes=1), turn(ids), 113, 177)], rates)[
+            "at_most_a_block_and_the_new_tokens_computed"
+        ]
+        == 0
+    )
 
 
 def test_the_model_is_one_that_the_tokenizer_reads(tmp_path):
