@@ -327,7 +327,7 @@ class Bench:
             await self.one(self.prompt(length), 8, local_prefill_max_tokens=0)
         await asyncio.sleep(EVENTS_S)
         status = await asyncio.to_thread(self.status)
-        rates = {worker["id"]: worker["link_bytes_per_s"] for worker in status["workers"]}
+        rates = {worker["id"]: worker["link_bytes_per_s"] for worker in status["cluster"]["workers"]}
         return pull_row(turns, rates)
 
     def status(self) -> Any:
