@@ -21,8 +21,9 @@ from diptych.engine.capacity import (
     divided_sizes,
     held_lines,
     kibibytes,
-    plain_weights,
+    weight_sizes,
 )
+from diptych.engine.exec.layers.linear import PLAIN
 from diptych.engine.exec.parallel.place import RankPlace
 from diptych.engine.sched.lifecycle.swap_cost import Rates, break_even_copy_bytes_per_s, break_even_tokens
 from diptych.worker.defaults import CPU
@@ -49,9 +50,12 @@ def ranks_report(
     sizes = [part.bytes_per_token for part in parts]
     lines = [f"{degrees.num_ranks} ranks ({degrees}):"]
     places = [RankPlace(rank, degrees.tensor_parallel, degrees.pipeline) for rank in range(degrees.num_ranks)]
-    weights = [found.total for place in places if (found := plain_weights(config, dtype, place)) is not None]
+    weights = [found for place in places if (found := weight_sizes(config, dtype, place)) is not None]
     if weights:
-        lines.append(f"  weights in {dtype}: {_of_each(weights, _size)}, {_size(sum(weights))} in all")
+        totals = [found.total for found in weights]
+        lines.append(
+            f"  weights in {_forms(dtype, weights[0].method)}: {_of_each(totals, _size)}, {_size(sum(totals))} in all"
+        )
     more = ": KV heads are replicated" if sum(sizes) > cache.bytes_per_token else ""
     lines.append(f"  KV of a token: {_of_each(sizes, kibibytes)}, {kibibytes(sum(sizes))} in all{more}")
     if memory_gib:
@@ -60,6 +64,20 @@ def ranks_report(
         tokens = blocks * kv.groups[0].block_size
         lines.append(f"  {memory_gib:g} GiB for KV on each rank hold {tokens:,} tokens ({blocks:,} blocks)")
     return lines
+
+
+def _forms(dtype: str, method: str) -> str:
+    """Of weights: `bfloat16`, or `int4 and bfloat16`. Args: method: see WeightSizes."""
+    return dtype if method == PLAIN else f"{method} and {dtype}"
+
+
+def _weights_line(config: Mapping[str, Any], dtype: str) -> str:
+    """Empty: the model is not served. A checkpoint whose form is not served is named with what is not."""
+    try:
+        weights = weight_sizes(config, dtype)
+    except ConfigError as error:
+        return f"weights: not counted, since no worker serves them: {error}"
+    return "" if weights is None else f"in {_forms(dtype, weights.method)}, {weights.line()}"
 
 
 def _of_each(sizes: Sequence[int], shown: Callable[[int], str]) -> str:
@@ -148,11 +166,8 @@ def run_capacity(
     cache = cache_of(config, dtype, block_size, kv_cache_dtype)
     lines = capacity_report(cache, block_size=block_size, memory_gib=memory_gib)
     computed_in = compute_dtype(config, dtype)
-    weights = plain_weights(config, computed_in)
-    if weights is not None:
-        lines.append(f"in {computed_in}, {weights.line()}")
-    elif config.get("quantization_config"):
-        lines.append("weights: quantized; a worker's log says how many bytes they are")
+    if line := _weights_line(config, computed_in):
+        lines.append(line)
     if not dtype and kv_cache_dtype == SAME_DTYPE and cache.dtype != _SERVED_DTYPE:
         lines.insert(
             0,

@@ -18,6 +18,7 @@ from diptych.common.kv_format import (
     windowed_format,
 )
 from diptych.common.kv_groups import most_blocks_held
+from diptych.engine.exec.layers.linear import PLAIN, Linear
 from diptych.engine.exec.models.description import ModelDescription
 from diptych.engine.exec.models.registry import describe
 from diptych.engine.exec.parallel.division import DividedSizes, sizes_of
@@ -157,20 +158,34 @@ def divided_sizes(config: Mapping[str, Any]) -> DividedSizes:
     )
 
 
-def plain_weights(config: Mapping[str, Any], dtype: str, place: RankPlace = WHOLE_PLACE) -> WeightSizes | None:
-    """Of a rank, where weights are kept in `dtype`. None: they are quantized, or the model is not served.
-    Raises: ConfigError for a rank whose part cannot be cut out."""
-    model = None if config.get("quantization_config") else _described(config)
+def weight_sizes(config: Mapping[str, Any], dtype: str, place: RankPlace = WHOLE_PLACE) -> WeightSizes | None:
+    """Of a rank, where weights that are not quantized are kept in `dtype`. None: the model is not served.
+    Raises: ConfigError for a rank whose part cannot be cut out, and naming what is not served of quantized weights."""
+    model = _described(config)
     if model is None:
         return None
-    local, size = local_description(model, place), dtype_bytes(dtype)
-    rows = local.head.linear.outputs
+    method, size = model.method, dtype_bytes(dtype)
+    if config.get("quantization_config"):
+        model = describe(config)
+        method = model.method
+    local = local_description(model, place)
+    linears = [linear for block in local.blocks for linear in block.linears]
     shared = model.head.tied and place.first_stage and place.last_stage
     return WeightSizes(
-        layers=size * local.layer_weights,
-        head=size * rows * model.hidden_size if place.last_stage else 0,
-        embedding=size * rows * model.hidden_size if place.first_stage and not shared else 0,
+        layers=sum(_bytes_of(linear, size) for linear in linears),
+        head=_bytes_of(local.head.linear, size) if place.last_stage else 0,
+        embedding=size * local.head.linear.outputs * model.hidden_size if place.first_stage and not shared else 0,
+        method=method,
     )
+
+
+def _bytes_of(linear: Linear, element_bytes: int) -> int:
+    if linear.method == PLAIN:
+        return linear.num_weights * element_bytes
+    # Here and not above: methods import torch.
+    from diptych.engine.exec.methods.registry import METHODS
+
+    return METHODS[linear.method].num_bytes(linear, element_bytes)
 
 
 def capacity_line(kv: KvFormat, group_blocks: Sequence[int]) -> str:
@@ -203,12 +218,14 @@ def held_lines(kv: KvFormat, num_tokens: int, chunk: int) -> list[str]:
 @dataclass(frozen=True, slots=True)
 class WeightSizes:
     """Bytes of a model's weights in the form that its kernels read; norms are left out. embedding: 0 where the head is
-    the same memory; beside a packed head a tied embedding is there once more, for looking up. adapters: slots for them."""
+    the same memory; beside a packed head a tied embedding is there once more, for looking up. adapters: slots for them.
+    method: of the linear layers, see ModelDescription.method."""
 
     layers: int
     head: int
     embedding: int
     adapters: int = 0
+    method: str = PLAIN
 
     @property
     def total(self) -> int:

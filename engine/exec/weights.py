@@ -62,4 +62,6 @@ class ModelWeights:
         shared = isinstance(head, DenseLinear) and head.weight.data_ptr() == self.embedding.data_ptr()
         layers = sum(linear.num_bytes for block in self.blocks for linear in block.linears)
         adapters = 0 if self.lora is None else self.lora.num_bytes
-        return WeightSizes(layers, head.num_bytes, 0 if shared else self.embedding.nbytes, adapters)
+        return WeightSizes(
+            layers, head.num_bytes, 0 if shared else self.embedding.nbytes, adapters, self.description.method
+        )

@@ -146,14 +146,9 @@ def cut(span: slice, unit: int, what: str, shard: Shard) -> slice:
 
 def refuse_order(layer: Linear, part: Part, shard: Shard, order: Tensor | None) -> None:
     """Raises: ConfigError where inputs of one group would lie on several ranks. Args: order: see `input_order`."""
-    if order is not None and is_divided(layer.share(part, shard)[1], layer.inputs):
+    if order is not None and layer.share(part, shard)[1] != slice(None):
         rule = f"{part.name} orders its inputs (act-order): a group's inputs would lie on several ranks"
         raise ConfigError("tensor_parallel_size", shard.degree, rule)
-
-
-def is_divided(span: slice, size: int) -> bool:
-    """Whether a rank has a part only."""
-    return span not in (slice(None), slice(0, size))
 
 
 def take(source: TensorSource, part: TensorPart, *dtypes: torch.dtype) -> Tensor:

@@ -54,16 +54,19 @@ class Linear:
     settings: tuple[tuple[str, int | float | str | bool], ...] = ()
 
     def share(self, part: Part, shard: Shard) -> tuple[slice, slice]:
-        """Rows and columns of a part's weight that a rank has. Raises: ConfigError naming what cannot be divided."""
+        """Rows and columns of a part's weight that a rank has; slice(None): all. Raises: ConfigError naming what cannot be
+        divided."""
         rows = columns = slice(None)
         if self.shard is ShardBy.OUTPUTS:
             count = part.heads or part.outputs
             mine = shard.heads(count) if part.kv else shard.units(count, part.name)
             size = part.outputs // count
-            rows = slice(mine.start * size, mine.stop * size)
+            if len(mine) < count:
+                rows = slice(mine.start * size, mine.stop * size)
         elif self.shard is ShardBy.INPUTS:
             mine = shard.units(self.inputs, part.name)
-            columns = slice(mine.start, mine.stop)
+            if len(mine) < self.inputs:
+                columns = slice(mine.start, mine.stop)
         return rows, columns
 
     @property

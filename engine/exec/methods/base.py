@@ -100,6 +100,15 @@ class LinearMethod(Protocol):
         """Whether activations get one scale for all inputs. Ranks that divide these have a scale each, and other values."""
         ...
 
+    def num_bytes(self, layer: Linear, element_bytes: int) -> int:
+        """Of the weights that `load` returns, biases left out.
+
+        Args:
+            layer: of a rank as parallel.place.local_description cuts it.
+            element_bytes: of the model's dtype.
+        """
+        ...
+
     def create(self, layer: Linear, shard: Shard) -> list[TensorPart]:
         """The tensors that it reads, in the order in which they are merged. A rank's share is `layer.share`, for scales as
         for weights. Raises: ConfigError where a shard cannot be cut."""

@@ -13,7 +13,7 @@ from diptych.engine.exec.formats.registry import read_parts, tensors_of
 from diptych.engine.exec.layers.linear import Linear
 from diptych.engine.exec.methods.base import StepRows, TensorPart, TensorSource
 from diptych.engine.exec.methods.exact import finish, float8_product, in_bands, quantized_rows
-from diptych.engine.exec.methods.quantized import Fp8Weights, joined
+from diptych.engine.exec.methods.quantized import BLOCK, SCALE_BYTES, Fp8Weights, joined
 
 E4M3 = torch.float8_e4m3fn
 LARGEST = 448.0
@@ -28,6 +28,13 @@ class Fp8Method:
     def scales_whole_rows(self, layer: Linear) -> bool:
         """See LinearMethod.scales_whole_rows."""
         return not settings_of(layer)["blocked"]
+
+    def num_bytes(self, layer: Linear, element_bytes: int) -> int:
+        """See LinearMethod.num_bytes."""
+        if not settings_of(layer)["blocked"]:
+            return layer.num_weights + layer.outputs * SCALE_BYTES
+        blocks = sum(-(-part.outputs // BLOCK[0]) for part in layer.parts) * -(-layer.inputs // BLOCK[1])
+        return layer.num_weights + blocks * SCALE_BYTES
 
     def create(self, layer: Linear, shard: Shard) -> list[TensorPart]:
         """See LinearMethod.create."""

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from diptych.common.kv_format import Shard
+from diptych.engine.exec.formats.base import settings_of
 from diptych.engine.exec.formats.registry import read_parts, tensors_of
 from diptych.engine.exec.layers.linear import Linear
 from diptych.engine.exec.methods.base import StepRows, TensorPart, TensorSource
@@ -25,6 +26,13 @@ class GgufMethod:
     def scales_whole_rows(self, layer: Linear) -> bool:
         """See LinearMethod.scales_whole_rows."""
         return False
+
+    def num_bytes(self, layer: Linear, element_bytes: int) -> int:
+        """See LinearMethod.num_bytes."""
+        kinds = settings_of(layer)["kinds"].split("+")
+        return sum(
+            part.outputs * KINDS[kind].row_bytes(layer.inputs) for part, kind in zip(layer.parts, kinds, strict=True)
+        )
 
     def create(self, layer: Linear, shard: Shard) -> list[TensorPart]:
         """See LinearMethod.create."""

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from diptych.common.errors import ConfigError
 from diptych.common.kv_format import Shard
+from diptych.engine.exec.formats.base import settings_of
 from diptych.engine.exec.formats.registry import read_parts, tensors_of
 from diptych.engine.exec.layers.linear import Linear
 from diptych.engine.exec.methods.base import StepRows, TensorPart, TensorSource
@@ -15,6 +16,7 @@ from diptych.engine.exec.methods.quantized import Int4Weights, joined, unpacked
 
 _CODE_BITS = 4
 """A code less its zero is at most 15, either sign."""
+_ZERO_BYTES, _ORDER_BYTES = 1, 4
 
 
 class Int4Method:
@@ -25,6 +27,13 @@ class Int4Method:
     def scales_whole_rows(self, layer: Linear) -> bool:
         """See LinearMethod.scales_whole_rows."""
         return False
+
+    def num_bytes(self, layer: Linear, element_bytes: int) -> int:
+        """See LinearMethod.num_bytes."""
+        settings = settings_of(layer)
+        groups = layer.outputs * layer.inputs // settings["group_size"]
+        order = layer.inputs * _ORDER_BYTES if settings["order"] else 0
+        return layer.num_weights // 2 + groups * (element_bytes + _ZERO_BYTES) + order
 
     def create(self, layer: Linear, shard: Shard) -> list[TensorPart]:
         """See LinearMethod.create."""

@@ -10,7 +10,7 @@ from diptych.engine.exec.formats.registry import read_parts, tensors_of
 from diptych.engine.exec.layers.linear import Linear
 from diptych.engine.exec.methods.base import StepRows, TensorPart, TensorSource
 from diptych.engine.exec.methods.exact import finish, integer_product, quantized_rows
-from diptych.engine.exec.methods.quantized import Int8Weights, joined
+from diptych.engine.exec.methods.quantized import SCALE_BYTES, Int8Weights, joined
 
 _LARGEST = 127.0
 
@@ -23,6 +23,10 @@ class Int8Method:
     def scales_whole_rows(self, layer: Linear) -> bool:
         """See LinearMethod.scales_whole_rows."""
         return True
+
+    def num_bytes(self, layer: Linear, element_bytes: int) -> int:
+        """See LinearMethod.num_bytes."""
+        return layer.num_weights + layer.outputs * SCALE_BYTES
 
     def create(self, layer: Linear, shard: Shard) -> list[TensorPart]:
         """See LinearMethod.create."""

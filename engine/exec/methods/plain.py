@@ -42,6 +42,10 @@ class PlainMethod:
         """See LinearMethod.scales_whole_rows."""
         return False
 
+    def num_bytes(self, layer: Linear, element_bytes: int) -> int:
+        """See LinearMethod.num_bytes."""
+        return layer.num_weights * element_bytes
+
     def create(self, layer: Linear, shard: Shard) -> list[TensorPart]:
         """See LinearMethod.create."""
         return [one for part in layer.parts for one in _part(part, layer, shard)]

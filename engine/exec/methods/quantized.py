@@ -14,6 +14,8 @@ from torch import Tensor
 
 BLOCK = (128, 128)
 """Outputs and inputs that share a scale in block-scaled FP8."""
+SCALE_BYTES = 4
+"""Of int8 and FP8."""
 
 
 def _bytes(*tensors: Tensor | None) -> int:

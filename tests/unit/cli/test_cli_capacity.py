@@ -108,6 +108,43 @@ def test_a_quantized_cache_is_counted_with_its_scales(tmp_path, capsys):
         run_capacity(str(tmp_path), kv_cache_dtype="int3")
 
 
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm", "zero_point": True}
+
+
+@pytest.mark.parametrize(
+    ("quantization", "line", "of_ranks"),
+    [
+        # 68,451,041,280 weights: half a byte each, and three bytes for each 128 of them
+        (
+            AWQ,
+            "in int4 and bfloat16, weights: 34,170 MiB of layers + 2,004 MiB of output head + 2,004 MiB of embedding = "
+            "38,178 MiB",
+            "  weights in int4 and bfloat16: 18.64 GiB a rank, 37.28 GiB in all",
+        ),
+        (
+            {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]},
+            "in fp8 and bfloat16, weights: 65,296 MiB of layers + 2,004 MiB of output head + 2,004 MiB of embedding = "
+            "69,304 MiB",
+            "  weights in fp8 and bfloat16: 33.84 GiB a rank, 67.68 GiB in all",
+        ),
+    ],
+)
+def test_21_quantized_weights_are_counted_with_their_scales(tmp_path, capsys, quantization, line, of_ranks):
+    """It said that a worker's log says how many bytes they are."""
+    (tmp_path / "config.json").write_text(json.dumps({**LLAMA_3_70B, "quantization_config": quantization}))
+    run_capacity(str(tmp_path), dtype="bfloat16", tensor_parallel=2)
+    lines = capsys.readouterr().out.splitlines()
+    assert line in lines
+    assert of_ranks in lines
+
+
+def test_21_a_form_of_quantized_weights_that_is_not_served_is_named(tmp_path, capsys):
+    (tmp_path / "config.json").write_text(json.dumps({**LLAMA_3_70B, "quantization_config": {**AWQ, "bits": 8}}))
+    run_capacity(str(tmp_path), dtype="bfloat16")
+    expected = "weights: not counted, since no worker serves them: quantization_config.bits=8: must be 4"
+    assert capsys.readouterr().out.splitlines()[-1] == expected
+
+
 def test_a_small_model_is_shown_in_small_units(tmp_path, capsys):
     small = {"num_hidden_layers": 2, "num_attention_heads": 2, "head_dim": 16, "max_position_embeddings": 64}
     for context, shown in ((64, "64 tokens: 32.00 KiB"), (4096, "4,096 tokens: 2.00 MiB")):

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from diptych.common.errors import ConfigError
 from diptych.common.kv_format import Shard
+from diptych.engine.capacity import weight_sizes
 from diptych.engine.exec.checkpoint import Checkpoint
 from diptych.engine.exec.formats.registry import quantization_of
 from diptych.engine.exec.layers.linear import PLAIN, Linear, Part, ShardBy
@@ -264,6 +265,26 @@ def test_a_row_is_the_same_bits_in_any_company(method, dtype):
     assert beside[11].isnan().all(), "what is no number is not hidden by rounding"
     others = [i for i in range(40) if i != 11]
     assert torch.equal(beside[others], whole[others])
+
+
+COUNTED = {
+    **{name: INT4_CHECKPOINTS[name] for name in ("awq", "gptq-act-order", "compressed-channel")},
+    "int8": (COMPRESSED_INT8, quantized.int8_rows),
+    "fp8": (COMPRESSED_FP8, quantized.fp8_rows),
+    "fp8-blocks": (FP8, quantized.fp8_blocks),
+    "gguf": (None, quantized.gguf_rows),
+}
+
+
+@pytest.mark.parametrize("name", COUNTED)
+def test_21_capacity_counts_the_bytes_that_a_worker_loads(tmp_path, driver_of, name):
+    """`diptych capacity` knew nothing of quantized weights."""
+    config, quantize = COUNTED[name]
+    folder = quantized.write_llama(tmp_path, hidden=256, mlp=384, layers=1)
+    quantized.quantize_folder(folder, config or quantized.gguf_config(folder), quantize)
+    loaded = driver_of(folder, backend="torch", dtype="bfloat16").runner.weight_sizes
+    assert weight_sizes(json.loads((folder / "config.json").read_text()), "bfloat16") == loaded
+    assert loaded.method in (name.removesuffix("-blocks"), "int4")
 
 
 # ---- which layers, and what is refused ----
@@ -556,10 +577,11 @@ class Stored:
     """Implements TensorSource: random weights of a layer, quantized."""
 
     def __init__(self, layer, quantize):
-        self.tensors = {}
+        self.tensors, self.plain = {}, {}
         for part in layer.parts:
             torch.manual_seed(part.outputs)
-            tensors, _ = quantize(torch.randn(part.outputs, layer.inputs))
+            self.plain[part.name] = torch.randn(part.outputs, layer.inputs)
+            tensors, _ = quantize(self.plain[part.name])
             self.tensors |= {f"{part.name}.{end}": tensor for end, tensor in tensors.items()}
 
     def take(self, name, shape, *, as_stored=False, where=()):
@@ -620,6 +642,20 @@ def test_ranks_do_not_cut_what_has_one_scale_or_one_word(name, rule, degree):
     layer = quantization_of(TrackedConfig(config)).declare(Linear((Part("a", 512), Part("b", 256)), 512, shard=rule))
     with pytest.raises(ConfigError, match=f"tensor_parallel_size={degree}: [ab] is cut at multiples of"):
         METHODS[layer.method].create(layer, Shard(1, degree))
+
+
+@pytest.mark.parametrize("rule", ShardBy)
+@pytest.mark.parametrize("name", ["int4-asymmetric", "fp8-blocks"])
+def test_21_what_is_not_divided_is_not_cut(name, rule):
+    """Without ranks, outputs and inputs that words or blocks do not divide were refused, by tensor_parallel_size=1."""
+    config, quantize = SHARDED[name]
+    layer = quantization_of(TrackedConfig(config)).declare(Linear((Part("a", 204),), 288, shard=rule))
+    source, x = Stored(layer, quantize), torch.randn(3, 288)
+    weights = METHODS[layer.method].load(layer, source, WHOLE)
+    _, meant = quantize(source.plain["a"])
+    wanted = x @ meant.T
+    error = (METHODS[layer.method].apply(weights, x, PLAIN_ROWS) - wanted).norm() / wanted.norm()
+    assert error < (1e-5 if layer.method == "int4" else 0.04), "fp8 rounds activations, too"
 
 
 def test_ranks_do_not_share_inputs_in_another_order():
