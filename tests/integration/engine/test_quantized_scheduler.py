@@ -11,6 +11,7 @@ import pytest
 
 from diptych.common.block_identity import IdentityHeader
 from diptych.common.clock import FakeClock
+from diptych.common.kv_format import QUANTIZED_KV
 from diptych.common.request import Prompt
 from diptych.common.sampling import SamplingParams
 from diptych.engine.config import EngineConfig
@@ -36,8 +37,7 @@ CASES = [
         for backend in ("torch", "native")
         if (method, backend) != ("fp8", "native")
     ),
-    ("plain", "int8", "native"),
-    ("plain", "fp8_e4m3", "torch"),
+    *(("plain", kv, backend) for kv in QUANTIZED_KV for backend in ("torch", "native")),
     ("int4", "int8", "native"),
 ]
 

@@ -17,8 +17,11 @@ from diptych.common.kv_format import QUANTIZED_KV
 from diptych.common.sampling import SamplingParams
 from diptych.engine.exec.model_runner import TorchModelRunner
 from diptych.engine.messages import ScheduledSeq
+from diptych.engine.sched.lifecycle import restores
 from diptych.rpc.v1 import router_pb2
 from diptych.worker.model import LoadedModel
+from diptych_tests import waiting
+from diptych_tests.pd_moves import check_tokens_of_a_pair
 from diptych_tests.scripts import load_script
 
 LENGTH = 101
@@ -57,8 +60,8 @@ def runner(
     )
 
 
-def loaded(pd: ModuleType, made: TorchModelRunner) -> LoadedModel:
-    facts = replace(pd.fake_model().compat, kv=made.pool.kv, compute_dtype="float32", backend=made.backend)
+def loaded(pd: ModuleType, made: TorchModelRunner, computes: str = "float32") -> LoadedModel:
+    facts = replace(pd.fake_model().compat, kv=made.pool.kv, compute_dtype=computes, backend=made.backend)
     identity, compat = identified(facts, bytes(32))
     return LoadedModel(made, compat, identity, None)
 
@@ -110,23 +113,42 @@ async def test_tokens_across_two_workers_are_those_of_one(
 
 
 @pytest.mark.parametrize("kv_dtype", KV_DTYPES)
-async def test_preempted_requests_have_the_tokens_of_undisturbed_ones(
+async def test_preempted_and_moved_answers_have_the_tokens_of_undisturbed_ones(
     pd: ModuleType, folder: Path, kv_dtype: str, backend: str
 ) -> None:
-    """A pool for two of the four, until they grow."""
-    expected = await alone(pd, runner(folder, kv_dtype, backend), max_tokens=30)
-    small = runner(folder, kv_dtype, backend, num_blocks=15)
-    async with (
-        pd.cluster(num_prefill=0, decode=lambda: loaded(pd, small), decode_config=settings(max_num_seqs=4)) as cluster,
-        pd.FakeRouter(cluster.decode.address) as router,
-    ):
-        messages = [
-            cluster.submit_message(attempt=f"{i}", prompt=prompt, max_tokens=30) for i, prompt in enumerate(PROMPTS)
-        ]
-        answers = await asyncio.gather(*(router.run(message) for message in messages))
-        assert [answer.token_ids for answer in answers] == expected
-        assert cluster.decode.engine.stats().preemptions_total > 0
-        await cluster.nothing_left()
+    """Also of those whose KV another decode worker reads out of the prefix cache of the one that they leave."""
+    await check_tokens_of_a_pair(
+        pd, lambda num_blocks=48: loaded(pd, runner(folder, kv_dtype, backend, num_blocks=num_blocks))
+    )
+
+
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
+async def test_files_of_quantized_blocks_serve_a_worker_that_starts_again(
+    pd: ModuleType, folder: Path, kv_dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(restores, "restore_is_cheaper", lambda num_tokens, rates: True)
+    monkeypatch.setattr(restores, "LEAST_S", 60.0)  # no restore is given up on a loaded machine
+    answers = []
+    for _ in range(2):
+        more = settings(disk_kv_dir=str(tmp_path))
+        async with (
+            pd.cluster(
+                num_prefill=0, decode=lambda: loaded(pd, runner(folder, kv_dtype)), decode_config=more
+            ) as cluster,
+            pd.FakeRouter(cluster.decode.address) as router,
+        ):
+            answers.append(await router.run(cluster.submit_message(attempt="a", prompt=PROMPTS[0])))
+            num_blocks = (LENGTH + 8 - 1) // 16
+
+            def written() -> bool:
+                [tier] = [tier for tier in cluster.decode.engine.stats().tiers if tier.name == "disk"]  # noqa: B023
+                size: int = cluster.decode.model.compat.kv.block_bytes  # noqa: B023
+                return tier.used_bytes == num_blocks * size  # noqa: B023
+
+            await waiting.until(written)
+    cold, warm = answers
+    assert warm.token_ids == cold.token_ids
+    assert [(part.tier, part.tokens) for part in warm.explanation.cached_tiers_decode] == [("disk", LENGTH // 16 * 16)]
 
 
 @pytest.mark.parametrize("kv_dtype", KV_DTYPES)
@@ -177,14 +199,24 @@ async def test_workers_of_two_kv_dtypes_are_refused_by_name(
         await cluster.nothing_left()
 
 
-@pytest.mark.parametrize(("p_dtype", "d_dtype"), [("auto", "int8"), ("fp8_e4m3", "auto")])
+@pytest.mark.parametrize(
+    ("p_dtype", "d_dtype", "computes"),
+    [
+        ("auto", "int8", "float32"),
+        ("fp8_e4m3", "auto", "float32"),
+        ("auto", "fp8_e5m2", "bfloat16"),
+        ("int8", "auto", "bfloat16"),
+        ("auto", "fp8_e4m3", "float16"),
+        ("fp8_e5m2", "auto", "float16"),
+    ],
+)
 async def test_converted_kv_is_quantized_once_labelled_and_answers_for_no_other(
-    pd: ModuleType, folder: Path, p_dtype: str, d_dtype: str
+    pd: ModuleType, folder: Path, p_dtype: str, d_dtype: str, computes: str
 ) -> None:
     """Decode's blocks hold the codes of what prefill computed, or the elements of its codes; the tokens are those that the two
     give together by hand."""
-    tokens, crossed = by_hand(folder, p_dtype, d_dtype)
-    decode = runner(folder, d_dtype)
+    tokens, crossed = by_hand(folder, p_dtype, d_dtype, computes)
+    decode = runner(folder, d_dtype, dtype=computes)
     # One step, as by hand: torch's sums depend on the shape of a step, and a busy machine gets smaller ones.
     one_piece = {
         "kv_overlap": "off",
@@ -195,7 +227,8 @@ async def test_converted_kv_is_quantized_once_labelled_and_answers_for_no_other(
     more = settings(allow_kv_conversion=True) | one_piece
     async with (
         pd.cluster(
-            prefill=lambda: loaded(pd, runner(folder, p_dtype)), decode=lambda: loaded(pd, decode),
+            prefill=lambda: loaded(pd, runner(folder, p_dtype, dtype=computes), computes),
+            decode=lambda: loaded(pd, decode, computes),
             prefill_config=more, decode_config=more,
         ) as cluster,
         pd.FakeRouter(cluster.decode.address) as router,
@@ -229,9 +262,9 @@ def elements(made: TorchModelRunner, table: list[int]) -> torch.Tensor:
     return blocks.permute(1, 2, 0, 3, 4, 5).flatten(2, 3)
 
 
-def by_hand(folder: Path, p_dtype: str, d_dtype: str) -> tuple[list[int], torch.Tensor]:
+def by_hand(folder: Path, p_dtype: str, d_dtype: str, computes: str) -> tuple[list[int], torch.Tensor]:
     """The prompt on prefill, its KV encoded or decoded by torch, the rest on decode. Tokens and the transferred KV."""
-    source, target = runner(folder, p_dtype), runner(folder, d_dtype)
+    source, target = runner(folder, p_dtype, dtype=computes), runner(folder, d_dtype, dtype=computes)
     table = list(range(-(-(LENGTH + 8) // 16)))
 
     def step(made: TorchModelRunner, ids: list[int], start: int, index: int) -> int:
@@ -246,7 +279,8 @@ def by_hand(folder: Path, p_dtype: str, d_dtype: str) -> tuple[list[int], torch.
         flat = theirs.tensor[table].flatten(0, 3)
         mine.tensor[table] = mine.codec.encode(flat).view(len(table), *mine.tensor.shape[1:])
     else:
-        mine.tensor[table] = theirs.codec.decode(theirs.tensor[table].squeeze(4), torch.float32)
+        elements_of = theirs.codec.decode(theirs.tensor[table].squeeze(4), torch.float32)
+        mine.tensor[table] = elements_of.to(mine.tensor.dtype)
     crossed = elements(target, table)[:, :, :LENGTH].clone()
     for index in range(1, 8):
         out.append(step(target, [out[-1]], LENGTH + index - 1, index))

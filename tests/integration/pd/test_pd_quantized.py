@@ -16,28 +16,50 @@ from diptych.common.checkpoint.hashing import model_fingerprint
 from diptych.common.compat import Compat, identified
 from diptych.engine.exec.attention import attention_version
 from diptych.engine.exec.model_runner import TorchModelRunner
-from diptych.rpc.v1 import router_pb2
 from diptych.worker.model import LoadedModel
 from diptych_tests import quantized
+from diptych_tests.pd_moves import check_tokens_of_a_pair
 
-PROMPT = [(7 * i + 3) % 320 for i in range(90)]
-CHECKPOINTS: dict[str, tuple[dict[str, Any], Callable[..., Any]]] = {
-    "int8": (quantized.COMPRESSED_INT8, quantized.int8_rows),
-    "fp8": (quantized.COMPRESSED_FP8, quantized.fp8_rows),
-    "int4": (quantized.AWQ, partial(quantized.awq, size=32)),
-    "gguf": ({}, quantized.gguf_rows),
+INT4 = quantized.compressed(
+    "pack-quantized",
+    {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "symmetric": False, "actorder": "group"},
+    None,
+)
+
+
+def act_order(weight: torch.Tensor) -> tuple[quantized.Tensors, torch.Tensor]:
+    """Groups of inputs in another order, with zero points."""
+    inputs = weight.shape[1]
+    groups = (torch.arange(inputs) // 32)[torch.randperm(inputs, generator=torch.Generator().manual_seed(inputs))]
+    return quantized.compressed_int4(weight, 32, symmetric=False, groups=groups)
+
+
+CHECKPOINTS: dict[str, tuple[dict[str, Any], Callable[..., Any], dict[str, int]]] = {
+    "int8": (quantized.COMPRESSED_INT8, quantized.int8_rows, {}),
+    "fp8": (quantized.COMPRESSED_FP8, quantized.fp8_rows, {}),
+    "fp8-blocks": (quantized.FP8, quantized.fp8_blocks, {"hidden": 256}),
+    "int4": (quantized.AWQ, partial(quantized.awq, size=32), {}),
+    "int4-act-order": (INT4, act_order, {}),
+    "gguf": ({}, quantized.gguf_rows, {}),
 }
+CASES = [
+    (name, backend)
+    for backend in ("torch", "native")
+    for name in CHECKPOINTS
+    if backend == "torch" or not name.startswith("fp8")  # which torch computes there, too
+]
 
 
-def write(folder: Path, method: str) -> Path:
-    config, quantize = CHECKPOINTS[method]
-    quantized.write_llama(folder)
+def write(folder: Path, name: str, layers: int = 2) -> Path:
+    config, quantize, sizes = CHECKPOINTS[name]
+    quantized.write_llama(folder, **{"hidden": 128, "mlp": 256, "layers": layers, **sizes})
     quantized.quantize_folder(folder, config or quantized.gguf_config(folder), quantize)
     return folder
 
 
-def load(folder: Path) -> LoadedModel:
-    runner = TorchModelRunner.load(folder, num_blocks=64, block_size=16, num_threads=1, backend="torch")
+def load(folder: Path, backend: str = "torch", num_blocks: int = 64) -> LoadedModel:
+    runner = TorchModelRunner.load(folder, num_blocks=num_blocks, block_size=16, num_threads=1, backend=backend)
+    assert runner.backend == backend
     assert runner.capabilities.kv is not None
     compat = Compat(
         model="quantized",
@@ -54,40 +76,17 @@ def load(folder: Path) -> LoadedModel:
     return LoadedModel(runner, compat, identity, None)
 
 
-@pytest.mark.parametrize("method", CHECKPOINTS)
-async def test_tokens_of_a_pair_are_those_of_one_worker(pd: ModuleType, tmp_path: Path, method: str) -> None:
-    """Cold, from the cache of prefill, and with a prefix on decode; chunks of 32 tokens here and of 16 there."""
-    folder = write(tmp_path / "model", method)
-    longer = [*PROMPT, 5, 6, 7, *PROMPT[:20]]
-    settings = {"slab_bytes": 1 << 17}
-    async with (
-        pd.cluster(num_prefill=0, decode=lambda: load(folder), decode_config=settings) as alone,
-        pd.FakeRouter(alone.decode.address) as router,
-    ):
-        expected = [
-            list((await router.run(alone.submit_message(attempt=f"l{i}", prompt=prompt, max_tokens=12))).token_ids)
-            for i, prompt in enumerate((PROMPT, longer))
-        ]
-    async with (
-        pd.cluster(
-            prefill=lambda: load(folder),
-            decode=lambda: load(folder),
-            prefill_config={**settings, "max_num_batched_tokens": 16},
-            decode_config=settings,
-        ) as cluster,
-        pd.FakeRouter(cluster.decode.address) as router,
-    ):
-        assert cluster.decode.model.compat.method == method
-        for attempt, prompt, tokens in (("a", PROMPT, expected[0]), ("b", longer, expected[1])):
-            message = cluster.submit_message(
-                attempt=attempt, prompt=prompt, max_tokens=12, policy=router_pb2.FAILURE_POLICY_FAIL
-            )
-            answer = await router.run(message)
-            assert answer.error is None
-            assert list(answer.token_ids) == tokens
-            assert not answer.explanation.local_prefill
-            assert answer.explanation.kv_bytes > 0
-        await cluster.nothing_left()
+@pytest.mark.parametrize(("name", "backend"), CASES)
+async def test_tokens_of_a_pair_are_those_of_one_worker(
+    pd: ModuleType, tmp_path: Path, request: pytest.FixtureRequest, name: str, backend: str
+) -> None:
+    if backend == "native":
+        request.getfixturevalue("compiler")
+    folder = write(
+        tmp_path / "model", name, layers=2 if backend == "native" else 1
+    )  # torch's exact sums take their time
+    assert load(folder, backend).compat.method == name.partition("-")[0]
+    await check_tokens_of_a_pair(pd, partial(load, folder, backend))
 
 
 def test_blocks_of_unlike_quantized_weights_share_no_name(tmp_path: Path) -> None:
