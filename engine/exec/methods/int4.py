@@ -31,7 +31,7 @@ class Int4Method:
     def num_bytes(self, layer: Linear, element_bytes: int) -> int:
         """See LinearMethod.num_bytes."""
         settings = settings_of(layer)
-        groups = layer.outputs * layer.inputs // settings["group_size"]
+        groups = layer.outputs * (layer.inputs // int(settings["group_size"]))
         order = layer.inputs * _ORDER_BYTES if settings["order"] else 0
         return layer.num_weights // 2 + groups * (element_bytes + _ZERO_BYTES) + order
 
