@@ -12,6 +12,7 @@ import subprocess
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -51,8 +52,15 @@ def wanted_lanes(environment: dict[str, str] | None = None) -> int | None:
     return int(text)
 
 
+@cache
+def register_lanes() -> int:
+    """Floats of this CPU's widest register: what is compiled where no width is asked for."""
+    features = _cpu_features().split()
+    return 16 if "avx512f" in features else 8 if "avx2" in features else 4
+
+
 def _width_flags(lanes: int | None) -> tuple[str, ...]:
-    if lanes is None:
+    if lanes in (None, register_lanes()):  # one library for both
         return ()
     return (f"-DLANES={lanes}", *(_INSTRUCTIONS[lanes] if platform.machine() == "x86_64" else ()))
 

@@ -7,11 +7,10 @@ import platform
 import socket
 import subprocess
 from functools import cache
-from pathlib import Path
 
 import pytest
 
-from diptych.common.compiled import LANES_VARIABLE, NativeError, find_compiler
+from diptych.common.compiled import LANES_VARIABLE, NativeError, find_compiler, register_lanes
 
 
 @cache
@@ -22,16 +21,6 @@ def _compiler_version() -> str:
     except (NativeError, OSError, subprocess.SubprocessError) as error:
         return f"no compiler ({error})"
     return f"{path}: {shown.splitlines()[0]}"
-
-
-@cache
-def register_lanes() -> int:
-    """Floats of this CPU's widest register."""
-    info = Path("/proc/cpuinfo")
-    flags = (
-        next((line for line in info.read_text().splitlines() if line.startswith("flags")), "") if info.exists() else ""
-    )
-    return 16 if " avx512f" in flags else 8 if " avx2" in flags else 4
 
 
 @cache
