@@ -26,6 +26,7 @@ from diptych.common.secret import load_secret
 from diptych.rpc.v1 import worker_pb2, worker_pb2_grpc
 from diptych_tests import detached, waiting
 from diptych_tests.detached import Detached
+from diptych_tests.fork_server import ForkedProcess
 
 wait_until = waiting.wait_until
 START_DEADLINE_S = 600.0
@@ -253,7 +254,7 @@ def detached_cluster(root: Path, *flags: str) -> Iterator[Cluster]:
         detached.end(watcher)
 
 
-def end(process: subprocess.Popen[bytes], within_s: float = 20.0) -> None:
+def end(process: ForkedProcess | subprocess.Popen[bytes], within_s: float = 20.0) -> None:
     """Send SIGTERM, then SIGKILL after `within_s`; no effect when it has ended."""
     if process.poll() is not None:
         return

@@ -24,7 +24,7 @@ import httpx
 import psutil
 
 from diptych.cli.up.embedded_redis import server_binary
-from diptych.cli.up.processes import free_port, spawn
+from diptych.cli.up.processes import free_port
 from diptych.cli.up.run_folder import ChildState, ClusterState, RunFolder
 from diptych.client import AsyncClient, Completion
 from diptych.common.clock import FakeClock
@@ -35,10 +35,10 @@ from diptych.engine.config import EngineConfig
 from diptych.engine.executor import LocalExecutor
 from diptych.engine.messages import EngineRequest, KvMode
 from diptych.engine.offline import OfflineEngine
-from diptych_tests import pd, router_fleet, waiting
+from diptych_tests import fork_server, pd, router_fleet, waiting
 from diptych_tests.clusters import Cluster, StepGates, end
 from diptych_tests.fault_proxy import FaultProxy, fault_proxy
-from diptych_tests.fork_server import SUPPORT
+from diptych_tests.fork_server import SUPPORT, ForkedProcess
 
 LOOPBACK = "127.0.0.1"
 SHOWN = "127.0.0.2"
@@ -76,7 +76,7 @@ class FakeModelCluster(Cluster):
         self.gates = StepGates(folder / "gates")
         self.gates.folder.mkdir()
         self.proxies: dict[str, FaultProxy] = {}
-        self.processes: dict[str, subprocess.Popen[bytes]] = {}
+        self.processes: dict[str, ForkedProcess | subprocess.Popen[bytes]] = {}
         self.commands: dict[str, list[str]] = {}
         """With which each process was started, and is started again."""
         self.redis_port = free_port(LOOPBACK)
@@ -130,9 +130,10 @@ class FakeModelCluster(Cluster):
     def start(self, name: str, command: list[str] | None = None) -> None:
         """Start a process, or start it again as it was."""
         self.commands[name] = [*self._prefix(name), *command] if command else self.commands[name]
-        self.processes[name] = spawn(
-            self.commands[name], log=self._log or self.root / f"{name}.log", env=self.env, cwd=self.root
-        )
+        with (self._log or self.root / f"{name}.log").open("ab", buffering=0) as output:
+            self.processes[name] = fork_server.start(
+                self.commands[name], env=self.env, cwd=self.root, stdout=output, stderr=output, new_session=True
+            )
 
     def start_redis(self) -> None:
         command = [str(server_binary()), "--port", str(self.redis_port), "--bind", self.host]
