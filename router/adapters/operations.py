@@ -1,6 +1,7 @@
 """Loading, unloading and routing of adapters: at the workers first, then in the registry.
 
-    load      every usable worker that takes adapters reads the folder, and all find the same id --> a version of the name
+    load      every usable worker that takes adapters of this rank reads the folder, and all find the same id --> a version of
+              the name
     unload    the name leaves the registry --> ids that no name has are dropped at the workers; running answers end with them
     route     another pointer: canary, promote, rollback; first the workers read the version's folder again, which must hold
               what it held
@@ -39,6 +40,7 @@ from diptych.common.store.adapters import (
     with_canary,
     with_version,
 )
+from diptych.common.store.worker_record import WorkerRecord
 from diptych.router.adapters.base_model import other_base
 from diptych.router.adapters.registry import AdapterRegistry, Change
 from diptych.router.adapters.resolution import Allowed, anybody
@@ -57,6 +59,22 @@ class LoadedAdapter:
     rank: int
     num_bytes: int
     base_model: str = ""
+
+
+def able_to_serve(
+    answers: Mapping[str, LoadedAdapter | DiptychError], records: Mapping[str, WorkerRecord]
+) -> dict[str, LoadedAdapter | DiptychError]:
+    """The answers without the errors of workers that take smaller ranks only, where a decode worker has loaded the adapter.
+    Args: answers, records: by id of the worker."""
+    decodes = [
+        one for name, one in answers.items() if isinstance(one, LoadedAdapter) and records[name].role == "decode"
+    ]
+    rank = max((one.rank for one in decodes), default=0)
+    return {
+        name: one
+        for name, one in answers.items()
+        if isinstance(one, LoadedAdapter) or records[name].max_lora_rank >= rank
+    }
 
 
 class AdapterWorkers(Protocol):

@@ -21,7 +21,7 @@ from diptych.common.request import IDEMPOTENCY, RESUME, Prompt
 from diptych.common.store.interface import Store, StoreError
 from diptych.common.store.worker_record import WorkerRecord
 from diptych.common.tls import ClusterTls
-from diptych.router.adapters.operations import LoadedAdapter
+from diptych.router.adapters.operations import LoadedAdapter, able_to_serve
 from diptych.router.adapters.turns import AdapterTurns
 from diptych.router.cluster.breaker import Breakers, is_fault
 from diptych.router.cluster.compatibility import RouterCheck, pair_differences
@@ -503,7 +503,8 @@ class Cluster:
 
     async def load_adapter(self, folder: str) -> dict[str, LoadedAdapter | DiptychError]:
         """See AdapterWorkers. Without a usable decode worker it waits as requests do. A worker that is lost meanwhile, or is
-        silent for so long that requests would not be given to it, is in the answer only where no other one is left."""
+        silent for so long that requests would not be given to it, is in the answer only where no other one is left. One that
+        takes smaller ranks only is not in it where a decode worker could load the adapter: requests are not given to it."""
         while not self.snapshot().decode and (left_s := self.settling.left_s()) > 0:
             await self.wait_for_change(min(left_s, 0.1))
         able = [member for member in self._members.all() if member.record.max_loras]
@@ -538,7 +539,8 @@ class Cluster:
                 lost[worker_id] = NoWorkerError(text, retry_after_s=RETRY_AFTER_S)
             else:
                 (lost if member.link.closed else answers)[worker_id] = load.result()
-        return answers or lost
+        records = {member.link.worker_id: member.record for member in loads.values()}
+        return able_to_serve(answers, records) or lost
 
     def _why_unplaceable(self, member: Member[WorkerLink]) -> str:
         return self._members.why_unplaceable(member, self._clock.now())

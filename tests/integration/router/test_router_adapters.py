@@ -29,6 +29,7 @@ from diptych.client import AdapterReport, AsyncClient
 from diptych.common.block_identity import block_keys, header_of_request
 from diptych.common.clock import MonotonicClock
 from diptych.common.errors import (
+    AdapterError,
     AuthenticationError,
     ConfigError,
     DiptychError,
@@ -698,6 +699,27 @@ async def test_a_rank_above_the_workers_is_refused_with_the_numbers(pair: tuple[
     await load(fleet, folder="/lora/big")  # workers of another size were there
     with pytest.raises(NoWorkerError, match="rank 16 at most .* this one has 32"):
         await fleet.ask(model="poems")
+
+
+async def test_workers_of_a_small_rank_hold_up_no_load_that_a_large_one_takes(fleet: Fleet) -> None:
+    """Their requests are not given to them; but a load of a larger rank was refused as long as one of them was there."""
+    too_large = AdapterError("rank 32 of q_proj is above the maximum of 16", param="r")
+    small, prefill = await add(fleet, "d0"), await add(fleet, "p0", "prefill", max_lora_rank=64)
+    small.adapters["/lora/big"] = too_large
+    await fleet.until_ready()
+    with pytest.raises(InvalidRequestError, match="worker d0: rank 32 of q_proj is above the maximum of 16"):
+        await load(fleet, folder="/lora/big")
+    prefill.adapters["/lora/big"] = AdapterError("no such file", param="lora_path")
+    large = await add(fleet, "d1", max_lora_rank=64)
+    await fleet.until_ready(decode=2)
+    with pytest.raises(InvalidRequestError, match="worker p0: no such file"):
+        await load(fleet, folder="/lora/big")
+    prefill.adapters["/lora/big"] = large.adapters["/lora/big"]
+    assert (await load(fleet, folder="/lora/big")).versions[0].rank == 32
+    for _ in range(3):
+        await fleet.ask(model="poems")
+    assert (len(small.submits), len(large.submits)) == (0, 3)
+    assert (await fleet.frontend.adapters.set_canary("poems", 1, 0.0)).stable == 1
 
 
 async def test_where_no_prefill_worker_takes_adapters_decode_computes_the_prompt(fleet: Fleet) -> None:
