@@ -21,7 +21,7 @@ from diptych.common.sampling import SamplingParams
 from diptych.common.secret import create_secret
 from diptych.engine.messages import EngineRequest
 from diptych_tests.clusters import free_port_pair
-from diptych_tests.lora import adapter_engine
+from diptych_tests.lora import adapter_engine, keep_adapter, linear_shapes, write_adapter
 from diptych_tests.quantized import write_windowed
 
 pytestmark = pytest.mark.multiproc
@@ -45,12 +45,28 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def alone(model: Path) -> list[list[int]]:
+def adapter(model: Path) -> Path:
+    """Of all linear layers, so of every rank's."""
+    return write_adapter(model.parent / "lora" / "poems", linear_shapes(model), rank=3, seed=4)
+
+
+def ids_alone(model: Path, adapter: Path | None = None) -> list[list[int]]:
     """The ids of one process, with plain torch."""
-    engine, _ = adapter_engine(model, "torch")
+    engine, runner = adapter_engine(model, "torch", 0 if adapter is None else 1)
+    adapter_id = "" if adapter is None else keep_adapter(engine, runner, adapter)
     sampling = SamplingParams(max_tokens=NEW, temperature=0.0, ignore_eos=True)
-    results = engine.generate([EngineRequest(f"r{n}", Prompt(tuple(p)), sampling) for n, p in enumerate(PROMPTS)])
-    return [result.token_ids for result in results]
+    requests = [EngineRequest(f"r{n}", Prompt(tuple(p), adapter=adapter_id), sampling) for n, p in enumerate(PROMPTS)]
+    return [result.token_ids for result in engine.generate(requests)]
+
+
+@pytest.fixture(scope="module")
+def alone(model: Path) -> list[list[int]]:
+    return ids_alone(model)
+
+
+@pytest.fixture(scope="module")
+def adapted(model: Path, adapter: Path) -> list[list[int]]:
+    return ids_alone(model, adapter)
 
 
 async def ask(url: str, **fields: Any) -> list[list[int]]:
@@ -98,15 +114,22 @@ async def test_23_a_cluster_of_ranks_answers_as_one_process(
     cluster_module: Any,
     tmp_path: Path,
     model: Path,
+    adapter: Path,
     alone: list[list[int]],
+    adapted: list[list[int]],
     prefill: tuple[int, int],
     decode: tuple[int, int],
 ) -> None:
-    flags = ("--model", str(model), *FLAGS, *PATIENT, *degrees(prefill, decode))
+    """Also with an adapter, of which each rank reads and adds its part, in the same steps as the base model."""
+    lora = ("--enable-lora", "--lora-dir", str(adapter.parent), "--lora-modules", f"poems={adapter}")
+    flags = ("--model", str(model), *FLAGS, *PATIENT, *degrees(prefill, decode), *lora)
     with cluster_module.running_cluster(tmp_path, *flags) as cluster:
         before = cluster.audit("decode-0", full=False).kv_bytes_received
-        assert await ask(cluster.http_url) == alone
+        base, poems = await asyncio.gather(ask(cluster.http_url), ask(cluster.http_url, model="poems"))
+        assert (base, poems) == (alone, adapted)
+        assert all(one != other for one, other in zip(base, poems, strict=True)), "it changes every answer"
         assert await ask(cluster.http_url) == alone, "from the caches of both pools"
+        assert await ask(cluster.http_url, model="poems") == adapted
         cluster.wait_idle()
         assert cluster.audit("decode-0", full=False).kv_bytes_received > before
         assert cluster.audit("prefill-0").violations == cluster.audit("decode-0").violations == []
