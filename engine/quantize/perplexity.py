@@ -22,6 +22,8 @@ PIECE = 1024
 _BLOCK_SIZE = 16
 _STEP_TOKENS = 512
 """Of a prompt that one step computes: a prompt's later tokens read KV that earlier steps have stored."""
+_LOGITS = 1 << 25
+"""Of a step: 128 MiB, a few times over. Large vocabularies have smaller steps."""
 
 
 def perplexity(
@@ -50,7 +52,7 @@ def perplexity(
     config = EngineConfig(
         num_blocks=num_blocks,
         block_size=_BLOCK_SIZE,
-        max_num_batched_tokens=_STEP_TOKENS,
+        max_num_batched_tokens=step_tokens(runner.description.vocab_size),
         max_step_time_s=None,  # a chunk's size would depend on the machine's speed
         mixed_step_time_s=None,
         enable_prefix_caching=False,
@@ -68,3 +70,8 @@ def perplexity(
         count += len(known)
         tick(i + 1)
     return math.exp(total / count)
+
+
+def step_tokens(vocab_size: int) -> int:
+    """Tokens of a step, a multiple of the block size."""
+    return max(_BLOCK_SIZE, min(_STEP_TOKENS, _LOGITS // vocab_size // _BLOCK_SIZE * _BLOCK_SIZE))

@@ -21,7 +21,7 @@ from diptych.engine.quantize import folder as written
 from diptych.engine.quantize import run as running
 from diptych.engine.quantize.blocks import LAYERS, CalibrationRun, PlainCheckpoint
 from diptych.engine.quantize.methods import smooth
-from diptych.engine.quantize.perplexity import perplexity
+from diptych.engine.quantize.perplexity import perplexity, step_tokens
 from diptych.engine.quantize.run import Job, quantize
 from diptych.engine.quantize.settings import MANIFEST_FILE, QuantizeSettings
 from diptych.engine.quantize.text import HELD_OUT, read_text
@@ -274,6 +274,11 @@ def test_perplexity_is_that_of_transformers(source, texts):
             ids = torch.tensor(piece)
             losses.append(torch.nn.functional.cross_entropy(model(ids[None]).logits[0, :-1], ids[1:], reduction="none"))
     assert perplexity(source, text) == pytest.approx(float(torch.cat(losses).mean().exp()), rel=1e-4)
+
+
+def test_21_logits_of_a_step_are_bounded_where_the_vocabulary_is_large():
+    """Those of 512 tokens of Gemma are 512 MiB, and twice more while they become probabilities."""
+    assert [step_tokens(vocab_size) for vocab_size in (49_152, 128_256, 262_144, 10**9)] == [512, 256, 128, 16]
 
 
 def test_perplexity_counts_no_special_token(source, texts):

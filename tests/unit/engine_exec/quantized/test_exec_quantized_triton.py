@@ -18,6 +18,7 @@ from diptych.engine.exec.cuda.quantized import Int4Linear, W8A8Linear
 from diptych.engine.exec.kv_pool import kv_format_of
 from diptych.engine.exec.models.registry import describe
 from diptych_tests import quantized
+from diptych_tests.logits import logits_of
 from diptych_tests.quantized import AWQ, COMPRESSED_FP8, COMPRESSED_INT8, FP8, GPTQ
 
 # The interpreter of Triton 3.6 takes loop bounds out of one-element arrays.
@@ -61,29 +62,6 @@ def folder_of(model_dir_of):
 def a_prompt(length):
     rng = random.Random(length)
     return [rng.randrange(320) for _ in range(length)]
-
-
-def logits_of(driver, prompts, following, chunk=9):
-    """Of each prompt's last token, and of given tokens after it, decoded together: [n, vocabulary] on the CPU."""
-    runner, found = driver.runner, []
-    owner, name, place = (runner._decoder, "forward", 0) if runner._fused is None else (runner._fused, "execute", 1)
-    compute = getattr(owner, name)
-
-    def watched(*args):
-        out = compute(*args)
-        if out is not None:
-            order = sorted(range(len(out)), key=args[place].sample_seqs.__getitem__)
-            found.append(out[order].detach().float().cpu())
-        return out
-
-    setattr(owner, name, watched)
-    tables = [driver.table(len(prompt) + len(following)) for prompt in prompts]
-    for prompt, table in zip(prompts, tables, strict=True):
-        driver.prefill(prompt, table, chunk=chunk)
-    for index, token in enumerate(following):
-        pairs = zip(prompts, tables, strict=True)
-        runner.execute([driver.seq([token], len(p) + index, t, index=index + 1) for p, t in pairs])
-    return torch.cat(found)
 
 
 def check_logits(folder, driver_of, name, **how):
