@@ -877,6 +877,8 @@ async def test_the_sdk_with_an_admin_key_does_all_that_operators_do(
             assert [(model["id"], model.get("parent"), model.get("root")) for model in listed] == [
                 ("tiny", None, None), ("poems", "tiny", "/lora/two"),
             ]  # fmt: skip
+            own = (await http.get("/v1/models/poems", headers={"authorization": f"Bearer {poet}"})).json()
+            assert (own["id"], own["parent"], own["root"]) == ("poems", "tiny", "/lora/two")
             hidden = await http.get("/v1/models/poems", headers={"authorization": f"Bearer {clerk}"})
             assert (hidden.status_code, "with adapters" in hidden.text) == (404, False)
             for path in ("/v1/models/nope", "/v1/completions"):
