@@ -50,8 +50,18 @@ class Targets:
 
     @classmethod
     def given(cls, *texts: str) -> Targets:
-        """Args: texts: in the order of the command line; for `serve` target, baseline."""
-        return cls(tuple(Place(text) for text in texts if text))
+        """Args: texts: in the order of the command line; for `serve` target, baseline.
+
+        Raises: ConfigError where two are one server: both get the same prompts, so it would answer the second time from its
+            prefix cache.
+        """
+        servers: dict[str, str] = {}
+        for text in filter(None, texts):
+            if other := servers.get(_server(text)):
+                rule = f"is the same server as {other}, and would answer the same prompts from its prefix cache"
+                raise ConfigError("target", text, rule)
+            servers[_server(text)] = text
+        return cls(tuple(map(Place, servers.values())))
 
     @classmethod
     def own(cls, cluster: ClusterChoice) -> Targets:
@@ -76,6 +86,13 @@ class Targets:
                 found.append(Place(f"{one.label}={address}", one.workers))
                 print(f"{one.label} serves at {address}", file=sys.stderr, flush=True)
             yield tuple(found)
+
+
+def _server(text: str) -> str:
+    """`[label=]URL` without the label, and without what names the same server in another way."""
+    label, equals, url = text.partition("=")
+    found = url if equals and "://" not in label else text
+    return found.rstrip("/").removesuffix("/v1").lower()
 
 
 def serve(config: BenchConfig, targets: Targets, rounds: int, *, kind: str = "serve") -> int:

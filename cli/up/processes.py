@@ -114,10 +114,12 @@ def require_free_port(field: str, host: str, port: int) -> None:
 
 
 def tail(path: Path | None, lines: int = 25) -> str:
-    """The last lines of a log; empty when there is none."""
+    """The last lines of a log; empty when there is none. Without the settings that a process begins with: they are long,
+    and would hide what it said."""
     if path is None:
         return ""
     try:
-        return "\n".join(path.read_text(errors="replace").splitlines()[-lines:])
+        found = path.read_text(errors="replace").splitlines()
     except OSError:
         return ""
+    return "\n".join([line for line in found if not line.startswith('{"event": "settings"')][-lines:])

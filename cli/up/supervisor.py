@@ -71,6 +71,8 @@ def exit_reason(code: int) -> str:
     if code in (128 + signal.SIGTERM, 128 + signal.SIGINT):
         return f"stopped by {signal.Signals(code - 128).name}"
     if code < 0:
+        if code == -signal.SIGKILL:
+            return "killed by SIGKILL, as the kernel does where memory runs out"
         try:
             return f"killed by {signal.Signals(-code).name}"
         except ValueError:

@@ -7,6 +7,7 @@ usage at the end. The role chunk is not a token.
 from __future__ import annotations
 
 import asyncio
+import os
 import ssl
 from collections.abc import AsyncGenerator, Mapping
 from typing import Any, Literal
@@ -112,9 +113,14 @@ class OpenAITarget:
         if not self._model:
             try:
                 async with self._session.get(self.url + "/v1/models", headers=self._headers) as answer:
+                    if answer.status != 200:
+                        said = f"HTTP {answer.status}: {(await answer.text())[:400]}"
+                        raise TargetError(Outcome.ERROR, f"{self.url}/v1/models answers {said}", status=answer.status)
                     self._model = (await answer.json())["data"][0]["id"]
-            except (aiohttp.ClientError, TimeoutError, LookupError, TypeError, ValueError) as error:
+            except (aiohttp.ClientError, TimeoutError) as error:
                 raise TargetError(Outcome.ERROR, f"{self.url}/v1/models does not answer: {_said(error)}") from None
+            except (LookupError, TypeError, ValueError):
+                raise TargetError(Outcome.ERROR, f"{self.url}/v1/models answers with no list of models") from None
         return self._model
 
     def _trust(self) -> ssl.SSLContext | bool:
@@ -250,4 +256,7 @@ def _chunk_of(event: _Event) -> Event | None:
 
 
 def _said(error: BaseException) -> str:
+    if isinstance(error, aiohttp.ClientConnectorError):  # its own text names TLS, whether it is used or not
+        cause = error.os_error
+        return os.strerror(cause.errno) if isinstance(cause, ConnectionError) and cause.errno else str(cause)
     return str(error) or type(error).__name__

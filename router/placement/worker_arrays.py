@@ -224,8 +224,8 @@ def _reported(record: WorkerRecord) -> Collection[str]:
 
 @dataclass(slots=True, eq=False)
 class ClusterSnapshot:
-    """The cluster's state for one placement. `barred`: indexes (0 to D - 1) of decode workers that failed for this
-    request. `running`: see adapters.py."""
+    """The cluster's state for one placement. `barred`: indexes (0 to D - 1) of decode workers that had this
+    request already. `running`: see adapters.py."""
 
     fleet: WorkerArrays
     loads: RequestLoads
@@ -261,7 +261,7 @@ class ClusterSnapshot:
     @property
     def unusable(self) -> dict[str, str]:
         barred = {self.fleet.records[self.fleet.num_prefill + i].worker_id for i in self.barred}
-        return {**self.fleet.unusable, **dict.fromkeys(barred, "failed for this request")}
+        return {**self.fleet.unusable, **dict.fromkeys(barred, "had this request already")}
 
     @property
     def incompatible(self) -> Mapping[tuple[str, str], Sequence[str]]:

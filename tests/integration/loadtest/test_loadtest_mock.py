@@ -9,6 +9,7 @@ import asyncio
 from typing import Any
 
 import pytest
+from aiohttp import web
 
 from diptych.loadtest.config import BenchConfig, make_target
 from diptych.loadtest.mock_server import Script, serve
@@ -127,13 +128,45 @@ def test_cancelled_streams_and_conversations():
     assert later  # history travels: later turns have longer prompts
 
 
+@pytest.mark.parametrize(
+    ("status", "body", "said"),
+    [
+        (401, '{"error": {"message": "no key"}}', r"/v1/models answers HTTP 401: .*no key"),
+        (200, "{}", "/v1/models answers with no list of models"),
+        (200, "<html>", "/v1/models answers with no list of models"),
+    ],
+)
+def test_a_server_that_refuses_to_name_its_models(status, body, said):
+    """It was said not to answer, with the name of a key of Python's."""
+
+    async def models(_: web.Request) -> web.Response:
+        return web.Response(status=status, text=body, content_type="application/json")
+
+    async def main() -> None:
+        app = web.Application()
+        app.router.add_get("/v1/models", models)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        target = make_target(f"http://127.0.0.1:{runner.addresses[0][1]}", config())
+        try:
+            with pytest.raises(TargetError, match=said):
+                await target.open()
+        finally:
+            await target.close()
+            await runner.cleanup()
+
+    asyncio.run(main())
+
+
 def test_a_server_that_is_not_there():
     chosen = config()
 
     async def main() -> None:
         target = make_target("http://127.0.0.1:9", chosen)
         try:
-            with pytest.raises(TargetError, match="does not answer"):
+            with pytest.raises(TargetError, match="does not answer: Connection refused$"):
                 await target.open()
         finally:
             await target.close()

@@ -18,6 +18,7 @@ from redis import asyncio as aioredis
 from diptych.cli.operator_calls import ask
 from diptych.cli.router_access import RouterAccess
 from diptych.cli.up.processes import free_port
+from diptych.cli.up.supervisor import exit_reason
 from diptych.common import child
 from diptych.common.request import ADAPTER, ADAPTER_FOLDER
 from diptych.common.store.redis_store import RedisStore
@@ -280,7 +281,7 @@ async def test_a_process_that_dies_is_started_again_and_the_others_go_on(router,
         assert set(each) == {"0", "1"}
         answers = [await router.ask(client, model="poems") for client in each.values()]
         assert [one.status_code for one in answers] == [200] * N, "the new one knows what was loaded before"
-    assert router.ended()[before:] == [("process 0", "killed by SIGKILL")]
+    assert router.ended()[before:] == [("process 0", exit_reason(-9))]
     served = list(router.children.values())
     router.process.kill()
     router.process.wait()

@@ -95,6 +95,25 @@ def test_a_file_that_is_not_there_is_named_before_a_cluster_starts(monkeypatch, 
     assert not started
 
 
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ("http://h:1", "http://h:1"),
+        ("a=http://h:1", "b=http://h:1/"),
+        ("a=http://H:1", "http://h:1/v1"),
+        ("grpc://h:2", "b=grpc://h:2"),
+    ],
+)
+def test_one_server_is_not_compared_with_itself(first, second):
+    with pytest.raises(ConfigError, match=r"^target='.*': is the same server as .*prefix cache"):
+        Targets.given(first, second)
+
+
+def test_two_servers_and_two_apis_of_one_are_compared():
+    assert len(Targets.given("http://h:1", "http://h:2", "").places) == 2
+    assert len(Targets.given("https://h:1", "http://g:1").places) == 2
+
+
 def test_the_baseline_goes_first():
     given = Targets.given("new=http://h:1", "old=http://h:2").places
     assert [place.text for place in bench_run._baseline_first(given, "serve")] == ["old=http://h:2", "new=http://h:1"]

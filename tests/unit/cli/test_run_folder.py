@@ -9,7 +9,9 @@ from typer.testing import CliRunner
 
 from diptych.cli.main import build_app
 from diptych.cli.router_access import RouterAccess, router_access
+from diptych.cli.settings.merge import log_line
 from diptych.cli.status_client import StatusClient
+from diptych.cli.up.config import UpConfig
 from diptych.cli.up.processes import ProcessIdentity, tail
 from diptych.cli.up.run_folder import ChildState, ClusterState, RunFolder
 from diptych.common.errors import ConfigError, NoWorkerError
@@ -150,6 +152,12 @@ def test_tail(tmp_path: Path):
     assert tail(path) == ""
     path.write_text("\n".join(str(i) for i in range(100)))
     assert tail(path, 2) == "98\n99"
+
+
+def test_a_tail_leaves_out_the_settings_of_the_start(tmp_path: Path):
+    path = tmp_path / "x.log"
+    path.write_text(log_line("up", UpConfig()) + '\n{"event": "it cannot start"}\n')
+    assert tail(path) == '{"event": "it cannot start"}'
 
 
 def test_the_cluster_here_says_how_it_is_reached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -173,7 +173,8 @@ def test_restart_delay_grows_and_is_bounded():
 
 
 def test_exit_reason():
-    assert exit_reason(-9) == "killed by SIGKILL"
+    assert exit_reason(-9) == "killed by SIGKILL, as the kernel does where memory runs out"
+    assert exit_reason(-11) == "killed by SIGSEGV"
     assert exit_reason(3) == "exit code 3"
 
 

@@ -240,13 +240,13 @@ def test_a_hit_in_a_lower_tier_is_charged_the_copy_back(tier):
     assert first == pytest.approx(second)
 
 
-def test_workers_that_failed_for_this_request_are_barred():
+def test_workers_that_had_this_request_already_are_barred():
     whole = ClusterSnapshot.of([worker("p0")], [worker("d0"), worker("d1", num_running=50)])
     barred = ClusterSnapshot(whole.fleet, whole.loads, (0,))
     request = PlacementRequest(200, 64)
     assert pair(choose_placement(request, barred, NOW, random.Random(0))) == ("p0", "d1")
     assert [view.worker_id for view in barred.decode] == ["d1"]
-    assert barred.unusable == {"d0": "failed for this request"}
+    assert barred.unusable == {"d0": "had this request already"}
     nobody = ClusterSnapshot(whole.fleet, whole.loads, (0, 1))
     assert isinstance(choose_placement(request, nobody, NOW, random.Random(0)), Rejected)
 
