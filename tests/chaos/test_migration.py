@@ -28,7 +28,7 @@ from diptych.router import served_model
 from diptych.router.config import RouterConfig
 from diptych.router.frontend import Frontend
 from diptych.router.server import ApiServers
-from diptych_tests import waiting
+from diptych_tests import golden_adapters, waiting
 from diptych_tests.fake_model_cluster import ask, body_of, fake_model_cluster
 from diptych_tests.kill_run import model_folder
 
@@ -71,8 +71,13 @@ CASES: dict[str, dict[str, Any]] = {
     "n": {"n": 3, "logprobs": 1},
     "best_of": {"n": 1, "best_of": 2},
     "beams": {"n": 2, "beam_width": 2, "temperature": 0.0, "seed": None},
-}
-WITHHELD = ("best_of", "beams")
+    "adapter": {"adapter": "pirate"},
+    "adapter and json_schema": {
+        "adapter": "pirate", "json_schema": LIST, "compact_json": True, "ignore_eos": False, "max_tokens": 120,
+    },
+    "adapter and beams": {"adapter": "pirate", "n": 2, "beam_width": 2, "temperature": 0.0, "seed": None},
+}  # fmt: skip
+WITHHELD = ("best_of", "beams", "adapter and beams")
 """No token of these is sent before their end."""
 
 
@@ -118,7 +123,9 @@ class Movable:
 def started(cluster_module: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Movable]:
     gates = cluster_module.StepGates(tmp_path_factory.mktemp("gates"))
     name, flags = gates.flags
-    more = ("--decode-workers", "2", name, f"{flags} --drain-s 1")
+    pirate = golden_adapters.FOLDER / "pirate"
+    lora = ("--enable-lora", "--lora-dir", str(pirate.parent), "--lora-modules", f"pirate={pirate}")
+    more = ("--decode-workers", "2", name, f"{flags} --drain-s 1", *lora)
     with cluster_module.running_cluster(tmp_path_factory.mktemp("movable"), *more) as running:
         yield Movable(running, gates)
 
@@ -193,7 +200,8 @@ async def test_killed_in_the_middle_of_an_answer(movable: Movable, case: str) ->
     check_moved(got, lost, withheld=case in WITHHELD)
     assert outcome(got) == outcome(want)
     assert logprobs_of(got) == pytest.approx(logprobs_of(want), abs=1e-5)
-    if case == "json_schema":
+    assert got.adapter == want.adapter == CASES[case].get("adapter", "")
+    if "json_schema" in case:
         assert set(json.loads(got.text)) == {"words", "sure"}
 
 
