@@ -11,21 +11,30 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
+from diptych.common.request import CacheClaim
 from diptych.common.secret import tenant_folder
 from diptych.common.tiers import DISK
 from diptych.engine.disk_messages import DiskBlock
 from diptych.engine.messages import TierEvicted, TierStored
-from diptych.engine.sched.cache.eviction import OldestUseLastBlockFirst, TierOrder
+from diptych.engine.sched.cache.eviction import ClaimedLast, OldestUseLastBlockFirst, TierOrder
+from diptych.engine.sched.cache.retention import Claims
 from diptych.engine.sched.cache.tier_events import TierEvents
 
 
 class DiskTier:
     """Args: num_blocks: 0: there is no disk, everything is ignored. most_offered: blocks that wait to be written. order: of
-    evictions; None: the blocks that were used longest ago leave first, of one use the last one."""
+    evictions of what nobody claims; None: the blocks that were used longest ago leave first, of one use the last one.
+    claim_share: part of the blocks that requests may claim."""
 
     name = DISK
 
-    def __init__(self, num_blocks: int, most_offered: int = 1 << 16, order: TierOrder | None = None) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        most_offered: int = 1 << 16,
+        order: TierOrder | None = None,
+        claim_share: float = 0.0,
+    ) -> None:
         self.num_blocks = num_blocks
         self.is_shared = False
         """As the BlockStore is: what leaves for others is forgotten here, and stays there."""
@@ -36,7 +45,10 @@ class DiskTier:
         self._writing: dict[bytes, int | None] = {}
         """By key: the use of the block; None: it must not stay."""
         self._held: dict[bytes, DiskBlock] = {}
-        self._order = OldestUseLastBlockFirst() if order is None else order  # an empty one is false
+        unclaimed = OldestUseLastBlockFirst() if order is None else order  # an empty one is false
+        self._claims: Claims[bytes] = Claims(int(claim_share * num_blocks), self._moved)
+        """Of blocks that are held, or will be."""
+        self._order = ClaimedLast(unclaimed, self._claims.level)
         self._removed: list[DiskBlock] = []
         self._events = TierEvents(self.name)
         self.num_evicted = 0
@@ -94,21 +106,20 @@ class DiskTier:
             if key not in self._held and key not in self._writing and key not in self._offered:
                 self._offered[key] = DiskBlock(key, folder, index), use
         while len(self._offered) > self._most_offered:
-            del self._offered[next(iter(self._offered))]
-            self.num_dropped += 1
+            self._drop(next(iter(self._offered)))
 
     def take(self, most: int, is_there: Callable[[bytes], bool]) -> list[DiskBlock]:
         """The next blocks to be written, at most `most`; room is made for them. Args: is_there: its KV can be read now."""
         taken: list[DiskBlock] = []
         while self._offered and len(taken) < most:
             key, (block, use) = next(iter(self._offered.items()))
-            del self._offered[key]
             if not is_there(key):
-                self.num_dropped += 1
+                self._drop(key)
                 continue
             if not self._make_room():
-                self.num_dropped += 1
+                self._drop(key)
                 return taken  # all that there is room for is being written
+            del self._offered[key]
             self._writing[key] = use
             taken.append(block)
         return taken
@@ -119,6 +130,7 @@ class DiskTier:
         for block in blocks:
             use = self._writing.pop(block.key, None)
             if block.key in lost:
+                self._claims.gone(block.key, evicted=False)
                 continue
             if use is None:
                 self._removed.append(block)
@@ -157,16 +169,36 @@ class DiskTier:
             self._order.add(block.key, use, block.index)
             self._events.stored((block.key,))
 
-    def used(self, keys: Sequence[bytes], use: int) -> None:
-        """A request begins with these blocks, wherever it has them from."""
+    def used(self, keys: Sequence[bytes], use: int, session: bytes = b"") -> None:
+        """A request of this session, or of none, begins with these blocks, wherever it has them from."""
         if self._held:
             self._order.used(keys, use)
+        self._claims.used(keys, session)
+
+    # ---- claims ----
+
+    def claim(self, keys: Iterable[bytes], tenant: str, wanted: CacheClaim, now: float) -> None:
+        """Those that are held, or will be, are claimed from now on. Pass the last block of a sequence first."""
+        if self.num_blocks:
+            self._claims.make((key for key in keys if self.knows(key)), tenant, wanted, now)
+
+    def expire(self, now: float) -> None:
+        """End the claims whose time is over."""
+        self._claims.expire(now)
+
+    def close_session(self, session: bytes) -> list[bytes]:
+        """End its claims, and let go of the blocks that only it has claimed and used. Returns: their keys."""
+        mine = self._claims.close(session)
+        for key in mine:
+            self.discard(key)
+        return mine
 
     # ---- leaving ----
 
     def discard(self, key: bytes) -> None:
         """Its content may be wrong, or its file is gone."""
         self._offered.pop(key, None)
+        self._claims.gone(key, evicted=False)
         if key in self._writing:
             self._writing[key] = None
         elif (block := self._held.get(key)) is not None:
@@ -176,6 +208,7 @@ class DiskTier:
     def give_up(self) -> None:
         """No block stays, and none comes any more."""
         self.is_open = False
+        self._claims.clear()
         self._offered.clear()
         self._writing = dict.fromkeys(self._writing)
         for block in list(self._held.values()):
@@ -189,6 +222,8 @@ class DiskTier:
 
     def restart(self) -> None:
         """A new epoch of events begins, with all that is held. Nothing that was offered is written: it may be wrong."""
+        for key in (*self._offered, *self._writing):
+            self._claims.gone(key, evicted=False)
         self._offered.clear()
         self._writing = dict.fromkeys(self._writing)
         self._events.restart()
@@ -206,7 +241,7 @@ class DiskTier:
             out.append(f"disk tier: held {len(self._held)} + writing {len(self._writing)} > {self.num_blocks}")
         if twice := (self._held.keys() & self._writing.keys()) | (self._held.keys() & self._offered.keys()):
             out.append(f"disk tier: {len(twice)} blocks are held and to be written")
-        return out
+        return out + [f"disk tier: {broken}" for broken in self._claims.violations(self.knows)]
 
     def _make_room(self) -> bool:
         """For one block."""
@@ -221,9 +256,19 @@ class DiskTier:
             return False
         if not self.is_shared:
             self._removed.append(self._held[key])
+        self._claims.gone(key, evicted=True)
         self._forget(self._held[key])
         self.num_evicted += 1
         return True
+
+    def _moved(self, key: bytes, level: int) -> None:
+        self._order.move(key, level)
+
+    def _drop(self, key: bytes) -> None:
+        """An offered block that is not written."""
+        del self._offered[key]
+        self._claims.gone(key, evicted=False)
+        self.num_dropped += 1
 
     def _forget(self, block: DiskBlock) -> None:
         self._order.remove(block.key)

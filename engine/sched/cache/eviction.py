@@ -8,10 +8,12 @@ without those before it, so of one prompt the last block leaves first.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from heapq import heappop, heappush
 from itertools import accumulate
 from typing import Protocol
+
+from diptych.engine.sched.cache.retention import UNCLAIMED
 
 
 class TierOrder(Protocol):
@@ -166,6 +168,74 @@ class Uses:
     def of(self, key: bytes) -> tuple[int, int, int]:
         """How often; the number of the last request; its index. (1, 0, 0): it is not known."""
         return self._of.get(key, (1, 0, 0))
+
+
+class ClaimedLast:
+    """Blocks by the level of their claims (retention.py): those of a lower one leave first, and among those of one level that of
+    their order. What is not claimed has an order of its own.
+
+    Args: level_of: of a block that enters.
+    """
+
+    def __init__(self, unclaimed: TierOrder, level_of: Callable[[bytes], int]) -> None:
+        self._orders: dict[int, TierOrder] = {UNCLAIMED: unclaimed}
+        self._ascending = [UNCLAIMED]
+        self._level_of = level_of
+        self._levels: dict[bytes, int] = {}
+        """Of the blocks here that are not at UNCLAIMED."""
+        self._place: dict[bytes, tuple[int, int]] = {}
+        """By key: use, and index."""
+
+    def __len__(self) -> int:
+        return len(self._place)
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._place
+
+    def __iter__(self) -> Iterator[bytes]:
+        return iter(self._place)
+
+    def used(self, keys: Sequence[bytes], use: int) -> None:
+        for index, key in enumerate(keys):
+            if key in self._place:
+                self._place[key] = use, index
+        for order in self._orders.values():
+            if len(order):
+                order.used(keys, use)
+
+    def add(self, key: bytes, use: int, index: int) -> None:
+        if key not in self._place and (level := self._level_of(key)) != UNCLAIMED:
+            self._levels[key] = level
+        self._place[key] = use, index
+        self._at(self._levels.get(key, UNCLAIMED)).add(key, use, index)
+
+    def remove(self, key: bytes) -> bool:
+        if self._place.pop(key, None) is None:
+            return False
+        return self._at(self._levels.pop(key, UNCLAIMED)).remove(key)
+
+    def pop(self, protected: Container[bytes] = ()) -> bytes | None:
+        for level in self._ascending:
+            if (key := self._orders[level].pop(protected)) is not None:
+                del self._place[key]
+                self._levels.pop(key, None)
+                return key
+        return None
+
+    def move(self, key: bytes, level: int) -> None:
+        """A claim has begun or ended; nothing happens where the block is not here."""
+        place = self._place.get(key)
+        if place is not None and self._levels.get(key, UNCLAIMED) != level:
+            self._at(self._levels.pop(key, UNCLAIMED)).remove(key)
+            if level != UNCLAIMED:
+                self._levels[key] = level
+            self._at(level).add(key, *place)
+
+    def _at(self, level: int) -> TierOrder:
+        if level not in self._orders:
+            self._orders[level] = OldestUseLastBlockFirst()
+            self._ascending = sorted(self._orders)
+        return self._orders[level]
 
 
 _AGES = 20

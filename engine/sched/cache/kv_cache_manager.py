@@ -33,7 +33,7 @@ class KvCacheManager:
         num_blocks, kv, group_blocks: as in RunnerCapabilities. All groups have blocks of `block_size` tokens.
         max_chunk: tokens of a prompt that one step computes at most.
         tenant_cache_share: part of each pool that one tenant's cached blocks may take.
-        claim_share: part of each pool that requests may claim.
+        claim_share: part of each pool, and of the disk tier, that requests may claim.
         tier_eviction: which blocks leave the tiers below first, see `tier_orders`.
         worth_restoring: whether copying so many tokens from the host tier is better than computing them.
     """
@@ -58,7 +58,7 @@ class KvCacheManager:
             tier_eviction, (num_blocks + num_host_blocks + num_disk_blocks) if num_host_blocks or num_disk_blocks else 0
         )
         self.host = HostTier(num_host_blocks, host_order)
-        self.disk = DiskTier(num_disk_blocks, order=disk_order)
+        self.disk = DiskTier(num_disk_blocks, order=disk_order, claim_share=claim_share)
         self._kv = kv if kv is not None and not kv.has_one_full_group else None
         """None: one group, which keeps every token."""
         self._groups: tuple[KvGroup | None, ...] = (None,) if self._kv is None else self._kv.groups
@@ -99,6 +99,7 @@ class KvCacheManager:
         """Of what happens from here on; only the ages of blocks and the ends of claims depend on it."""
         for pool in self.pools:
             pool.now = now
+        self.disk.expire(now)
 
     @property
     def usage(self) -> float:
@@ -192,20 +193,21 @@ class KvCacheManager:
         self.restored_tokens += len(slots) * self.block_size
         if slots:
             request.tier_tokens[self.host.name] = len(slots) * self.block_size
-        if self._uses is not None or self.disk.num_held:
-            self._note_use(request.keys(request.num_published)[: request.num_published], request.arrival)
         claim = request.source.claim
+        if self._uses is not None or self.disk.num_held:
+            session = b"" if claim is None else claim.session
+            self._note_use(request.keys(request.num_published)[: request.num_published], request.arrival, session)
         for pool, found in zip(self.pools, hits, strict=True):
             pool.hit(found, b"" if claim is None else claim.session, num_kept if pool is self.pool else 0)
         request.num_kept_tokens = num_kept * self.block_size
         return True
 
-    def _note_use(self, keys: Sequence[bytes], use: int) -> None:
-        """A request begins with these."""
+    def _note_use(self, keys: Sequence[bytes], use: int, session: bytes = b"") -> None:
+        """A request of this session, or of none, begins with these."""
         if self._uses is not None:
             self._uses.used(keys, use)
         self.host.used(keys, use)
-        self.disk.used(keys, use)
+        self.disk.used(keys, use, session)
 
     def copies_of(self, key: bytes) -> list[int] | None:
         """By group, the block of a key in the cache; None: a group has none."""
@@ -377,6 +379,8 @@ class KvCacheManager:
     def free(self, request: Request) -> None:
         """Its blocks are free, or stay in the cache; those that it claims are claimed from now on."""
         claim = request.source.claim
+        if claim is not None and (count := request.num_published):
+            self.disk.claim(reversed(request.keys(count)[:count]), request.tenant, claim, self.pool.now)
         for index, (pool, table) in enumerate(zip(self.pools, request.tables, strict=True)):
             pool.unreserve(request.reserved[index])
             request.reserved[index] = 0
@@ -402,7 +406,10 @@ class KvCacheManager:
     def close_session(self, session: bytes) -> int:
         """Free what only this session has claimed. Returns: tokens whose KV is no longer cached."""
         freed = [pool.close_session(session) for pool in self.pools]
-        return freed[0] * self.block_size
+        left = [key for key in self.disk.close_session(session) if self.pool.cached_block(key) is None]
+        for key in left:
+            self.host.discard(key)
+        return (freed[0] + len(left)) * self.block_size
 
     def clear(self, *, files: bool = False) -> None:
         """Empty the prefix caches and begin a new epoch; owned blocks stay with their owners. Args: files: give
