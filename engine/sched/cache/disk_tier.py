@@ -169,11 +169,13 @@ class DiskTier:
             self._order.add(block.key, use, block.index)
             self._events.stored((block.key,))
 
-    def used(self, keys: Sequence[bytes], use: int, session: bytes = b"") -> None:
-        """A request of this session, or of none, begins with these blocks, wherever it has them from."""
+    def used(self, keys: Sequence[bytes], use: int, session: bytes | None = None) -> None:
+        """A request begins with these blocks, wherever it has them from. Args: session: its own; empty: it has none; None: whose
+        request it is is not known, or does not matter yet."""
         if self._held:
             self._order.used(keys, use)
-        self._claims.used(keys, session)
+        if session is not None:
+            self._claims.used(keys, session)
 
     # ---- claims ----
 

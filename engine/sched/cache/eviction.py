@@ -206,7 +206,7 @@ class ClaimedLast:
     def add(self, key: bytes, use: int, index: int) -> None:
         if key not in self._place and (level := self._level_of(key)) != UNCLAIMED:
             self._levels[key] = level
-        self._place[key] = use, index
+        self._place[key] = max(self._place.get(key, (use, index)), (use, index))
         self._at(self._levels.get(key, UNCLAIMED)).add(key, use, index)
 
     def remove(self, key: bytes) -> bool:

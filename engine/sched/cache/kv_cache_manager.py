@@ -148,13 +148,15 @@ class KvCacheManager:
                 return False
         return True
 
-    def admit(self, request: Request, *, reserve: bool) -> bool:
+    def admit(self, request: Request, *, reserve: bool, is_use: bool = True) -> bool:
         """Pin the cached prefix, restore what follows it in the host tier, and allocate (or, with `reserve`, and in window
         groups, count) the blocks of the rest; False: nothing was allocated.
 
         On success `num_computed` is the end of the cached prefix; of a swapped request it is unchanged. A hit ends
         before the last token whose logits are needed, so that shared blocks are never written: at most
         `block_size * ((num_prompt - 1) // block_size)` tokens, and after a preemption the same with all tokens.
+
+        Args: is_use: False: it brings KV for a request that follows, and says nothing about whose it is.
         """
         if request.swapped:
             return self._swap_in(request)
@@ -194,16 +196,19 @@ class KvCacheManager:
         if slots:
             request.tier_tokens[self.host.name] = len(slots) * self.block_size
         claim = request.source.claim
+        session = b"" if claim is None else claim.session
         if self._uses is not None or self.disk.num_held:
-            session = b"" if claim is None else claim.session
-            self._note_use(request.keys(request.num_published)[: request.num_published], request.arrival, session)
+            keys = request.keys(request.num_published)[: request.num_published]
+            self._note_use(keys, request.arrival, session if is_use else None)
+        if not is_use:
+            return True
         for pool, found in zip(self.pools, hits, strict=True):
-            pool.hit(found, b"" if claim is None else claim.session, num_kept if pool is self.pool else 0)
+            pool.hit(found, session, num_kept if pool is self.pool else 0)
         request.num_kept_tokens = num_kept * self.block_size
         return True
 
-    def _note_use(self, keys: Sequence[bytes], use: int, session: bytes = b"") -> None:
-        """A request of this session, or of none, begins with these."""
+    def _note_use(self, keys: Sequence[bytes], use: int, session: bytes | None = None) -> None:
+        """See DiskTier.used."""
         if self._uses is not None:
             self._uses.used(keys, use)
         self.host.used(keys, use)

@@ -42,7 +42,7 @@ def begin_pull(live: Lifecycle, command: PullBlocks, header: IdentityHeader, arr
         why = f"{num_tokens} tokens are no whole blocks of a context of {live.limits.max_model_len}"
     elif not kv.caches:
         why = "prefix caching is off"
-    elif cached < num_tokens and not kv.admit(request, reserve=True):
+    elif cached < num_tokens and not kv.admit(request, reserve=True, is_use=False):
         why = "no free blocks"
     if why or cached == num_tokens:
         live.outbox.add(Pulled(command.attempt, cached, note=why))

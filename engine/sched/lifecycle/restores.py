@@ -93,7 +93,7 @@ def plan_restore(
     )
     request = Request(source, arrival, header, live.limits.max_model_len, None, now, kv.num_groups)
     request.seq.vouch = wanted.mode is KvMode.PREFILL
-    if not kv.admit(request, reserve=True):
+    if not kv.admit(request, reserve=True, is_use=False):
         return None
     request.was_admitted = True
     kv.disk.used(keys[:end], arrival)  # they are not evicted while they are read

@@ -11,10 +11,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
+from diptych.common.block_identity import block_keys
 from diptych.common.errors import ConfigError, RequestCancelledError
 from diptych.common.kv_format import windowed_format
 from diptych.common.kv_groups import PoolDemand
-from diptych.common.request import Prompt
+from diptych.common.request import CacheClaim, Prompt
 from diptych.common.secret import tenant_folder
 from diptych.common.text.prompt_digest import prompt_digest
 from diptych.engine.disk_messages import BlocksRead, BlocksWritten, DiskBlock, DiskReply, pieces_of
@@ -582,6 +583,82 @@ def test_host_and_disk_together(kit):
     assert admitted.num_cached_tokens == 40
 
 
+# ---- claims ----
+
+SESSION = b"s" * 16
+
+
+def claimed(kit, attempt: str, prompt=PROMPT, ttl_s: float = 60.0, session: bytes = b"", **fields):
+    return kit.make_request(attempt, prompt, 8, claim=CacheClaim(ttl_s, session=session), **fields)
+
+
+def flood(kit, engine, files, count: int = 6) -> None:
+    """Prompts of ten blocks each, which nobody claims and nobody sends again."""
+    for number in range(count):
+        engine.clock.advance(0.1)
+        once(kit, engine, files, kit.make_request(f"flood {number}", range(200 + 50 * number, 241 + 50 * number), 8))
+
+
+@pytest.mark.parametrize(("ttl_s", "kept"), [(None, 0), (0.05, 0), (3600.0, 40)])
+def test_a_claimed_prompt_stays_in_files_while_others_leave(kit, ttl_s, kept):
+    """A prompt that is claimed for a day and had left the pool left the disk as any other."""
+    files = MemoryFiles()
+    engine = engine_on(kit, files, num_disk_blocks=48)
+    once(kit, engine, files, kit.make_request("a", PROMPT, 8) if ttl_s is None else claimed(kit, "a", ttl_s=ttl_s))
+    flood(kit, engine, files)
+    assert len(files.kept) <= 48
+    events = once(kit, engine, files, kit.make_request("again", PROMPT, 8))
+    [admitted] = [event for event in events if isinstance(event, Admitted)]
+    # of the pool a quarter is claimed, too: eight of its blocks
+    assert (admitted.num_cached_tokens, dict(admitted.tiers)) == (kept, {"disk": 8} if kept else {})
+    assert kit.tokens_of(events, "again") == kit.undisturbed([kit.make_request("again", PROMPT, 8)])["again"]
+
+
+def test_claims_in_files_have_a_share_and_keep_nothing_from_being_written(kit):
+    """A quarter of the files; and with all of them claimed blocks of the next prompt are written all the same."""
+    files = MemoryFiles()
+    engine = engine_on(kit, files, num_disk_blocks=48)
+    for number in range(4):
+        once(kit, engine, files, claimed(kit, f"{number}", range(300 + 50 * number, 341 + 50 * number)))
+    assert len(engine.core.scheduler.kv.disk._claims) == 12
+    files = MemoryFiles()
+    engine = engine_on(kit, files, num_disk_blocks=12, claim_share=1.0)
+    once(kit, engine, files, claimed(kit, "all"))
+    assert len(engine.core.scheduler.kv.disk._claims) == len(files.kept) == 12
+    once(kit, engine, files, kit.make_request("next", range(700, 741), 8))
+    assert set(block_keys(kit.IDENTITY, range(700, 740))) & set(files.kept)
+    assert len(engine.core.scheduler.kv.disk._claims) < 12
+
+
+def test_the_end_of_a_session_frees_its_files_those_that_left_the_pool_too(kit):
+    files = MemoryFiles()
+    engine = engine_on(kit, files, num_disk_blocks=100)
+    once(kit, engine, files, claimed(kit, "a", session=SESSION))
+    flood(kit, engine, files, 3)
+    mine = set(block_keys(kit.IDENTITY, PROMPT[:40]))
+    assert engine.core.scheduler.kv.num_cached_blocks(block_keys(kit.IDENTITY, PROMPT[:40])) == 8
+    assert mine <= set(files.kept)
+    # its own next turn is no use by others, though a restore comes before it
+    once(kit, engine, files, claimed(kit, "b", session=SESSION))
+    flood(kit, engine, files, 3)
+    freed = engine.core.scheduler.live.close_session(SESSION)
+    settle(kit, engine, files)
+    assert not mine & set(files.kept)
+    assert freed == 48  # with the answer's two blocks
+
+
+def test_what_others_use_survives_the_session_in_files(kit):
+    files = MemoryFiles()
+    engine = engine_on(kit, files, num_disk_blocks=100)
+    once(kit, engine, files, claimed(kit, "a", session=SESSION))
+    once(kit, engine, files, kit.make_request("other", PROMPT[:21], 8))
+    engine.core.scheduler.live.close_session(SESSION)
+    settle(kit, engine, files)
+    keys = block_keys(kit.IDENTITY, PROMPT[:40])
+    assert set(keys[:5]) <= set(files.kept)
+    assert not set(keys[5:]) & set(files.kept)
+
+
 # ---- what other workers ask for ----
 
 
@@ -779,12 +856,12 @@ class Books(RuleBasedStateMachine):
     def __init__(self):
         super().__init__()
         self.tier, self.there, self.mirror, self.writing = (
-            DiskTier(6, 8, tier_orders(self.eviction, 20)[2]),
+            DiskTier(6, 8, tier_orders(self.eviction, 20)[2], claim_share=0.5),
             set(),
             set(),
             [],
         )
-        self.use = 0
+        self.use, self.now = 0, 0.0
         self.tier.open([])
 
     def name(self, number: int) -> bytes:
@@ -826,6 +903,28 @@ class Books(RuleBasedStateMachine):
     def use_again(self, first, count):
         self.use += 1
         self.tier.used([self.name(first + i) for i in range(count)], self.use)
+
+    @rule(
+        first=st.integers(0, 9),
+        count=st.integers(1, 5),
+        ttl_s=st.integers(1, 5),
+        priority=st.integers(0, 2),
+        mine=st.booleans(),
+    )
+    def claim(self, first, count, ttl_s, priority, mine):
+        wanted = CacheClaim(float(ttl_s), priority, b"s" * 16 if mine else b"")
+        keys = [self.name(first + i) for i in reversed(range(count))]
+        self.tier.claim(keys, "t" if mine else "u", wanted, self.now)
+
+    @rule()
+    def expire(self):
+        self.now += 1.0
+        self.tier.expire(self.now)
+
+    @rule()
+    def close(self):
+        self.tier.close_session(b"s" * 16)
+        self.obey()
 
     @rule()
     def restart(self):

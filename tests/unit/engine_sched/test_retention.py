@@ -7,8 +7,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
-from diptych.common.request import CacheClaim
-from diptych.engine.messages import Admitted, Finished
+from diptych.common.request import CacheClaim, Prompt
+from diptych.engine.messages import Admitted, EndPull, Finished, PullBlocks
 from diptych.engine.sched.cache.block_pool import BlockPool
 from diptych.engine.sched.cache.host_tier import HostTier
 from diptych.engine.sched.cache.retention import LET_GO, UNCLAIMED, Claims, EvictionOrder
@@ -253,6 +253,17 @@ def test_a_closed_session_frees_its_blocks_and_a_running_request_claims_nothing(
     assert engine.core.scheduler.kv.pool.counts.cached == 0
     kit.run_until_idle(engine)
     assert dict(engine.stats().claims.by_rank) == {0: 0}
+    assert engine.core.scheduler.check() == []
+
+
+def test_a_pull_is_no_use_by_others(kit):
+    """The session's own next turn pulls; its claims ended with their time only, for the pull had no session."""
+    engine = kit.make_engine(num_blocks=32)
+    run(kit, engine, claiming(kit, "a", 21, ONE))
+    engine.send(PullBlocks("pull", Prompt(tuple(range(100, 140)))))
+    engine.send(EndPull("pull"))
+    kit.run_until_idle(engine)
+    assert engine.core.scheduler.live.close_session(ONE) == 20
     assert engine.core.scheduler.check() == []
 
 
