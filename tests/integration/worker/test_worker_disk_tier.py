@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -27,7 +28,7 @@ from diptych.engine.stats import TierStats
 from diptych.router.placement.block_table import as_keys
 from diptych.router.placement.index import BlockIndex, IndexMode
 from diptych.rpc.v1 import types_pb2
-from diptych.worker import wire
+from diptych.worker import disk_tier, wire
 from diptych.worker.disk_tier import num_disk_blocks, open_disk
 from diptych.worker.model import LoadedModel
 from diptych.worker.process import make_transfer
@@ -60,6 +61,12 @@ async def a_worker(
 def disk(worker: WorkerRuntime) -> TierStats:
     [found] = [tier for tier in worker.engine.stats().tiers if tier.name == "disk"]
     return found
+
+
+@pytest.fixture(autouse=True)
+def buffers_are_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each worker has 64 MiB of them, and blocks here have some hundred bytes."""
+    monkeypatch.setattr(disk_tier, "DiskBlockStore", partial(disk_tier.DiskBlockStore, buffer_bytes=1 << 16))
 
 
 @pytest.fixture(autouse=True)
