@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from diptych.common.checkpoint.hashing import model_fingerprint
 from diptych.common.compat import Compat, identified
+from diptych.common.kv_format import QUANTIZED_KV, SAME_DTYPE
 from diptych.engine.exec.attention import attention_version
 from diptych.engine.exec.model_runner import TorchModelRunner
 from diptych.worker.model import LoadedModel
@@ -57,8 +58,10 @@ def write(folder: Path, name: str, layers: int = 2) -> Path:
     return folder
 
 
-def load(folder: Path, backend: str = "torch", num_blocks: int = 64) -> LoadedModel:
-    runner = TorchModelRunner.load(folder, num_blocks=num_blocks, block_size=16, num_threads=1, backend=backend)
+def load(folder: Path, backend: str = "torch", num_blocks: int = 64, kv_cache_dtype: str = SAME_DTYPE) -> LoadedModel:
+    runner = TorchModelRunner.load(
+        folder, num_blocks=num_blocks, block_size=16, num_threads=1, backend=backend, kv_cache_dtype=kv_cache_dtype
+    )
     assert runner.backend == backend
     assert runner.capabilities.kv is not None
     compat = Compat(
@@ -87,6 +90,25 @@ async def test_tokens_of_a_pair_are_those_of_one_worker(
     )  # torch's exact sums take their time
     assert load(folder, backend).compat.method == name.partition("-")[0]
     await check_tokens_of_a_pair(pd, partial(load, folder, backend))
+
+
+@pytest.mark.parametrize("kv_cache_dtype", QUANTIZED_KV)
+async def test_21_a_worker_says_which_method_and_which_kv_serve_and_what_a_token_takes(
+    pd: ModuleType, tmp_path: Path, kv_cache_dtype: str
+) -> None:
+    """By its metrics, to operators; by its lease, to a router, which charges hand-offs by it, scales included."""
+    folder = write(tmp_path / "model", "int4")
+    make = partial(load, folder, kv_cache_dtype=kv_cache_dtype)
+    config = {"kv_cache_dtype": kv_cache_dtype, "slab_bytes": 1 << 17}
+    async with pd.cluster(num_prefill=0, decode=make, decode_config=config) as cluster:
+        labels = {sample.name: sample.labels for sample in await pd.samples(cluster.decode)}
+        assert labels["diptych_cache_config_info"]["cache_dtype"] == QUANTIZED_KV[kv_cache_dtype]
+        model = labels["diptych_model_config_info"]
+        assert (model["method"], model["dtype"], model["kernels"]) == ("int4", "float32", "torch")
+        record = cluster.decode.record()
+        assert record.kv_bytes_per_token == 2 * 2 * 2 * (32 + 4), "layers, K and V, KV heads, codes and a scale"
+        assert record.compat["method"] == "int4"
+        assert record.compat["kv_dtype"] == QUANTIZED_KV[kv_cache_dtype]
 
 
 def test_blocks_of_unlike_quantized_weights_share_no_name(tmp_path: Path) -> None:
