@@ -47,7 +47,7 @@ class GptqFormat:
     quant_methods: tuple[str, ...] = ("gptq",)
     without_effect: tuple[str, ...] = (
         "backend", "batch_size", "block_name_to_quantize", "cache_block_outputs", "damp_percent", "dataset",
-        "exllama_config", "hyb_act", "max_input_length", "meta", "model_file_base_name", "model_name_or_path",
+        "disable_exllama", "exllama_config", "hyb_act", "max_input_length", "meta", "model_file_base_name", "model_name_or_path",
         "model_seqlen", "module_name_preceding_first_block", "pad_token_id", "static_groups", "tokenizer", "true_sequential",
         "use_cuda_fp16", "use_exllama",
     )  # fmt: skip

@@ -329,6 +329,23 @@ def test_layers_that_a_checkpoint_leaves_out_are_plain():
     assert [method_of_ranks(model, degree) for degree in (1, 2)] == ["int4+int8", "int4+int8@tp2"]
 
 
+OF_TRANSFORMERS = [
+    {"batch_size": 1, "bits": 4, "block_name_to_quantize": None, "cache_block_outputs": True, "damp_percent": 0.1,
+     "dataset": None, "desc_act": True, "disable_exllama": True, "exllama_config": {"version": 1}, "group_size": 64,
+     "max_input_length": None, "model_seqlen": None, "module_name_preceding_first_block": None,
+     "modules_in_block_to_quantize": None, "pad_token_id": None, "quant_method": "gptq", "sym": True, "tokenizer": None,
+     "true_sequential": True, "use_cuda_fp16": False, "use_exllama": True},
+    {"backend": "autoawq", "bits": 4, "do_fuse": False, "exllama_config": None, "fuse_max_seq_len": None, "group_size": 64,
+     "modules_to_fuse": None, "modules_to_not_convert": None, "quant_method": "awq", "version": "gemm", "zero_point": True},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("config", OF_TRANSFORMERS, ids=["gptq", "awq"])
+def test_21_what_transformers_writes_beside_the_settings_changes_nothing(config):
+    """`disable_exllama`, of its first versions with GPTQ, was refused as unknown."""
+    assert methods_of(config) == QUANTIZED_ALL
+
+
 @pytest.mark.parametrize(
     ("quantization", "names"),
     [
