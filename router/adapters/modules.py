@@ -5,7 +5,8 @@ wait until workers are usable -> each name that the registry does not have is lo
 The pause between two tries doubles while the reasons stay the same: up to MAX_PAUSE_S where a worker refuses the files, which
 only somebody who changes them can mend, and up to MAX_WAIT_S else.
 
-A name that the registry has keeps its versions: a restart undoes no rollback.
+A name that the registry has keeps its versions: a restart undoes no rollback. Where none of them is of the folder that is
+named here, the log says so.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from collections.abc import Awaitable, Callable, Mapping
 import structlog
 
 from diptych.common.errors import DiptychError, InvalidRequestError
+from diptych.common.store.adapters import AdapterEntry
 from diptych.router.adapters.operations import AdapterOperations, LoadRequest
 
 log = structlog.get_logger(__name__)
@@ -95,11 +97,19 @@ class StartAdapters:
 
     async def _try(self, name: str) -> None:
         folder = self._folders[name]
-        if not self._is_known(name):
+        if (entry := self._known(name)) is not None:
+            folders = sorted({version.folder for version in entry.versions})
+            if folder not in folders:
+                log.warning(
+                    "an adapter of --lora-modules keeps the versions that the registry has, of other folders; "
+                    "`diptych adapters load --in-place` makes this folder the next one",
+                    adapter=name, folder=folder, folders=folders,
+                )  # fmt: skip
+        else:
             try:
                 await self._operations.load(LoadRequest(name, folder, self._model))
             except DiptychError as error:
-                if not self._is_known(name):  # else another router loaded it at the same time
+                if self._known(name) is None:  # else another router loaded it at the same time
                     if self.missing[name] != error.message:
                         log.error("an adapter cannot be loaded", adapter=name, folder=folder, error=error.message)
                     self.missing[name] = error.message
@@ -107,5 +117,5 @@ class StartAdapters:
                     return
         del self.missing[name]
 
-    def _is_known(self, name: str) -> bool:
-        return any(entry.name == name for entry in self._operations.entries())
+    def _known(self, name: str) -> AdapterEntry | None:
+        return next((entry for entry in self._operations.entries() if entry.name == name), None)

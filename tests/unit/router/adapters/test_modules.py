@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+from structlog.testing import capture_logs
 
 from diptych.common.errors import DiptychError, InvalidRequestError, NoWorkerError
+from diptych.common.store.adapters import AdapterEntry
 from diptych.router.adapters.modules import MAX_PAUSE_S, MAX_WAIT_S, StartAdapters
 from diptych.router.adapters.operations import AdapterOperations, LoadRequest
+from diptych_tests.records import adapter_entry
 
 
 class Refusing(AdapterOperations):
@@ -58,6 +61,23 @@ async def test_a_load_that_takes_its_time_delays_no_other() -> None:
     await modules.run()
     assert modules.tried
     assert not modules.missing
+
+
+async def test_a_folder_that_the_registry_has_no_version_of_is_named() -> None:
+    """Another folder for a name that the registry kept was passed over without a word."""
+
+    class Kept(Refusing):
+        def entries(self, tenant: str | None = None) -> list[AdapterEntry]:
+            return [adapter_entry("poems", "one", "two")]
+
+    warned = []
+    for folder in ("/adapters/one", "/adapters/two", "/adapters/new"):
+        with capture_logs() as lines:
+            modules = StartAdapters(Kept([]), {"poems": folder}, "tiny", lambda: True)
+            await modules.run()
+        assert not modules.missing
+        warned.append([(line["adapter"], line["folder"]) for line in lines if line["log_level"] == "warning"])
+    assert warned == [[], [], [("poems", "/adapters/new")]]
 
 
 async def test_files_that_are_refused_are_tried_again_ever_less_often() -> None:
