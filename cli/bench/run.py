@@ -145,7 +145,10 @@ async def opened(config: BenchConfig, places: Sequence[Place]) -> AsyncIterator[
             try:
                 model = await target.open()
             except TargetError as error:
-                raise ConfigError("target", place.text, error.message) from None
+                key_from = (
+                    f"; the key comes from {config.api_key_env}" if error.status == 401 and config.api_key_env else ""
+                )
+                raise ConfigError("target", place.text, error.message + key_from) from None
             found[-1] = (target, model, dataclasses.replace(config, workers=place.workers or config.workers))
         yield found
     finally:

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from diptych.client import AsyncClient, Completion, DiptychError, RetryPolicy, StreamBrokenError, Tls
+from diptych.client import AsyncClient, Completion, DiptychError, RetryPolicy, StreamBrokenError, Tls, UnreachableError
 from diptych.common.errors import NoWorkerError, OverloadedError, RequestDeadlineError
 from diptych.loadtest.figures.record import Outcome, ServerFacts
 from diptych.loadtest.targets.target import Ask, Chunk, Ended, Event, Sampling, TargetError
@@ -54,8 +54,12 @@ class GrpcTarget:
             try:
                 models = await self._clients[""].list_models()
                 self._model = models[0].id
-            except (DiptychError, IndexError) as error:
+            except (UnreachableError, RequestDeadlineError) as error:
                 raise TargetError(Outcome.ERROR, f"{self.url} does not answer: {error}") from None
+            except DiptychError as error:
+                raise TargetError(Outcome.ERROR, f"{self.url} refuses: {error}", status=error.http_status) from None
+            except IndexError:
+                raise TargetError(Outcome.ERROR, f"{self.url} names no model") from None
         return self._model
 
     async def close(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import grpc.aio
 import pytest
 
+from diptych.cli.bench.run import Place, opened
 from diptych.common.errors import ConfigError, OverloadedError
 from diptych.loadtest.config import BenchConfig, make_target
 from diptych.loadtest.runs import live
@@ -69,6 +70,23 @@ async def test_no_server():
             await target.open()
     finally:
         await target.close()
+
+
+@pytest.mark.parametrize("scheme", ["grpc", "http"])
+async def test_a_server_with_keys_says_where_the_key_is_taken_from(tmp_path, monkeypatch, scheme):
+    """A gRPC server that wanted a key was said not to answer, and neither said where the key comes from."""
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    monkeypatch.delenv("DIPTYCH_API_KEY", raising=False)
+    served = tmp_path / "keys.json"
+    add_key(served, "acme", now=0.0)
+    async with api_servers(FakeRouterApi(hello_script()), keys=Authenticator(served, now=lambda: 0.0)) as addresses:
+        place = Place(f"{scheme}://{getattr(addresses, scheme)}")
+        with pytest.raises(
+            ConfigError, match=r"an API key is required.*; the key comes from OPENAI_API_KEY$"
+        ) as refused:
+            async with opened(BenchConfig(), [place]):
+                pass
+    assert "does not answer" not in str(refused.value)
 
 
 @pytest.mark.parametrize("scheme", ["grpc", "http"])
