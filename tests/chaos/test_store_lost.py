@@ -16,6 +16,7 @@ from redis import asyncio as aioredis
 
 from diptych_tests import waiting
 from diptych_tests.fake_model_cluster import FakeModelCluster, ask, check, fake_model_cluster
+from diptych_tests.lora import write_adapter
 
 pytestmark = [
     pytest.mark.multiproc,
@@ -106,13 +107,33 @@ async def test_redis_is_dead_for_longer_than_a_lease(tmp_path: Path) -> None:
 
 
 async def test_redis_forgets_everything_and_then_holds_keys_of_other_types(tmp_path: Path) -> None:
-    async with fake_model_cluster(tmp_path, decode=2) as cluster, load(cluster) as answers:
+    """Adapters are the one thing there that no worker can write again: the router does, and serves them meanwhile."""
+    folder = write_adapter(tmp_path / "lora" / "french", {"model.layers.0.self_attn.q_proj": (8, 6)})
+    lora = {"enable_lora": True, "max_loras": 2, "lora_dir": [str(folder.parent)]}
+    router = {"lora_modules": f"french={folder}"}
+    async with (
+        fake_model_cluster(tmp_path, decode=2, fake={"max_loras": 2}, router=router, **lora) as cluster,
+        load(cluster) as answers,
+        cluster.client() as sdk,
+    ):
         client = aioredis.Redis(port=cluster.redis_port, protocol=2)
+
+        async def with_adapter() -> tuple[int, ...]:
+            return (await sdk.generate(**ask(1), adapter="french")).token_ids
+
+        async def registry_again() -> bool:
+            return await client.type("{diptych}:adapters") == b"hash"
+
         try:
             await registered(cluster, client)
+            await waiting.until(registry_again, "the adapter is loaded")
             await served(answers)
+            french = await with_adapter()
+            assert french != (await sdk.generate(**ask(1))).token_ids
             await client.flushall()
+            assert await with_adapter() == french
             await registered(cluster, client)
+            await waiting.until(registry_again, "the registry is written again")
             await served(answers)
             keys = await client.keys("*")
             assert len(keys) > len(cluster.workers())
@@ -127,8 +148,10 @@ async def test_redis_forgets_everything_and_then_holds_keys_of_other_types(tmp_p
                 return all(kind not in (b"zset", b"none") for kind in types)
 
             await waiting.until(leases_again, "every lease is written again")
+            await waiting.until(registry_again, "and the registry")
             await cluster.until_usable()
             await served(answers)
+            assert await with_adapter() == french
         finally:
             await client.aclose()
         await index_is_right(cluster)
