@@ -329,7 +329,9 @@ class Worker:
         runner = FakeRunner(64, 4)
         self.client = DictStore(kept)
         keeper = MooncakeKeeper(self.client, IDENTITY, 4 * runner.kv_bytes_per_token)
-        self.store = DiskBlockStore(keeper, FakeClock())
+        self.store = DiskBlockStore(
+            keeper, FakeClock(), buffer_bytes=64 * keeper.block_bytes
+        )  # shipped: 64 MiB a store
         self.store.bytes_per_s = 1e12
         self.replies: SimpleQueue[DiskReply] = SimpleQueue()
         self.store.begin(self.replies.put)

@@ -28,6 +28,8 @@ from diptych.kvtransfer.disk.block_folder import BlockFolder
 from diptych.kvtransfer.disk.block_store import PAUSE_S, DiskBlockStore
 
 SIZE = 4 * FakeRunner(8, 4).kv_bytes_per_token
+BUFFER_BYTES = 64 * SIZE
+"""The shipped ones are 64 MiB a store."""
 TENANT = "a" * 32
 DEADLINE_S = 30.0
 
@@ -42,7 +44,7 @@ class Started:
     def __init__(self, root: Path) -> None:
         self.root, self.clock = root, FakeClock()
         self.folder = BlockFolder(root, "decode-0", identity_of("m"), SIZE)
-        self.store = DiskBlockStore(self.folder, self.clock)
+        self.store = DiskBlockStore(self.folder, self.clock, buffer_bytes=BUFFER_BYTES)
         self.replies: SimpleQueue[DiskReply] = SimpleQueue()
         self.store.begin(self.replies.put)
 
@@ -210,7 +212,7 @@ IDENTITY = IdentityHeader(b"k" * 32, "model", "tokenizer", "uint8", 4)
 def engine_on(
     root: Path, identity: bytes = identity_of("m"), clock: FakeClock | None = None
 ) -> tuple[OfflineEngine, DiskBlockStore, SimpleQueue[DiskReply]]:
-    store = DiskBlockStore(BlockFolder(root, "decode-0", identity, SIZE), FakeClock())
+    store = DiskBlockStore(BlockFolder(root, "decode-0", identity, SIZE), FakeClock(), buffer_bytes=BUFFER_BYTES)
     replies: SimpleQueue[DiskReply] = SimpleQueue()
     store.begin(replies.put)
     config = EngineConfig(num_blocks=64, block_size=4, num_disk_blocks=100, check_invariants=True)
