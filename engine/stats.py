@@ -74,6 +74,7 @@ class TierStats:
         evicted_blocks: to make room for others.
         dropped_blocks: that did not get into it in time.
         errors: (reason, blocks) that could not be written, or were not what they should be.
+        served_tokens: whose KV other workers were offered from there.
     """
 
     name: str
@@ -83,6 +84,7 @@ class TierStats:
     evicted_blocks: int = 0
     dropped_blocks: int = 0
     errors: tuple[tuple[str, int], ...] = ()
+    served_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

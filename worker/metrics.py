@@ -373,6 +373,11 @@ def _tier_families(now: Sequence[TierStats], since: Sequence[TierStats]) -> Iter
         "Prompt tokens whose KV was cached, by the nearest tier that had it",
         labels=["tier"],
     )
+    served = CounterMetricFamily(
+        PREFIX + "kv_tier_served_tokens",
+        "Tokens whose KV other workers were offered, by the tier that had it",
+        labels=["tier"],
+    )
     evicted = CounterMetricFamily(PREFIX + "kv_tier_evicted_blocks", "Blocks evicted to make room", labels=["tier"])
     dropped = CounterMetricFamily(
         PREFIX + "kv_tier_dropped_blocks", "Blocks that were not written in time", labels=["tier"]
@@ -388,12 +393,13 @@ def _tier_families(now: Sequence[TierStats], since: Sequence[TierStats]) -> Iter
         used.add_metric([tier.name], tier.used_bytes)
         size.add_metric([tier.name], tier.num_bytes)
         hits.add_metric([tier.name], tier.hit_tokens - old.hit_tokens)
+        served.add_metric([tier.name], tier.served_tokens - old.served_tokens)
         evicted.add_metric([tier.name], tier.evicted_blocks - old.evicted_blocks)
         dropped.add_metric([tier.name], tier.dropped_blocks - old.dropped_blocks)
         old_errors = dict(old.errors)
         for reason, count in tier.errors:
             errors.add_metric([tier.name, reason], count - old_errors.get(reason, 0))
-    yield from (used, size, hits, evicted, dropped, errors)
+    yield from (used, size, hits, served, evicted, dropped, errors)
 
 
 def _ages(name: str, text: str, ages: Ages) -> Metric:

@@ -108,6 +108,7 @@ PD: list[Panel] = [
     ("Cached blocks: time between two uses", "s", quantiles("kv_block_reuse_gap_seconds", "role")),
     ("Lower tiers: in use", "percentunit", [("diptych_kv_tier_used_bytes / diptych_kv_tier_bytes", "{{worker}} {{tier}}")]),
     ("Lower tiers: cached prompt tokens by tier", "short", rate("kv_tier_hit_tokens_total", "tier")),
+    ("Lower tiers: tokens that other workers were offered, by tier", "short", rate("kv_tier_served_tokens_total", "tier")),
     ("Lower tiers: evicted and dropped blocks", "ops", [
         (f"sum by (tier) (rate(diptych_kv_tier_evicted_blocks_total{WINDOW}))", "{{tier}} evicted"),
         (f"sum by (tier) (rate(diptych_kv_tier_dropped_blocks_total{WINDOW}))", "{{tier}} not written in time"),
@@ -306,6 +307,9 @@ DESCRIPTIONS: dict[str, str] = {
     ),
     "Lower tiers: in use": "Part of host memory and disk that holds KV blocks; only of workers with such a tier.",
     "Lower tiers: cached prompt tokens by tier": "Where cached prompt tokens came from; only of workers with a lower tier.",
+    "Lower tiers: tokens that other workers were offered, by tier": (
+        "Tokens a second whose KV pulls of other workers found here: in the pool, in host memory, or in files."
+    ),
     "Lower tiers: evicted and dropped blocks": (
         "Evicted to make room; not written in time: they left the first tier while the disk was busy."
     ),

@@ -58,6 +58,7 @@ def _tiers(live: Lifecycle) -> tuple[TierStats, ...]:
             block_bytes * first.total,
             totals.cached_tokens - sum(below.values()),
             kv.pool.ages.num_evicted,
+            served_tokens=totals.served.get(DEVICE, 0),
         )
     ]
     for tier, used, size in (
@@ -75,6 +76,7 @@ def _tiers(live: Lifecycle) -> tuple[TierStats, ...]:
                     tier.num_evicted,
                     disk.num_dropped if disk else 0,
                     tuple(sorted(disk.errors.items())) if disk else (),
+                    totals.served.get(tier.name, 0),
                 )
             )
     return tuple(out)

@@ -12,7 +12,8 @@ from diptych.engine.messages import EngineEvent, Failed
 @dataclass(slots=True)
 class Totals:
     """Counters since the start. `computed`: prompt tokens; `generated`: sampled tokens; `pulled`: tokens whose KV
-    came into the prefix cache from another worker's; `from_tiers`: by lower tier, prompt tokens whose KV came from there."""
+    came into the prefix cache from another worker's; `from_tiers`: by lower tier, prompt tokens whose KV came from there;
+    `served`: by tier, tokens whose KV other workers were offered from there."""
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -23,6 +24,7 @@ class Totals:
     refetches: int = 0
     pulled: int = 0
     from_tiers: dict[str, int] = field(default_factory=dict)
+    served: dict[str, int] = field(default_factory=dict)
 
 
 class Outbox:

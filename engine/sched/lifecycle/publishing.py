@@ -13,6 +13,7 @@ from __future__ import annotations
 from diptych.common.block_identity import IdentityHeader
 from diptych.common.request import Prompt
 from diptych.common.sampling import SamplingParams
+from diptych.common.tiers import DEVICE
 from diptych.engine.messages import Admitted, EngineRequest, KvMode, PrefillComplete, PublishCached
 from diptych.engine.sched.lifecycle.lifecycle import Lifecycle
 from diptych.engine.sched.lifecycle.restores import LEAST_S, Restore
@@ -111,3 +112,11 @@ def _request(
 
 def _announce(live: Lifecycle, request: Request) -> None:
     live.outbox.add(Admitted(request.attempt, request.num_computed, tuple(request.tier_tokens.items())))
+    left, served = request.num_computed - request.source.decode_cached_tokens, live.outbox.totals.served
+    for tier, count in (
+        *reversed(request.tier_tokens.items()),
+        (DEVICE, request.num_computed),
+    ):  # the farthest has the end
+        part = min(left, count)
+        left -= part
+        served[tier] = served.get(tier, 0) + part

@@ -156,7 +156,8 @@ async def test_after_a_restart_others_take_what_is_in_its_files(pd: ModuleType, 
         [pull] = answer.explanation.pulls
         assert (pull.holder, pull.num_tokens, pull.note) == ("decode-0", held, "")
         assert [(part.tier, part.tokens) for part in pull.source_tiers] == [("disk", held)]
-        assert disk(decode).hit_tokens == 0  # they were hits on prefill
+        assert (disk(decode).served_tokens, disk(decode).hit_tokens) == (held, 0)  # they were hits on prefill
+        assert decode.metrics.totals()["kv_tier_served_tokens"] == {"device": 0.0, "disk": float(held)}
         assert (await decode.audit(full=True)).violations == []
         assert (await prefill.audit(full=True)).violations == []
     async with a_worker(pd, tmp_path / "alone") as alone, pd.FakeRouter(alone.address) as router:

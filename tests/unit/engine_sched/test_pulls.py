@@ -489,6 +489,9 @@ def test_what_a_holder_serves_says_its_tier(kit):
     events = events_of(holder, PublishCached("s", tuple(keys_of(kit)), 0, "x"))
     [admitted] = [event for event in events if isinstance(event, Admitted)]
     assert (admitted.num_cached_tokens, admitted.tiers) == (20, (("host", 16),))
+    assert {one.name: one.served_tokens for one in holder.stats().tiers} == {"device": 4, "host": 16}
+    events_of(holder, Cancel("s"), PublishCached("s", tuple(keys_of(kit)), 8, "x"))  # it has two blocks
+    assert {one.name: one.served_tokens for one in holder.stats().tiers} == {"device": 4, "host": 28}
 
 
 def test_a_holder_whose_blocks_are_all_in_use_serves_what_is_cached(kit):
