@@ -122,8 +122,8 @@ def restored(known: AdapterTable, found: AdapterTable) -> AdapterTable | None:
     for name, entry in found.entries.items():
         if any(contents.get((name, one.number), one.adapter_id) != one.adapter_id for one in entry.versions):
             return None
-    more = {name: entry for name, entry in found.entries.items() if name not in known.gone}
-    entries = {**more, **known.entries}
+    more = [item for item in found.entries.items() if item[0] not in known.gone and item[0] not in known.entries]
+    entries = {**known.entries, **dict(more[: MAX_ADAPTERS - len(known.entries)])}
     gone = {name: number for name, number in {**found.gone, **known.gone}.items() if name not in entries}
     return AdapterTable(known.revision, entries, dict(list(gone.items())[-MAX_GONE:]))
 

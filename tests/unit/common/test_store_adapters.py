@@ -176,6 +176,10 @@ def test_what_a_router_knows_is_written_over_an_earlier_registry_and_over_no_oth
     new = adapter_entry("new")
     found = adapters.restored(known, AdapterTable(2, {"new": new}, {"old": 7}))
     assert found == AdapterTable(8, {**known.entries, "new": new}, {"old": 7, "letters": 4}), "what others loaded stays"
+    full = AdapterTable(8, {f"poems-{i}": V1 for i in range(adapters.MAX_ADAPTERS - 1)})
+    found = adapters.restored(full, AdapterTable(2, {"new": new, "other": new}))
+    assert found is not None
+    assert set(found.entries) == {*full.entries, "new"}, "no more than a registry holds"
     assert adapters.restored(known, AdapterTable(8, {"poems": V1})) is None
     assert adapters.restored(known, AdapterTable(9, {})) is None
     other = adapter_entry("poems", "other")
