@@ -149,7 +149,7 @@ bench: $(VENV)/.dev model ## the CPU benchmarks, under ten minutes on two quiet 
 bench-engine: $(VENV)/.dev model ## our engine beside transformers, in one run
 	@$(BIN)/python -m diptych.bench.engine.vs_transformers $(ARGS)
 
-quality: $(VENV)/.dev model ## perplexity of each method of quantization and each dtype, with gates that fail; some rows: ARGS="--only int8 fp8"
+quality: $(VENV)/.dev model ## perplexity of each method of quantization and each dtype, of two models, with gates that fail; ARGS="--model smollm2 --only int8"
 	@$(BIN)/python -P -m diptych.bench.engine.quality $(ARGS)
 
 bench-quantized: $(VENV)/.dev model ## decode with int8 and int4 weights on the compiled CPU kernels beside float32, in turns

@@ -40,11 +40,11 @@ def test_a_row_passes_below_its_gate_only(ratio, gate, passed):
     assert Measured("row", 20.0 * ratio, ratio, gate, 1.0).passed is passed
 
 
-def run_with(monkeypatch, tmp_path, perplexities) -> int:
+def run_with(monkeypatch, tmp_path, perplexities, models=None, *arguments) -> int:
     """`main` over a base and one row; what would be computed is given."""
     named = [Row(BASE), Row("other", dtype="float16")]
     monkeypatch.setattr(quality, "rows", lambda: named)
-    models = {"tiny": Model("tiny", lambda: "tiny", {BASE: 1.0, "other": 1.05})}
+    models = models or {"tiny": Model("tiny", lambda: "tiny", {BASE: 1.0, "other": 1.05})}
     monkeypatch.setattr(quality, "MODELS", models)
     monkeypatch.setattr(quality, "resolve_model", lambda *_: tmp_path)
     monkeypatch.setattr(quality, "model_fingerprint", lambda _: "revision")
@@ -52,7 +52,7 @@ def run_with(monkeypatch, tmp_path, perplexities) -> int:
     text = quality.Text("text", "hash", (), ((1, 2, 3),))
     monkeypatch.setattr(quality, "read_text", lambda *_, **__: text)
     monkeypatch.setattr(quality, "perplexity", lambda folder, text, *, dtype, tick: perplexities[dtype])
-    return quality.main(["--out", str(tmp_path)])
+    return quality.main(["--out", str(tmp_path), *arguments])
 
 
 @pytest.mark.parametrize(("other", "code"), [(21.0, 0), (21.1, 1)])
@@ -65,6 +65,14 @@ def test_a_ratio_above_its_gate_fails_the_run(monkeypatch, tmp_path, capsys, oth
         ("other", other / 20.0, code == 0),
     ]
     assert ("above their gates: tiny: other" in capsys.readouterr().err) is (code == 1)
+
+
+def test_a_row_that_a_model_leaves_out_is_named_with_the_reason_and_can_be_asked_for(monkeypatch, tmp_path, capsys):
+    left_out = {"tiny": Model("tiny", lambda: "tiny", {BASE: 1.0}, {"other": "it is too large"})}
+    perplexities = {"float32": 20.0, "float16": 20.0}
+    assert run_with(monkeypatch, tmp_path, perplexities, left_out) == 0
+    assert "tiny: other is left out: it is too large" in capsys.readouterr().out
+    assert run_with(monkeypatch, tmp_path, perplexities, left_out, "--only", "other") == 1, "it has no gate"
 
 
 @pytest.mark.parametrize(("gate", "code"), [(1.2, 0), (1.05, 1)])
