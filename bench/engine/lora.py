@@ -2,7 +2,7 @@
 
     python -P -m diptych.bench.engine.lora [--blocks throughput slots] [--model FOLDER] [--serve-args --device cuda]
 
-Five minutes with the default model on two cores that do nothing else. `--rounds 1 --users 8 --seconds 2` shows that all of it
+Ten minutes with the default model on two cores that do nothing else. `--rounds 1 --users 8 --seconds 2` shows that all of it
 works. Every round prints a line; each block is written as it ends.
 
 Adapters are random, of all linear layers, in folders as peft writes them. Sides take turns, in another order each round.
@@ -245,12 +245,12 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=str(cache_dir() / "models" / DEFAULT_MODEL), help="a local folder")
     parser.add_argument("--blocks", nargs="+", choices=BLOCKS, default=list(BLOCKS))
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--users", type=int, nargs="+", default=[8, 32], help="of throughput")
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--prompt-tokens", type=int, default=32)
     parser.add_argument("--new-tokens", type=int, default=32)
-    parser.add_argument("--seconds", type=float, default=15.0, help="of each side of a round of slots")
+    parser.add_argument("--seconds", type=float, default=30.0, help="of each side of a round of slots")
     parser.add_argument("--tenant-streams", type=int, default=2)
     parser.add_argument("--others", type=int, default=6, help="connections of the others")
     parser.add_argument("--other-tokens", type=int, default=8)
