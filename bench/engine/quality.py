@@ -102,10 +102,19 @@ MODELS: Mapping[str, Model] = {
             "bfloat16": 1.008,
             "KV in fp8_e4m3": 1.017,
             "KV in fp8_e5m2": 1.11,
+            "KV in int8": 1.023,
         },
         {"float16": "its activations are larger than float16's numbers"}
         | dict.fromkeys(
-            ("KV in int8", "gguf", "int8", "int8, smoothed", "fp8", "int4, nearest", "int4, GPTQ"), "not measured yet"
+            (
+                "gguf",
+                "int8",
+                "int8, smoothed",
+                "fp8",
+                "int4, nearest",
+                "int4, GPTQ",
+            ),
+            "not measured yet",
         ),
     ),
 }
