@@ -224,6 +224,11 @@ def make_quota_group(cores: float) -> Path | None:
     return None
 
 
+_WATCHER = "diptych_tests/detached.py"
+_WATCHER_S = 130.0
+"""Longer than detached.ENDS_S, which it gives a cluster that starts."""
+
+
 def descendants(root: int) -> list[psutil.Process]:
     """`root` and its descendants, parents before their children."""
     try:
@@ -300,9 +305,20 @@ _PREPARE = (
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """The suite, where it still runs, with all that it has started."""
-    _signal(descendants(process.pid), signal.SIGKILL)
+    """The suite, where it still runs, with all that it has started. Who watches a detached cluster for it kills that, and then
+    ends: the cluster is nobody's descendant."""
+    ours = descendants(process.pid)
+    watchers = [one for one in ours if _watches(one)]
+    _signal([one for one in ours if one not in watchers], signal.SIGKILL)
     process.wait()
+    _, late = psutil.wait_procs(watchers, timeout=_WATCHER_S)
+    _signal(late, signal.SIGKILL)
+
+
+def _watches(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.Error):
+        return any(word.endswith(_WATCHER) for word in process.cmdline())
+    return False
 
 
 def selection(condition: Condition, smoke: bool, given: Sequence[str]) -> list[str]:

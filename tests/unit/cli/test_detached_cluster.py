@@ -18,7 +18,10 @@ from diptych.cli.up.run_folder import RunFolder
 from diptych.common import child
 from diptych_tests import detached
 from diptych_tests.detached import Detached
+from diptych_tests.scripts import load_script
 from diptych_tests.waiting import wait_until
+
+hostile = load_script("tests/hostile.py")
 
 WITHIN_S = 300.0
 OWNS = """
@@ -64,9 +67,9 @@ def owner_of(folder: Path) -> ProcessIdentity:
     return owner
 
 
-@pytest.mark.parametrize("then", ["serves", "hangs"])
-def test_15_a_killed_test_process_takes_its_detached_cluster_along(tmp_path: Path, then: str) -> None:
-    """Also while the cluster starts."""
+@pytest.mark.parametrize(("then", "all_of_it"), [("serves", False), ("hangs", False), ("serves", True)])
+def test_15_a_killed_test_process_takes_its_detached_cluster_along(tmp_path: Path, then: str, all_of_it: bool) -> None:
+    """Also while the cluster starts, and where `make test-hostile` kills all that the tests started."""
     env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, "-P", "-c", TESTS, json.dumps(asdict(a_start(tmp_path, then)))]
     tests = child.start(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
@@ -79,6 +82,8 @@ def test_15_a_killed_test_process_takes_its_detached_cluster_along(tmp_path: Pat
             assert tests.stdout.readline() == b"0\n"
         assert owner.alive()
     finally:
+        if all_of_it:
+            hostile._end(tests)
         tests.send_signal(signal.SIGKILL)
         tests.communicate()
     wait_until(lambda: not owner.alive(), what="the cluster has ended")
