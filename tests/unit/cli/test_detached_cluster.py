@@ -67,9 +67,9 @@ def owner_of(folder: Path) -> ProcessIdentity:
     return owner
 
 
-@pytest.mark.parametrize(("then", "all_of_it"), [("serves", False), ("hangs", False), ("serves", True)])
-def test_15_a_killed_test_process_takes_its_detached_cluster_along(tmp_path: Path, then: str, all_of_it: bool) -> None:
-    """Also while the cluster starts, and where `make test-hostile` kills all that the tests started."""
+@pytest.mark.parametrize("then", ["serves", "hangs"])
+def test_15_a_killed_test_process_takes_its_detached_cluster_along(tmp_path: Path, then: str) -> None:
+    """Also while the cluster starts."""
     env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, "-P", "-c", TESTS, json.dumps(asdict(a_start(tmp_path, then)))]
     tests = child.start(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
@@ -82,8 +82,6 @@ def test_15_a_killed_test_process_takes_its_detached_cluster_along(tmp_path: Pat
             assert tests.stdout.readline() == b"0\n"
         assert owner.alive()
     finally:
-        if all_of_it:
-            hostile._end(tests)
         tests.send_signal(signal.SIGKILL)
         tests.communicate()
     wait_until(lambda: not owner.alive(), what="the cluster has ended")
@@ -102,4 +100,32 @@ def test_15_a_detached_cluster_is_killed_at_the_end_of_its_tests(tmp_path: Path)
     finally:
         detached.end(watcher)
     assert watcher.returncode == 0
+    wait_until(lambda: not owner.alive(), what="the cluster has ended")
+
+
+def test_15_whoever_ends_the_tests_leaves_the_watcher_of_a_detached_cluster_alive(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`make test-hostile` kills all that the tests have started. The watcher ends by itself, after the cluster."""
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-P", "-c", TESTS, json.dumps(asdict(a_start(tmp_path, "serves")))]
+    tests = child.start(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    signalled: list[psutil.Process] = []
+    send = hostile._signal
+
+    def seen(processes: list[psutil.Process], signum: signal.Signals) -> None:
+        signalled.extend(processes)
+        send(processes, signum)
+
+    monkeypatch.setattr(hostile, "_signal", seen)
+    try:
+        assert tests.stdout is not None
+        assert tests.stdout.readline() == b"0\n"
+        owner = owner_of(tmp_path)
+        [watcher] = psutil.Process(tests.pid).children()
+    finally:
+        hostile._end(tests)
+        tests.communicate()
+    assert [one.pid for one in signalled] == [tests.pid]
+    assert not watcher.is_running()
     wait_until(lambda: not owner.alive(), what="the cluster has ended")
