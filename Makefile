@@ -55,7 +55,7 @@ down: ## stop the cluster that `make up` started
 # CPU time for each process of a cluster.
 KEEPS_BYTECODE := env -u PYTHONDONTWRITEBYTECODE
 
-test: $(VENV)/.dev model ## the tests, with one real cluster; about eleven minutes on two cores
+test: $(VENV)/.dev model ## the tests, with one real cluster; about nine minutes on two cores
 	@$(KEEPS_BYTECODE) $(BIN)/pytest -n $(TEST_PROCESSES) --max-worker-restart 0 --dist loadscope --no-loadscope-reorder -m "not slow and not gpu and not netns and not containers and not clients" $(ARGS)
 
 test-full: $(VENV)/.dev model ## every test that needs no GPU and no root
