@@ -293,7 +293,7 @@ def _start(plan: ClusterPlan, supervisor: Supervisor, signals: _Signals, stages:
         if ready:
             break
         if time.monotonic() > until:
-            raise StartFailed(f"not ready after {config.startup_timeout_s:.0f} s: {why}")
+            raise StartFailed(f"not ready after {config.startup_timeout_s:.0f} s: {why}\n{_tails(supervisor)}")
         time.sleep(0.1)
     stages.done("workers are registered and ready")
     for reason in unserved_adapters(why):

@@ -157,7 +157,9 @@ def test_2_8_a_start_that_is_killed_leaves_nothing(cluster_module, model: Path, 
 def test_2_8_a_start_that_is_too_late_leaves_nothing(cluster_module, model: Path, gate: Path, state: str) -> None:
     with starting(cluster_module, model, gate, state, "--startup-timeout-s", "1") as up:
         assert up.wait(timeout=DEADLINE_S) == 1
-    assert "not ready after 1 s" in (gate.parent / "up.log").read_text()
+    said = (gate.parent / "up.log").read_text()
+    assert "not ready after 1 s" in said
+    assert all(f"{worker}.log" in said for worker in ("prefill-0", "decode-0"))  # how far each had come
     assert only_logs(gate)
 
 
