@@ -295,9 +295,8 @@ class WorkerRuntime:
         try:
             async for _ in self.engine.generate(request):
                 pass
-        except (
-            OverloadedError
-        ) as error:  # nobody else is there: the pool was sized by what was free, and others took that
+        except OverloadedError as error:
+            # Nobody else asks: the pool was sized by what was free, and others have taken that since.
             share = self.config.gpu_memory_utilization
             rule = f"a first step failed: {error}; give this worker less, or end what else uses the GPU"
             raise ConfigError("gpu_memory_utilization", share, rule) from error
