@@ -133,17 +133,17 @@ def _dot(a_ptr, b_ptr, out_ptr, M: tl.constexpr, K: tl.constexpr, N: tl.constexp
     tl.store(out_ptr + row * N + column, tl.dot(a, b, input_precision="ieee"))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_15_bits_of_a_product_do_not_depend_on_its_rows(dtype):
     generator = torch.Generator().manual_seed(4)
-    a, b = (torch.randn(shape, generator=generator).to(dtype) for shape in ((64, 48), (48, 32)))
+    a, b = (torch.randn(shape, generator=generator).to(dtype) for shape in ((64, 32), (32, 32)))
     whole, parts = torch.zeros(64, 32), torch.zeros(64, 32)
-    _dot[(1,)](a, b, whole, M=64, K=48, N=32)
+    _dot[(1,)](a, b, whole, M=64, K=32, N=32)
     for first in range(0, 64, 16):
-        _dot[(1,)](a[first:], b, parts[first:], M=16, K=48, N=32)
+        _dot[(1,)](a[first:], b, parts[first:], M=16, K=32, N=32)
     assert torch.equal(parts, whole)
     expected = torch.zeros(64, 32)
-    for k in range(48):
+    for k in range(32):
         expected += a[:, k : k + 1].float() * b[k].float()
     assert torch.equal(whole, expected)
     torch.testing.assert_close(whole, a.float() @ b.float(), rtol=1e-5, atol=1e-5)
