@@ -33,7 +33,7 @@ class EngineConfig:
         scheduling_policy: sojourn, fcfs, priority, sjf or fair; see engine.sched.batching.policies.
         sjf_aging_tokens_per_s: under sjf, the work that a second of waiting outweighs.
         tenant_cache_share: part of the pool that one tenant's cached blocks may take.
-        claim_share: part of the pool that requests may claim, see engine.sched.cache.retention; 0: claims have no effect.
+        claim_share: part of each tier that requests may claim, see engine.sched.cache.retention; 0: claims have no effect.
         num_host_blocks: slots of the host tier; at most what the runner has.
         num_disk_blocks: blocks in files; needs a BlockStore.
         tier_eviction: which blocks leave these two first, see engine.sched.cache.eviction.

@@ -162,8 +162,8 @@ class WorkerConfig:
         long_prefill_token_threshold: most prompt tokens of one request in one step; 0: no limit.
         tenant_cache_share: share of the pool for one tenant's cached blocks.
         steps_ahead: on a GPU, launch a decode step before the last one's tokens are read.
-        claim_share: share of the pool, and of its files, that requests may claim by cache_ttl_s, cache_priority and sessions; 0:
-            none.
+        claim_share: share of the pool, and of each tier below, that requests may claim by cache_ttl_s, cache_priority and
+            sessions; 0: none.
         num_host_blocks: KV blocks in host memory for evicted and swapped-out blocks; 0: none.
         disk_kv_dir: folder for files of KV blocks, which outlive the worker: each worker has a folder of its own in it; empty:
             none. Whoever may read it can read prompts from it.

@@ -28,7 +28,7 @@ from diptych.bench.router.trace import BLOCK_SIZE, TraceConfig, TraceRequest, ma
 from diptych.common.tiers import TIER_EVICTIONS
 from diptych.engine.sched.cache.block_pool import BlockPool
 from diptych.engine.sched.cache.disk_tier import DiskTier
-from diptych.engine.sched.cache.eviction import TierOrder, Uses, tier_orders
+from diptych.engine.sched.cache.eviction import OldestUseLastBlockFirst, TierOrder, Uses, tier_orders
 from diptych.engine.sched.cache.host_tier import HostTier
 
 CHATS = TraceConfig(duration_s=120.0, sessions_per_s=2.0)
@@ -82,6 +82,9 @@ class FarthestFirst:
                 del self._next[key]
                 return key
         return None
+
+    def of_claimed(self) -> TierOrder:
+        return OldestUseLastBlockFirst()
 
     def _put(self, key: bytes) -> None:
         uses = self._uses.get(key, [])

@@ -295,6 +295,10 @@ class BlockPool:
         """The block of a key in the cache. Takes no reference: pin it."""
         return self._by_key.get(key)
 
+    def has(self, key: bytes) -> bool:
+        """It is in the cache."""
+        return key in self._by_key
+
     def num_evictable(self, blocks: Iterable[int]) -> int:
         return sum(1 for block in blocks if self._refs[block] == 0)
 

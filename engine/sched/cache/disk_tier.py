@@ -17,7 +17,6 @@ from diptych.common.tiers import DISK
 from diptych.engine.disk_messages import DiskBlock
 from diptych.engine.messages import TierEvicted, TierStored
 from diptych.engine.sched.cache.eviction import ClaimedLast, OldestUseLastBlockFirst, TierOrder
-from diptych.engine.sched.cache.retention import Claims
 from diptych.engine.sched.cache.tier_events import TierEvents
 
 
@@ -46,9 +45,9 @@ class DiskTier:
         """By key: the use of the block; None: it must not stay."""
         self._held: dict[bytes, DiskBlock] = {}
         unclaimed = OldestUseLastBlockFirst() if order is None else order  # an empty one is false
-        self._claims: Claims[bytes] = Claims(int(claim_share * num_blocks), self._moved)
-        """Of blocks that are held, or will be."""
-        self._order = ClaimedLast(unclaimed, self._claims.level)
+        self._order = ClaimedLast(unclaimed, int(claim_share * num_blocks))
+        self._claims = self._order.claims
+        """On blocks that are held, or will be."""
         self._removed: list[DiskBlock] = []
         self._events = TierEvents(self.name)
         self.num_evicted = 0
@@ -258,13 +257,9 @@ class DiskTier:
             return False
         if not self.is_shared:
             self._removed.append(self._held[key])
-        self._claims.gone(key, evicted=True)
         self._forget(self._held[key])
         self.num_evicted += 1
         return True
-
-    def _moved(self, key: bytes, level: int) -> None:
-        self._order.move(key, level)
 
     def _drop(self, key: bytes) -> None:
         """An offered block that is not written."""

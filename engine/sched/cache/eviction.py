@@ -8,12 +8,12 @@ without those before it, so of one prompt the last block leaves first.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from heapq import heappop, heappush
 from itertools import accumulate
 from typing import Protocol
 
-from diptych.engine.sched.cache.retention import UNCLAIMED
+from diptych.engine.sched.cache.retention import UNCLAIMED, Claims
 
 
 class TierOrder(Protocol):
@@ -39,6 +39,10 @@ class TierOrder(Protocol):
 
     def pop(self, protected: Container[bytes] = ()) -> bytes | None:
         """The one that leaves first, but for protected ones; None: there is none."""
+        ...
+
+    def of_claimed(self) -> TierOrder:
+        """An empty order for those blocks of the same tier that are claimed alike."""
         ...
 
 
@@ -74,6 +78,9 @@ class OldestArrivalFirst:
             del self._keys[key]
         return key
 
+    def of_claimed(self) -> TierOrder:
+        return OldestArrivalFirst()
+
 
 class _ByUse:
     """Blocks in groups: those whose last use is one request, in the order of their tokens."""
@@ -92,6 +99,9 @@ class _ByUse:
 
     def __iter__(self) -> Iterator[bytes]:
         return iter(self._place)
+
+    def of_claimed(self) -> TierOrder:
+        return OldestUseLastBlockFirst()
 
     def _enter(self, key: bytes, use: int, index: int) -> None:
         self._place[key] = use, index
@@ -171,16 +181,16 @@ class Uses:
 
 
 class ClaimedLast:
-    """Blocks by the level of their claims (retention.py): those of a lower one leave first, and among those of one level that of
-    their order. What is not claimed has an order of its own.
+    """The claims on the blocks of a tier below the first one, and the order in which these leave: by the level of their claims
+    (retention.py), and among those of one level by an order of their own.
 
-    Args: level_of: of a block that enters.
+    Args: unclaimed: the order of what is not claimed. most: blocks that may be claimed at one time.
     """
 
-    def __init__(self, unclaimed: TierOrder, level_of: Callable[[bytes], int]) -> None:
+    def __init__(self, unclaimed: TierOrder, most: int) -> None:
+        self.claims: Claims[bytes] = Claims(most, self._move)
         self._orders: dict[int, TierOrder] = {UNCLAIMED: unclaimed}
         self._ascending = [UNCLAIMED]
-        self._level_of = level_of
         self._levels: dict[bytes, int] = {}
         """Of the blocks here that are not at UNCLAIMED."""
         self._place: dict[bytes, tuple[int, int]] = {}
@@ -204,7 +214,7 @@ class ClaimedLast:
                 order.used(keys, use)
 
     def add(self, key: bytes, use: int, index: int) -> None:
-        if key not in self._place and (level := self._level_of(key)) != UNCLAIMED:
+        if key not in self._place and (level := self.claims.level(key)) != UNCLAIMED:
             self._levels[key] = level
         self._place[key] = max(self._place.get(key, (use, index)), (use, index))
         self._at(self._levels.get(key, UNCLAIMED)).add(key, use, index)
@@ -219,10 +229,11 @@ class ClaimedLast:
             if (key := self._orders[level].pop(protected)) is not None:
                 del self._place[key]
                 self._levels.pop(key, None)
+                self.claims.gone(key, evicted=True)
                 return key
         return None
 
-    def move(self, key: bytes, level: int) -> None:
+    def _move(self, key: bytes, level: int) -> None:
         """A claim has begun or ended; nothing happens where the block is not here."""
         place = self._place.get(key)
         if place is not None and self._levels.get(key, UNCLAIMED) != level:
@@ -233,7 +244,7 @@ class ClaimedLast:
 
     def _at(self, level: int) -> TierOrder:
         if level not in self._orders:
-            self._orders[level] = OldestUseLastBlockFirst()
+            self._orders[level] = self._orders[UNCLAIMED].of_claimed()
             self._ascending = sorted(self._orders)
         return self._orders[level]
 

@@ -4,26 +4,36 @@ free --store--> cached (has a key) --evict--> free
 free/cached --take--> held by a swapped request --give--> free
 
 free + cached + held == total
+
+What requests claim leaves last (retention.py). Most of it is above when it is claimed, and brings its claim along.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
 
+from diptych.common.request import CacheClaim
 from diptych.common.tiers import HOST
 from diptych.engine.messages import TierEvicted, TierStored
-from diptych.engine.sched.cache.eviction import OldestArrivalFirst, TierOrder
+from diptych.engine.sched.cache.eviction import ClaimedLast, OldestArrivalFirst, TierOrder
+from diptych.engine.sched.cache.retention import Claims
 from diptych.engine.sched.cache.tier_events import TierEvents
 
 
 class HostTier:
-    """Args: num_slots: 0: everything is refused. order: of evictions; None: the block leaves first that came first."""
+    """Args: num_slots: 0: everything is refused. order: of evictions of what nobody claims; None: the block leaves first that
+    came first. claim_share: part of the slots whose blocks requests may claim."""
 
     name = HOST
 
-    def __init__(self, num_slots: int, order: TierOrder | None = None) -> None:
+    def __init__(self, num_slots: int, order: TierOrder | None = None, claim_share: float = 0.0) -> None:
         self.num_slots = num_slots
-        self._order = OldestArrivalFirst() if order is None else order  # an empty one is false
+        unclaimed = OldestArrivalFirst() if order is None else order  # an empty one is false
+        self._order = ClaimedLast(unclaimed, int(claim_share * num_slots))
+        self._claims = self._order.claims
+        self._above: Claims[bytes] = Claims(math.inf)
+        """On blocks of the tier above, which may come here: the share counts what is here."""
         self._free = list(range(num_slots - 1, -1, -1))
         self._cached: dict[bytes, int] = {}
         self._protected: frozenset[bytes] = frozenset()
@@ -60,12 +70,15 @@ class HostTier:
 
         Args: use, index: see TierOrder.add."""
         if key in self._cached:
+            self._above.hand_over(key, self._claims)
             self._order.add(key, use, index)
             return None
         if not self._free and not self._evict_one():
+            self._above.gone(key, evicted=True)
             return None
         slot = self._free.pop()
         self._cached[key] = slot
+        self._above.hand_over(key, self._claims)
         self._order.add(key, use, index)
         self._events.stored((key,))
         return slot
@@ -80,16 +93,22 @@ class HostTier:
             found.append(slot)
         return found
 
-    def used(self, keys: Sequence[bytes], use: int) -> None:
-        """A request begins with these blocks, wherever it has them from."""
+    def used(self, keys: Sequence[bytes], use: int, session: bytes | None = None) -> None:
+        """See DiskTier.used."""
         if self._cached:
             self._order.used(keys, use)
+        if session is not None:
+            self._claims.used(keys, session)
+            self._above.used(keys, session)
 
     def protect(self, keys: Iterable[bytes]) -> None:
         """These are about to be read: they are not evicted until the next call."""
         self._protected = frozenset(keys)
 
     def discard(self, key: bytes) -> None:
+        """Its content may be wrong, here and above."""
+        self._claims.gone(key, evicted=False)
+        self._above.gone(key, evicted=False)
         slot = self._cached.pop(key, None)
         if slot is not None:
             self._order.remove(key)
@@ -103,7 +122,34 @@ class HostTier:
         for key in self._cached:
             self._order.remove(key)
         self._cached.clear()
+        self._claims.clear()
+        self._above.clear()
         self._events.restart()
+
+    # ---- claims ----
+
+    @property
+    def has_claims(self) -> bool:
+        """On blocks here, or that may come here."""
+        return len(self._claims) + len(self._above) > 0
+
+    def claim(self, keys: Iterable[bytes], tenant: str, wanted: CacheClaim, now: float) -> None:
+        """Those of the tier above are claimed here once they come. Pass the last block of a sequence first."""
+        if self.num_slots:
+            self._above.make(keys, tenant, wanted, now)
+
+    def expire(self, now: float) -> None:
+        """End the claims whose time is over."""
+        self._claims.expire(now)
+        self._above.expire(now)
+
+    def close_session(self, session: bytes) -> list[bytes]:
+        """See DiskTier.close_session."""
+        self._above.close(session)
+        mine = self._claims.close(session)
+        for key in mine:
+            self.discard(key)
+        return mine
 
     # ---- swapped requests ----
 
@@ -128,8 +174,8 @@ class HostTier:
     def take_events(self) -> list[TierStored | TierEvicted]:
         return self._events.take()
 
-    def check(self, held: Iterable[int]) -> list[str]:
-        """Args: held: slots of swapped requests, by the requests' account."""
+    def check(self, held: Iterable[int], is_above: Callable[[bytes], bool] = lambda key: True) -> list[str]:
+        """Args: held: slots of swapped requests, by the requests' account. is_above: whether the tier above has a block."""
         slots = [*self._free, *self._cached.values(), *held]
         out = []
         if len(slots) != self.num_slots or len(set(slots)) != self.num_slots:
@@ -138,12 +184,14 @@ class HostTier:
             out.append("host tier: free + cached + held != total")
         if set(self._cached) != set(self._order):
             out.append(f"host tier: {len(self._cached)} blocks, {len(self._order)} in the order of eviction")
-        return out
+        broken = [*self._claims.violations(self._cached.__contains__), *self._above.violations(is_above)]
+        return out + [f"host tier: {one}" for one in broken]
 
     def _evict_one(self) -> bool:
         key = self._order.pop(self._protected)
         if key is None:
             return False
-        self.discard(key)
+        self._free.append(self._cached.pop(key))
+        self._events.evicted((key,))
         self.num_evicted += 1
         return True

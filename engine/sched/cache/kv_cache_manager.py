@@ -33,7 +33,7 @@ class KvCacheManager:
         num_blocks, kv, group_blocks: as in RunnerCapabilities. All groups have blocks of `block_size` tokens.
         max_chunk: tokens of a prompt that one step computes at most.
         tenant_cache_share: part of each pool that one tenant's cached blocks may take.
-        claim_share: part of each pool, and of the disk tier, that requests may claim.
+        claim_share: part of each pool, and of each tier below, that requests may claim.
         tier_eviction: which blocks leave the tiers below first, see `tier_orders`.
         worth_restoring: whether copying so many tokens from the host tier is better than computing them.
     """
@@ -57,7 +57,7 @@ class KvCacheManager:
         self._uses, host_order, disk_order = tier_orders(
             tier_eviction, (num_blocks + num_host_blocks + num_disk_blocks) if num_host_blocks or num_disk_blocks else 0
         )
-        self.host = HostTier(num_host_blocks, host_order)
+        self.host = HostTier(num_host_blocks, host_order, claim_share)
         self.disk = DiskTier(num_disk_blocks, order=disk_order, claim_share=claim_share)
         self._kv = kv if kv is not None and not kv.has_one_full_group else None
         """None: one group, which keeps every token."""
@@ -99,6 +99,7 @@ class KvCacheManager:
         """Of what happens from here on; only the ages of blocks and the ends of claims depend on it."""
         for pool in self.pools:
             pool.now = now
+        self.host.expire(now)
         self.disk.expire(now)
 
     @property
@@ -197,7 +198,7 @@ class KvCacheManager:
             request.tier_tokens[self.host.name] = len(slots) * self.block_size
         claim = request.source.claim
         session = b"" if claim is None else claim.session
-        if self._uses is not None or self.disk.num_held:
+        if self._uses is not None or self.disk.num_held or self.host.has_claims:
             keys = request.keys(request.num_published)[: request.num_published]
             self._note_use(keys, request.arrival, session if is_use else None)
         if not is_use:
@@ -211,7 +212,7 @@ class KvCacheManager:
         """See DiskTier.used."""
         if self._uses is not None:
             self._uses.used(keys, use)
-        self.host.used(keys, use)
+        self.host.used(keys, use, session)
         self.disk.used(keys, use, session)
 
     def copies_of(self, key: bytes) -> list[int] | None:
@@ -385,7 +386,9 @@ class KvCacheManager:
         """Its blocks are free, or stay in the cache; those that it claims are claimed from now on."""
         claim = request.source.claim
         if claim is not None and (count := request.num_published):
-            self.disk.claim(reversed(request.keys(count)[:count]), request.tenant, claim, self.pool.now)
+            keys = request.keys(count)[count - 1 :: -1]
+            self.host.claim(filter(self.pool.has, keys), request.tenant, claim, self.pool.now)
+            self.disk.claim(keys, request.tenant, claim, self.pool.now)
         for index, (pool, table) in enumerate(zip(self.pools, request.tables, strict=True)):
             pool.unreserve(request.reserved[index])
             request.reserved[index] = 0
@@ -411,7 +414,8 @@ class KvCacheManager:
     def close_session(self, session: bytes) -> int:
         """Free what only this session has claimed. Returns: tokens whose KV is no longer cached."""
         freed = [pool.close_session(session) for pool in self.pools]
-        left = [key for key in self.disk.close_session(session) if self.pool.cached_block(key) is None]
+        closed = {*self.host.close_session(session), *self.disk.close_session(session)}
+        left = [key for key in closed if not self.pool.has(key)]
         for key in left:
             self.host.discard(key)
         return (freed[0] + len(left)) * self.block_size
@@ -454,7 +458,7 @@ class KvCacheManager:
             if reserved != pool.counts.reserved:
                 out.append(f"blocks: reserved {pool.counts.reserved}, by the requests' account {reserved}")
             out += pool.check(owned)
-        return out + self.host.check(swapped) + self.disk.check()
+        return out + self.host.check(swapped, self.pool.has) + self.disk.check()
 
     def _check_request(self, request: Request) -> list[str]:
         out: list[str] = []

@@ -12,7 +12,7 @@ was used longest ago. A claim changes this order and nothing else: a claimed ite
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, KeysView
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from heapq import heapify, heappop, heappush
 from typing import Generic, TypeVar
 
@@ -96,7 +96,7 @@ class Claims(Generic[T]):
         moved: called with each item whose level has changed, and the new one.
     """
 
-    def __init__(self, most: int, moved: Callable[[T, int], None] = lambda item, level: None) -> None:
+    def __init__(self, most: float, moved: Callable[[T, int], None] = lambda item, level: None) -> None:
         self._most = most
         self._moved = moved
         self._claims: dict[T, _Claim[T]] = {}
@@ -125,20 +125,14 @@ class Claims(Generic[T]):
         """Claim items from now on. What comes last is given up last: pass the end of a sequence first."""
         until = now + wanted.ttl_s
         for item in items:
-            claim = self._claims.get(item)
-            if claim is None:
-                claim = _Claim(item, tenant, wanted.session, wanted.priority, wanted.rank, until)
-                self._enter(claim)
-            else:
-                if claim.session != wanted.session:
-                    self._leave_session(claim)
-                self._unlist(claim)
-                claim.priority, claim.until = max(claim.priority, wanted.priority), max(claim.until, until)
-                self._list(claim)
-            self._moved(item, claim.priority + 1)
-            if len(self._claims) > self._most:
-                self._give_one_up(tenant)
-        self._snapshot = None
+            self._add(_Claim(item, tenant, wanted.session, wanted.priority, wanted.rank, until))
+
+    def hand_over(self, item: T, to: Claims[T]) -> None:
+        """The item moves to another tier, and its claim with it, within the share of that tier."""
+        if (claim := self._claims.get(item)) is not None:
+            handed = replace(claim)
+            self._end(claim)
+            to._add(handed)
 
     def used(self, items: Iterable[T], session: bytes) -> None:
         """A request of this session, or of none, uses them: what is also of use to others does not end with its session."""
@@ -211,6 +205,22 @@ class Claims(Generic[T]):
         return out
 
     # ---- parts ----
+
+    def _add(self, new: _Claim[T]) -> None:
+        claim = self._claims.get(new.item)
+        if claim is None:
+            claim = new
+            self._enter(claim)
+        else:
+            if claim.session != new.session:
+                self._leave_session(claim)
+            self._unlist(claim)
+            claim.priority, claim.until = max(claim.priority, new.priority), max(claim.until, new.until)
+            self._list(claim)
+        self._moved(claim.item, claim.priority + 1)
+        if len(self._claims) > self._most:
+            self._give_one_up(new.tenant)
+        self._snapshot = None
 
     def _enter(self, claim: _Claim[T]) -> None:
         self._claims[claim.item] = claim

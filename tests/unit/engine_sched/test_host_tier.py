@@ -5,9 +5,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
+from diptych.common.block_identity import block_keys
 from diptych.common.errors import ConfigError
+from diptych.common.request import CacheClaim
 from diptych.engine.fake_runner import FakeRunner
-from diptych.engine.messages import Failed, Finished, TierEvicted, TierStored, TokensOut
+from diptych.engine.messages import Admitted, Failed, Finished, TierEvicted, TierStored, TokensOut
 from diptych.engine.sched.cache.block_pool import BlockPool
 from diptych.engine.sched.cache.eviction import tier_orders
 from diptych.engine.sched.cache.host_tier import HostTier
@@ -170,6 +172,94 @@ def test_copies_are_timed_without_a_trace(kit):
     assert kit.make_engine().core.measure_copies() == 0.0
 
 
+# ---- claims ----
+
+PROMPT, SESSION = range(100, 141), b"s" * 16
+
+
+def claimed(kit, attempt, prompt=PROMPT, ttl_s=60.0, session=b"", **fields):
+    return kit.make_request(attempt, prompt, 3, claim=CacheClaim(ttl_s, session=session), **fields)
+
+
+def flood(kit, engine, first=0, count=6):
+    """Prompts of ten blocks each, which nobody claims and nobody sends again."""
+    for number in range(first, first + count):
+        engine.clock.advance(0.1)
+        once(kit, engine, kit.make_request(f"flood {number}", range(200 + 45 * number, 241 + 45 * number), 3))
+
+
+@pytest.mark.parametrize("eviction", ["lru", "value"])
+@pytest.mark.parametrize(("ttl_s", "kept"), [(None, 0), (0.05, 0), (3600.0, 40)])
+def test_a_claimed_prompt_stays_in_host_memory_while_others_leave(kit, ttl_s, kept, eviction):
+    """Its claim had ended when it left the pool, and it left host memory as any other."""
+    engine = engine_with_host(kit, 16, 48, tier_eviction=eviction)
+    request = kit.make_request("a", PROMPT, 3) if ttl_s is None else claimed(kit, "a", ttl_s=ttl_s)
+    first = once(kit, engine, request)
+    flood(kit, engine, count=8)
+    again = once(kit, engine, kit.make_request("a2", PROMPT, 3))
+    [admitted] = [event for event in again if isinstance(event, Admitted)]
+    # of the pool a quarter is claimed, too: four of its blocks
+    assert (admitted.num_cached_tokens, dict(admitted.tiers)) == (kept, {"host": kept - 16} if kept else {})
+    assert kit.tokens_of(again, "a2") == kit.tokens_of(first, "a")
+    assert engine.core.scheduler.check() == []
+
+
+@pytest.mark.parametrize("share", [0.0, 1.0])
+def test_claims_in_host_memory_keep_no_request_from_running(kit, share):
+    """The bound: with every slot claimed, what leaves the pool is stored, and a request that is swapped out gets its slots."""
+    engine = engine_with_host(kit, 16, 12, claim_share=share, preemption_mode="swap")
+    host = engine.core.scheduler.kv.host
+    for number in range(3):
+        once(kit, engine, claimed(kit, f"c{number}", range(300 * number, 300 * number + 41)))
+    assert (len(host.keys), len(host._claims)) == (12, 12 * share)
+    before = set(host.keys)
+    flood(kit, engine, count=2)
+    assert set(host.keys) - before
+    for number in range(3):
+        once(kit, engine, claimed(kit, f"d{number}", range(300 * number, 300 * number + 41)))
+    engine.send(kit.make_request("a", 6, 40))
+    engine.send(kit.make_request("b", range(500, 507), 40))
+    events = kit.run_until_idle(engine)
+    assert engine.stats().preemptions_total > 0
+    assert {type(kit.ends_of(events, name)[0]) for name in "ab"} == {Finished}
+    assert engine.core.scheduler.check() == []
+
+
+def test_claims_in_host_memory_have_a_share_of_what_is_there(kit):
+    engine = engine_with_host(kit, 16, 24)
+    for number in range(4):
+        once(kit, engine, claimed(kit, f"{number}", range(300 * number, 300 * number + 41)))
+    assert len(engine.core.scheduler.kv.host._claims) == 6
+    assert len(engine.core.scheduler.kv.host.keys) == 24
+
+
+def test_the_end_of_a_session_frees_its_blocks_in_host_memory(kit):
+    engine = engine_with_host(kit, 16, 48, claim_share=0.5)
+    kv = engine.core.scheduler.kv
+    keys = block_keys(kit.IDENTITY, PROMPT[:40])
+    for attempt in ("a", "b"):  # its own next turn is no use by others
+        once(kit, engine, claimed(kit, attempt, session=SESSION))
+        flood(kit, engine, 3)
+    assert set(keys) <= {*kv.host.keys, *(key for key in keys if kv.pool.cached_block(key) is not None)}
+    assert set(kv.host.keys) & set(keys)
+    assert engine.core.scheduler.live.close_session(SESSION) == 40
+    assert not set(kv.host.keys) & set(keys)
+    assert kv.num_cached_blocks(keys) == 0
+    assert engine.core.scheduler.check() == []
+
+
+def test_what_others_use_survives_the_session_in_host_memory(kit):
+    engine = engine_with_host(kit, 16, 48)
+    kv, keys = engine.core.scheduler.kv, block_keys(kit.IDENTITY, PROMPT[:40])
+    once(kit, engine, claimed(kit, "a", session=SESSION))
+    flood(kit, engine, 0, 3)
+    once(kit, engine, kit.make_request("other", PROMPT[:25], 3))
+    assert not kv.pool.has(keys[6])
+    engine.core.scheduler.live.close_session(SESSION)
+    # four are claimed in the pool, too
+    assert (kv.num_cached_blocks(keys), set(keys) & set(kv.host.keys)) == (6, set(keys[4:6]))
+
+
 # ---- the tier's books, at random ----
 
 
@@ -178,7 +268,8 @@ class Books(RuleBasedStateMachine):
 
     def __init__(self):
         super().__init__()
-        self.tier, self.use = HostTier(6, tier_orders(self.eviction, 20)[1]), 0
+        self.tier, self.use = HostTier(6, tier_orders(self.eviction, 20)[1], claim_share=0.5), 0
+        self.now = 0.0
         self.held: list[list[int]] = []
         self.mirror: set[bytes] = set()
         self.protected: set[bytes] = set()
@@ -187,20 +278,23 @@ class Books(RuleBasedStateMachine):
     @rule(name=st.integers(0, 11))
     def store(self, name):
         known = key(name) in self.tier.keys
+        room = len(self.tier.keys) - len(self.protected) + self.tier.num_free
         slot = self.tier.store(key(name), self.use, name)
         if known or slot is None:
-            assert (slot is None) == (known or slot is None)
+            assert known or not room, "a claim kept a block out"
         else:
             assert self.tier.find([key(name)]) == [slot]
 
     @rule(names=st.lists(st.integers(0, 11), max_size=4, unique=True))
     def use_again(self, names):
         self.use += 1
-        self.tier.used([key(name) for name in names], self.use)
+        self.tier.used([key(name) for name in names], self.use, b"")
 
     @rule(count=st.integers(1, 7))
     def take(self, count):
+        room = len(self.tier.keys) - len(self.protected) + self.tier.num_free
         slots = self.tier.take(count)
+        assert (slots is None) == (count > room), "a claim kept a request from running"
         if slots is not None:
             assert len(set(slots)) == count
             self.held.append(slots)
@@ -209,6 +303,26 @@ class Books(RuleBasedStateMachine):
     def give(self, data):
         if self.held:
             self.tier.give(self.held.pop(data.draw(st.integers(0, len(self.held) - 1))))
+
+    @rule(
+        names=st.lists(st.integers(0, 11), max_size=4, unique=True),
+        tenant=st.sampled_from("tu"),
+        ttl_s=st.integers(1, 9),
+        priority=st.integers(0, 2),
+        session=st.sampled_from((b"", SESSION)),
+    )
+    def claim(self, names, tenant, ttl_s, priority, session):
+        wanted = CacheClaim(float(ttl_s), priority, session)
+        self.tier.claim([key(name) for name in names], tenant, wanted, self.now)
+
+    @rule()
+    def expire(self):
+        self.now += 1.0
+        self.tier.expire(self.now)
+
+    @rule()
+    def close(self):
+        self.protected.difference_update(self.tier.close_session(SESSION))
 
     @rule(name=st.integers(0, 11))
     def discard(self, name):
