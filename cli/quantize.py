@@ -70,12 +70,12 @@ def register(app: typer.Typer) -> None:
         In the compressed-tensors format, with its perplexity before and after."""
         from diptych.engine.quantize.settings import QuantizeSettings
 
-        settings = QuantizeSettings(method, group_size, symmetric, act_order, calibrated=calibration is not None)
-        raise typer.Exit(run_quantize(model, settings, out, calibration=calibration, held_out=held_out, device=device))
+        settings = QuantizeSettings(method, group_size, symmetric, act_order, calibration)
+        raise typer.Exit(run_quantize(model, settings, out, held_out=held_out, device=device))
 
 
 def run_quantize(model: str, settings: QuantizeSettings, out: Path, **more: Any) -> int:
-    """Args: more: calibration, held_out and device of engine.quantize.run.Job. Returns: the exit code. Raises: ConfigError."""
+    """Args: more: held_out and device of engine.quantize.run.Job. Returns: the exit code. Raises: ConfigError."""
     from diptych.cli.models.store import resolve_model
     from diptych.cli.progress import progress_on
     from diptych.engine.quantize.run import Job, quantize
@@ -101,9 +101,8 @@ def hint_of(settings: QuantizeSettings, ratio: float) -> str:
     """What to try where perplexity rose by more than LARGE_LOSS; "" where it did not."""
     if ratio <= LARGE_LOSS:
         return ""
-    ways = (
-        [] if settings.calibrated or settings.method == "fp8" else ["--calibration FILE, of text like the model's use"]
-    )
+    calibrate = settings.calibration is None and settings.method != "fp8"
+    ways = ["--calibration FILE, of text like the model's use"] if calibrate else []
     if settings.method == "int4":
         ways += ["--asymmetric"] if settings.symmetric is not False else []
         ways += ["a smaller --group-size", "--method int8"]

@@ -122,12 +122,12 @@ MODELS: Mapping[str, Model] = {
 RECIPES: Mapping[str, Mapping[str, QuantizeSettings]] = {
     "int8": {
         "int8": QuantizeSettings("int8"),
-        "int8, smoothed": QuantizeSettings("int8", calibrated=True),
+        "int8, smoothed": QuantizeSettings("int8", calibration=CALIBRATION),
     },
     "fp8": {"fp8": QuantizeSettings("fp8")},
     "int4": {
         "int4, nearest": QuantizeSettings("int4"),
-        "int4, GPTQ": QuantizeSettings("int4", calibrated=True),
+        "int4, GPTQ": QuantizeSettings("int4", calibration=CALIBRATION),
     },
 }
 """Method of the registry -> its rows."""
@@ -188,7 +188,7 @@ def _perplexity(model: Model, row: Row, source: Path, text: Text, base: float, u
         return perplexity(
             held, text, dtype=row.dtype, tick=lambda done: update(row.name, done, len(text.pieces)), **row.load
         )
-    job = Job(source, folder, row.settings, CALIBRATION if row.settings.calibrated else None)
+    job = Job(source, folder, row.settings)
     manifest = quantize(job, lambda stage, *counts: update(f"{row.name}: {stage}", *counts), before=base)
     return float(manifest["perplexity"]["after"])
 

@@ -20,7 +20,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -31,6 +30,9 @@ from diptych.bench.result import RESULTS, spread, surroundings, write
 from diptych.common.errors import ConfigError
 from diptych.common.paths import cache_dir
 from diptych.engine.exec.model_runner import TorchModelRunner
+from diptych.engine.quantize.methods import packed_groups
+from diptych.engine.quantize.rounding import int4_nearest, int8_rows
+from diptych.engine.quantize.settings import QuantizeSettings
 
 BASE = "fp32"
 KINDS = (BASE, "bf16", "int8", "int4")
@@ -54,38 +56,13 @@ class Point:
     cpu_ratio: float
 
 
-def int8_tensors(weight: Tensor) -> dict[str, Tensor]:
-    scales = weight.abs().amax(1, keepdim=True) / 127
-    return {"weight": (weight / scales).round().to(torch.int8), "weight_scale": scales}
-
-
-def int4_tensors(weight: Tensor) -> dict[str, Tensor]:
-    """Symmetric, in the layout of compressed-tensors: eight codes in an int32."""
-    groups = torch.unflatten(weight, 1, (-1, GROUP))
-    scales = (groups.abs().amax(2) / 7.5).half()
-    codes = (groups / scales.float()[..., None] + 8).round().clamp(0, 15).flatten(1).long()
-    words = sum(codes[:, i::8] << 4 * i for i in range(8))
-    assert isinstance(words, Tensor)
-    words = torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)
-    return {"weight_packed": words, "weight_scale": scales, "weight_shape": torch.tensor(weight.shape)}
-
-
-def quantization_config(layout: str, weights: dict[str, Any], inputs: dict[str, Any] | None) -> dict[str, Any]:
-    group = {
-        "targets": ["Linear"],
-        "weights": {"type": "int", "symmetric": True, **weights},
-        "input_activations": inputs,
-    }
-    return {
-        "quant_method": "compressed-tensors", "format": layout, "ignore": ["lm_head"], "config_groups": {"group_0": group},
-    }  # fmt: skip
-
-
-INT8_CONFIG = quantization_config(
-    "int-quantized", {"num_bits": 8, "strategy": "channel"},
-    {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True, "symmetric": True},
-)  # fmt: skip
-INT4_CONFIG = quantization_config("pack-quantized", {"num_bits": 4, "strategy": "group", "group_size": GROUP}, None)
+def stored(weight: Tensor, kind: str) -> dict[str, Tensor]:
+    """What a checkpoint has of a weight in bfloat16 values, by the ends of names."""
+    if kind == "int8":
+        rows = int8_rows(weight.float())
+        return {"weight": rows.codes, "weight_scale": rows.scales}
+    groups = int4_nearest(weight.float(), GROUP, symmetric=True, dtype=weight.dtype)
+    return packed_groups(groups, symmetric=True)
 
 
 def write_kind(kind: str, model: Path, folder: Path) -> Path:
@@ -96,10 +73,9 @@ def write_kind(kind: str, model: Path, folder: Path) -> Path:
     if kind == BASE:
         tensors = {name: tensor.float() * _MOVED for name, tensor in tensors.items()}
     elif kind in ("int8", "int4"):
-        config["quantization_config"] = INT8_CONFIG if kind == "int8" else INT4_CONFIG
-        rounded = int8_tensors if kind == "int8" else int4_tensors
+        config["quantization_config"] = QuantizeSettings(kind).config(GROUP)
         for layer in [name.removesuffix(".weight") for name in tensors if name.split(".")[-2] in _LINEARS]:
-            made = rounded(tensors.pop(f"{layer}.weight").float())
+            made = stored(tensors.pop(f"{layer}.weight"), kind)
             tensors |= {f"{layer}.{end}": tensor.contiguous() for end, tensor in made.items()}
     save_file(tensors, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(config))

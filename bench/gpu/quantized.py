@@ -30,6 +30,7 @@ from diptych.engine.exec.methods.base import LinearWeights, LoadedLinear
 from diptych.engine.exec.methods.quantized import BLOCK, Fp8Weights, Int4Weights, Int8Weights
 from diptych.engine.exec.model_runner import TorchModelRunner
 from diptych.engine.exec.models.registry import describe
+from diptych.engine.quantize.rounding import int4_nearest
 from diptych.kernels.reference_quant import quantize_rows_ref
 
 GROUP_SIZE = 128
@@ -52,12 +53,9 @@ def fp8_blocks(weight: Tensor) -> Fp8Weights:
 
 
 def int4(weight: Tensor) -> Int4Weights:
-    outputs, inputs = weight.shape
-    groups = weight.float().view(outputs, inputs // GROUP_SIZE, GROUP_SIZE)
-    scales = (groups.abs().amax(-1) / 7.5).to(weight.dtype)
-    codes = (groups / scales.float()[..., None] + 8).round_().clamp_(0, 15).to(torch.uint8).view(outputs, inputs)
-    zeros = torch.full_like(scales, 8, dtype=torch.uint8)
-    return Int4Weights(codes[:, ::2] | codes[:, 1::2] << 4, scales, zeros, GROUP_SIZE, None, None)
+    groups = int4_nearest(weight.float(), GROUP_SIZE, symmetric=True, dtype=weight.dtype)
+    pairs = groups.codes[:, ::2] | groups.codes[:, 1::2] << 4
+    return Int4Weights(pairs, groups.scales, groups.zeros, GROUP_SIZE, None, None)
 
 
 METHODS: dict[str, Callable[[Tensor], LinearWeights]] = {

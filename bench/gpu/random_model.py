@@ -128,18 +128,14 @@ def write_model(folder: Path, shape: Shape, device: str, method: str = "") -> Pa
 
 def quantized(weight: Tensor, method: str) -> dict[str, Tensor]:
     """weight: [outputs, inputs]. Returns: what is stored, by the end of its name: each weight to its nearest code."""
-    import torch
-
     from diptych.engine.quantize.methods import packed_groups
-    from diptych.engine.quantize.rounding import MIDDLE, MOST_CODE, Groups, fp8_rows
+    from diptych.engine.quantize.rounding import fp8_rows, int4_nearest
 
     if method == "fp8":
         rows = fp8_rows(weight.float())
         return {"weight": rows.codes, "weight_scale": rows.scales}
-    groups = weight.float().unflatten(1, (-1, _GROUP_SIZE))
-    scales = (groups.abs().amax(2) / (MOST_CODE / 2)).to(weight.dtype)
-    codes = (groups / scales.float()[..., None] + MIDDLE).round().clamp(0, MOST_CODE).flatten(1).to(torch.uint8)
-    return packed_groups(Groups(codes, scales, torch.full_like(scales, MIDDLE, dtype=torch.uint8)), symmetric=True)
+    groups = int4_nearest(weight.float(), _GROUP_SIZE, symmetric=True, dtype=weight.dtype)
+    return packed_groups(groups, symmetric=True)
 
 
 def write_window_model(folder: Path, device: str, *, tiny: bool) -> Path:

@@ -43,14 +43,13 @@ class Job:
     """
     Args:
         source: a folder with a plain model. out: a folder that does not exist.
-        calibration, held_out: text files; held_out None: the text that comes with this package.
+        held_out: a text file; None: the text that comes with this package.
         device: "cpu" or "cuda": computes calibration and perplexity.
     """
 
     source: Path
     out: Path
     settings: QuantizeSettings
-    calibration: Path | None = None
     held_out: Path | None = None
     device: str = "cpu"
 
@@ -70,9 +69,9 @@ def quantize(job: Job, update: Update, *, before: float | None = None) -> dict[s
     group_size = job.settings.group_size_for(linears) if is_int4 else None
     tokenizer = ModelTokenizer(job.source)
     calibration = None
-    if job.calibration is not None:
+    if job.settings.calibration is not None:
         piece = min(CALIBRATION_PIECE, description.max_position)
-        calibration = read_text(job.calibration, "calibration", tokenizer, piece=piece, most=MOST_PIECES)
+        calibration = read_text(job.settings.calibration, "calibration", tokenizer, piece=piece, most=MOST_PIECES)
     held_out = read_text(
         job.held_out or HELD_OUT, "held_out", tokenizer, piece=min(PIECE, description.max_position - 1)
     )
@@ -103,6 +102,7 @@ def quantize(job: Job, update: Update, *, before: float | None = None) -> dict[s
         manifest: dict[str, Any] = {
             "version": MANIFEST_VERSION,
             **chosen,
+            "calibrated": calibration is not None,
             **({} if group_size is None else {"group_size": group_size}),
             **({} if most_smoothed is None else {"largest_smoothing_factor": most_smoothed}),
             "source": {"name": job.source.name, "revision": model_fingerprint(job.source)},
@@ -158,7 +158,7 @@ def _quantized(
                 try:
                     tensors, meant = quantize_groups(declared, block, rule, inputs)
                 except ValueError as error:
-                    raise ConfigError("calibration", str(job.calibration), f"layer {index}: {error}") from None
+                    raise ConfigError("calibration", str(settings.calibration), f"layer {index}: {error}") from None
                 if run is not None and index + 1 < total:
                     run.advance(index, meant)
             else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from diptych.common.errors import ConfigError
@@ -23,14 +24,14 @@ class QuantizeSettings:
         group_size: int4 only; None: the largest that divides the inputs of every layer, 128 or 64.
         symmetric: int4 only; None: True.
         act_order: int4 with calibration only; None: True. See gptq.Int4Rule.
-        calibrated: there is a calibration: int4 is made by GPTQ, int8 with smoothing.
+        calibration: a text file: int4 is made by GPTQ, int8 with smoothing.
     """
 
     method: str
     group_size: int | None = None
     symmetric: bool | None = None
     act_order: bool | None = None
-    calibrated: bool = False
+    calibration: Path | None = None
 
     def __post_init__(self) -> None:
         if self.method not in METHODS:
@@ -40,10 +41,11 @@ class QuantizeSettings:
                 raise ConfigError(name, getattr(self, name), f"has no effect on {self.method}: only int4 has groups")
         if self.group_size is not None and self.group_size not in GROUP_SIZES:
             raise ConfigError("group_size", self.group_size, f"must be one of {', '.join(map(str, GROUP_SIZES))}")
-        if self.act_order is not None and not self.calibrated:
+        if self.act_order is not None and self.calibration is None:
             raise ConfigError("act_order", self.act_order, "needs a calibration: it orders inputs by their activations")
-        if self.calibrated and self.method == "fp8":
-            raise ConfigError("calibration", True, "has no effect on fp8: its scales follow from the weights alone")
+        if self.calibration is not None and self.method == "fp8":
+            rule = "has no effect on fp8: its scales follow from the weights alone"
+            raise ConfigError("calibration", str(self.calibration), rule)
 
     def group_size_for(self, linears: Iterable[Linear]) -> int:
         """Raises: ConfigError naming a layer that it does not divide, with the largest size that divides all."""
@@ -65,7 +67,7 @@ class QuantizeSettings:
         if self.method == "int4":
             layout = "pack-quantized"
             weights = _numbers(4, "int", "group", symmetric=self.symmetric is not False) | {"group_size": group_size}
-            if self.calibrated and self.act_order is not False:
+            if self.calibration is not None and self.act_order is not False:
                 weights["actorder"] = "weight"
         else:
             layout, kind = ("float-quantized", "float") if self.method == "fp8" else ("int-quantized", "int")

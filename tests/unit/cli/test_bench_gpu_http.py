@@ -139,7 +139,7 @@ def test_18_phases_of_a_start_are_counted_from_the_first_line_of_their_process()
 
 @pytest.mark.parametrize("method", ["fp8", "int4"])
 def test_quantized_weights_are_the_nearest_codes(tmp_path: Path, method: str) -> None:
-    """What the engine reads from the folder is at most half a code away from the same seed's weights."""
+    """What the engine reads from the folder is at most half a code away from the same seed's weights, but for cut ranges."""
     plain = load_file(write_model(tmp_path / "plain", TINY, "cpu") / "model-00000.safetensors")
     folder = write_model(tmp_path / method, TINY, "cpu", method)
     stored = load_file(folder / "model-00000.safetensors")
@@ -153,7 +153,8 @@ def test_quantized_weights_are_the_nearest_codes(tmp_path: Path, method: str) ->
             words = codes["weight_packed"]
             scale = codes["weight_scale"].repeat_interleave(128, 1)
             nibbles = torch.stack([words >> 4 * i & 15 for i in range(8)], 2).flatten(1)
-            meant, bound = (nibbles - 8) * scale, scale * 0.5001
+            ends = (nibbles == 0) | (nibbles == 15)  # of a group whose range is cut, for a smaller error of the rest
+            meant, bound = (nibbles - 8) * scale, scale * torch.where(ends, 3.0, 0.5001)
         assert bool(((meant - weight).abs() <= bound).all())
     TorchModelRunner.load(folder, num_blocks=4, block_size=16, num_threads=1)
 

@@ -66,6 +66,7 @@ def test_a_folder_is_written_and_its_perplexity_printed(monkeypatch, capsys, mod
     [
         (("--method", "int3"), "method"),
         (("--method", "fp8", "--group-size", "64"), "group_size"),
+        (("--method", "fp8", "--calibration", "texts.txt"), "calibration='texts.txt'"),
         (("--method", "int4", "--group-size", "100"), "group_size"),
     ],
 )
@@ -94,7 +95,7 @@ def test_ctrl_c_leaves_no_folder(monkeypatch, model, tmp_path):
         (QuantizeSettings("int8"), 1.2, "warning: perplexity rose by 20%; try --calibration FILE, of text like the model's use"),
         (QuantizeSettings("fp8"), 1.2, "warning: perplexity rose by 20%"),
         (
-            QuantizeSettings("int4", calibrated=True), 1.441,
+            QuantizeSettings("int4", calibration=Path("texts.txt")), 1.441,
             "warning: perplexity rose by 44%; try --asymmetric, or a smaller --group-size, or --method int8",
         ),
     ],

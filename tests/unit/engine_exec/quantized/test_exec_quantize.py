@@ -39,16 +39,15 @@ FAMILIES = {
     "qwen3-tied": ("Qwen3ForCausalLM", {"tie_word_embeddings": True}),
     "gemma3": ("Gemma3ForCausalLM", {"sliding_window": 16, "query_pre_attn_scalar": 32}),
 }
+TEXT = Path("calibration.txt")
+"""Its folder is the test's: see job_of."""
 METHODS = {
-    "int8": (QuantizeSettings("int8"), False),
-    "int8-smoothed": (QuantizeSettings("int8", calibrated=True), True),
-    "fp8": (QuantizeSettings("fp8"), False),
-    "int4-nearest": (QuantizeSettings("int4", symmetric=False), False),
-    "int4-gptq": (QuantizeSettings("int4", calibrated=True), True),
-    "int4-gptq-in-order": (
-        QuantizeSettings("int4", group_size=32, symmetric=False, act_order=False, calibrated=True),
-        True,
-    ),
+    "int8": QuantizeSettings("int8"),
+    "int8-smoothed": QuantizeSettings("int8", calibration=TEXT),
+    "fp8": QuantizeSettings("fp8"),
+    "int4-nearest": QuantizeSettings("int4", symmetric=False),
+    "int4-gptq": QuantizeSettings("int4", calibration=TEXT),
+    "int4-gptq-in-order": QuantizeSettings("int4", group_size=32, symmetric=False, act_order=False, calibration=TEXT),
 }
 
 
@@ -79,9 +78,10 @@ def texts(tmp_path):
     return {"calibration": calibration, "held_out": held_out}
 
 
-def job_of(source, tmp_path, texts, settings, calibrated) -> Job:
-    calibration = texts["calibration"] if calibrated else None
-    return Job(source, tmp_path / "out", settings, calibration, texts["held_out"])
+def job_of(source, tmp_path, texts, settings) -> Job:
+    if settings.calibration is not None:
+        settings = replace(settings, calibration=texts["calibration"])
+    return Job(source, tmp_path / "out", settings, texts["held_out"])
 
 
 def values(stored: dict[str, torch.Tensor], layer: str, inputs: int) -> torch.Tensor:
@@ -135,8 +135,8 @@ def test_a_quantized_model_has_the_logits_of_what_its_folder_means(
 ):
     architecture, overrides = FAMILIES[family]
     source = add_tokenizer(model_dir_of(architecture, **(SIZES | overrides)))
-    settings, calibrated = METHODS[name]
-    job = job_of(source, tmp_path, texts, settings, calibrated)
+    settings = METHODS[name]
+    job = job_of(source, tmp_path, texts, settings)
     manifest = quantize(job, silent)
     assert json.loads((job.out / MANIFEST_FILE).read_text()) == manifest
 
@@ -231,17 +231,17 @@ def test_calibration_keeps_the_model_nearer(source, tmp_path, texts):
     texts["calibration"] = texts["held_out"]
     off = {}
     for name in ("int8", "int8-smoothed", "int4-nearest", "int4-gptq"):
-        settings, calibrated = METHODS[name]
+        settings = METHODS[name]
         if settings.method == "int4":
             settings = replace(settings, symmetric=False)
-        job = replace(job_of(source, tmp_path, texts, settings, calibrated), out=tmp_path / name)
+        job = replace(job_of(source, tmp_path, texts, settings), out=tmp_path / name)
         off[name] = abs(quantize(job, silent)["perplexity"]["ratio"] - 1.0)
     assert off["int8-smoothed"] < off["int8"]
     assert off["int4-gptq"] < off["int4-nearest"]
 
 
 def test_the_manifest_says_what_was_made_of_what(source, tmp_path, texts):
-    job = job_of(source, tmp_path, texts, *METHODS["int4-gptq"])
+    job = job_of(source, tmp_path, texts, METHODS["int4-gptq"])
     seen = []
     manifest = quantize(job, lambda stage, done, total: seen.append((stage, done, total)))
     assert manifest["method"] == "int4"
@@ -306,7 +306,7 @@ def test_the_folder_is_a_model_of_its_own(source, tmp_path, texts):
     for name, content in beside.items():
         (source / name).write_text(content)
     (source / "diptych-manifest.json").unlink()  # it would be held against the test's own files
-    job = job_of(source, tmp_path, texts, *METHODS["int8-smoothed"])
+    job = job_of(source, tmp_path, texts, METHODS["int8-smoothed"])
     quantize(job, silent)
     names = {str(path.relative_to(job.out)) for path in job.out.rglob("*") if path.is_file()}
     assert names == {
@@ -326,7 +326,7 @@ def test_the_folder_is_a_model_of_its_own(source, tmp_path, texts):
 
 
 def test_large_models_are_written_in_several_files(source, tmp_path, texts, monkeypatch, driver_of):
-    one, several = (replace(job_of(source, tmp_path, texts, *METHODS["fp8"]), out=tmp_path / end) for end in "ab")
+    one, several = (replace(job_of(source, tmp_path, texts, METHODS["fp8"]), out=tmp_path / end) for end in "ab")
     quantize(one, silent)
     limit = 200_000
     monkeypatch.setattr(running, "WeightWriter", lambda folder: written.WeightWriter(folder, most_bytes=limit))
@@ -344,7 +344,7 @@ def test_what_is_not_quantized_keeps_its_dtype(source, tmp_path, texts, dtype):
     file = source / "model.safetensors"
     save_file({name: tensor.to(dtype) for name, tensor in load_file(file).items()}, file, {"format": "pt"})
     for name in ("int8-smoothed", "int4-gptq"):
-        job = replace(job_of(source, tmp_path, texts, *METHODS[name]), out=tmp_path / name)
+        job = replace(job_of(source, tmp_path, texts, METHODS[name]), out=tmp_path / name)
         quantize(job, silent)
         stored = load_file(job.out / "model.safetensors")
         layer = "model.layers.1.self_attn.o_proj"
@@ -382,8 +382,8 @@ def test_parents_that_were_made_for_the_folder_go_with_it(tmp_path):
         ({"method": "fp8", "symmetric": True}, "symmetric"),
         ({"method": "int4", "group_size": 48}, "group_size"),
         ({"method": "int4", "act_order": True}, "act_order"),
-        ({"method": "int8", "act_order": False, "calibrated": True}, "act_order"),
-        ({"method": "fp8", "calibrated": True}, "calibration"),
+        ({"method": "int8", "act_order": False, "calibration": TEXT}, "act_order"),
+        ({"method": "fp8", "calibration": TEXT}, "calibration"),
     ],
 )
 def test_settings_that_mean_nothing_are_refused_by_name(settings, field):
@@ -401,14 +401,14 @@ def refused(job: Job) -> ConfigError:
 
 
 def test_a_group_size_that_does_not_divide_names_the_layer_and_a_size_that_does(source, tmp_path, texts):
-    error = refused(job_of(source, tmp_path, texts, QuantizeSettings("int4", group_size=128), False))
+    error = refused(job_of(source, tmp_path, texts, QuantizeSettings("int4", group_size=128)))
     assert error.field == "group_size"
     assert "192 inputs of model.layers.0.mlp.down_proj; 64 divides" in str(error)
 
 
 def test_a_model_that_no_group_size_divides_is_refused(model_dir_of, tmp_path, texts):
     source = add_tokenizer(model_dir_of("LlamaForCausalLM", **(SIZES | {"intermediate_size": 200})))
-    error = refused(job_of(source, tmp_path, texts, QuantizeSettings("int4"), False))
+    error = refused(job_of(source, tmp_path, texts, QuantizeSettings("int4")))
     assert error.field == "group_size"
     assert "no size divides those of every layer" in str(error)
 
@@ -422,13 +422,13 @@ def test_a_text_that_cannot_be_used_is_refused_by_name(source, tmp_path, texts, 
     texts[field] = tmp_path / "bad.txt"
     if content is not None:
         texts[field].write_bytes(content)
-    error = refused(job_of(source, tmp_path, texts, *METHODS["int4-gptq"]))
+    error = refused(job_of(source, tmp_path, texts, METHODS["int4-gptq"]))
     assert error.field == field
     assert reason in str(error)
 
 
 def test_a_folder_that_is_there_is_never_written(source, tmp_path, texts):
-    job = job_of(source, tmp_path, texts, *METHODS["int8"])
+    job = job_of(source, tmp_path, texts, METHODS["int8"])
     job.out.mkdir()
     (job.out / "mine").write_text("mine")
     with pytest.raises(ConfigError) as caught:
@@ -438,7 +438,7 @@ def test_a_folder_that_is_there_is_never_written(source, tmp_path, texts):
 
 
 def test_a_quantized_model_is_not_quantized_again(source, tmp_path, texts):
-    job = job_of(source, tmp_path, texts, *METHODS["int8"])
+    job = job_of(source, tmp_path, texts, METHODS["int8"])
     quantize(job, silent)
     error = refused(replace(job, source=job.out, out=tmp_path / "again"))
     assert error.field == "model"
@@ -450,14 +450,14 @@ def test_a_broken_checkpoint_is_refused_by_tensor(source, tmp_path, texts):
     tensors = load_file(file)
     tensors["model.layers.1.mlp.up_proj.weight"][3, 5] = torch.nan
     save_file(tensors, file, {"format": "pt"})
-    error = refused(job_of(source, tmp_path, texts, *METHODS["int8"]))
+    error = refused(job_of(source, tmp_path, texts, METHODS["int8"]))
     assert error.field == "model"
     assert "model.layers.1.mlp.up_proj.weight holds NaN" in str(error)
 
 
 @pytest.mark.parametrize("stage", ["perplexity before", "int4: layers", "perplexity after"])
 def test_an_interrupted_run_leaves_nothing(source, tmp_path, texts, stage):
-    job = job_of(source, tmp_path, texts, *METHODS["int4-gptq"])
+    job = job_of(source, tmp_path, texts, METHODS["int4-gptq"])
 
     def interrupted(at, done, total):
         if at == stage and done == total:
