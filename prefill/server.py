@@ -57,6 +57,8 @@ class Publishing:
 class PrefillService:
     """See worker.role.Service. Sessions get their events through SourceService, which every role has."""
 
+    name = PREFILL
+
     def __init__(self, publishing: Publishing) -> None:
         self._publishing = publishing
         self.handoffs = publishing.sessions
@@ -71,7 +73,7 @@ class PrefillService:
         return
 
     def states(self) -> dict[str, int]:
-        return self.handoffs.states(PREFILL)
+        return self.handoffs.states(self.name)
 
     def link_rates(self) -> dict[str, float]:
         return {}
@@ -80,16 +82,16 @@ class PrefillService:
         return {}
 
     def accept(self) -> None:
-        self.handoffs.accept()
+        self.handoffs.accept(self.name)
 
     def stop_accepting(self) -> None:
-        self.handoffs.stop_accepting()
+        self.handoffs.stop_accepting(self.name)
 
     async def drained(self) -> None:
-        await self.handoffs.drained()
+        await self.handoffs.drained(self.name)
 
     def fail_all(self, error: DiptychError | None = None) -> None:
-        self.handoffs.fail_all(error)
+        self.handoffs.fail_all(error, self.name)
 
     async def close(self) -> None:
         return
@@ -97,6 +99,8 @@ class PrefillService:
 
 class SourceService(PrefillService):
     """See worker.role.Service: blocks of the prefix cache, by their identities. And the other way: pulls from other workers."""
+
+    name = SOURCE
 
     def __init__(self, publishing: Publishing, reading: Reading) -> None:
         super().__init__(publishing)
@@ -121,6 +125,3 @@ class SourceService(PrefillService):
 
     async def close(self) -> None:
         await self._reading.peers.close()
-
-    def states(self) -> dict[str, int]:
-        return self.handoffs.states(SOURCE)

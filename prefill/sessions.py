@@ -72,6 +72,7 @@ from diptych.worker.adapters import Adapters, NoAdapters
 from diptych.worker.incoming import Limits
 from diptych.worker.ports import Engine
 from diptych.worker.reads.block_pulls import BlockPulls, KvSource, PullFacts, pull_to_proto
+from diptych.worker.role_spec import PREFILL, SOURCE
 
 log = structlog.get_logger(__name__)
 
@@ -231,9 +232,11 @@ class PrefillSessions:
         self._why_stuck = why_stuck
         self._adapters = adapters or NoAdapters()
         self._sessions: dict[str, PrefillSession] = {}
-        self._accepting = True
-        self._idle = asyncio.Event()
-        self._idle.set()
+        self._refused: set[str] = set()
+        """Services that take no call now."""
+        self._idle = {service: asyncio.Event() for service in (PREFILL, SOURCE)}
+        for idle in self._idle.values():
+            idle.set()
         self.pulls: BlockPulls | None = None
         """None: sources of requests are ignored."""
 
@@ -253,20 +256,20 @@ class PrefillSessions:
     async def serve(self, message: prefill_pb2.PrefillRequest) -> AsyncGenerator[prefill_pb2.PrefillEvent, None]:
         """One call. Closing the iterator in any state frees everything of the session. Raises: InvalidRequestError,
         StaleReferenceError, OverloadedError before any work; then the engine's errors, or RequestDeadlineError."""
-        self._check_accepting()
+        self._check_accepting(PREFILL)
         async with aclosing(self._run(parse_request(message, self._limits))) as events:
             async for event in events:
                 yield event
 
     async def fetch(self, message: prefill_pb2.FetchRequest) -> AsyncGenerator[prefill_pb2.PrefillEvent, None]:
         """As `serve`, for blocks of the prefix cache."""
-        self._check_accepting()
+        self._check_accepting(SOURCE)
         async with aclosing(self._run(parse_fetch(message, self._limits))) as events:
             async for event in events:
                 yield event
 
-    def _check_accepting(self) -> None:
-        if not self._accepting:
+    def _check_accepting(self, service: str) -> None:
+        if service in self._refused:
             raise NoWorkerError("this worker is draining", retry_after_s=1.0)
 
     async def _run(self, request: PrefillSessionRequest) -> AsyncGenerator[prefill_pb2.PrefillEvent, None]:
@@ -276,7 +279,7 @@ class PrefillSessions:
         if len(self._sessions) >= self._max_sessions:
             raise OverloadedError(f"{len(self._sessions)} prompts are already running", retry_after_s=1.0)
         session = self._sessions[attempt] = PrefillSession(request, self._publisher)
-        self._idle.clear()
+        self._idle[request.service].clear()
         timer = asyncio.get_running_loop().call_later(
             request.remaining_s, session.fail, RequestDeadlineError("the session's deadline passed")
         )
@@ -346,8 +349,9 @@ class PrefillSessions:
             self._adapters.release(session.request.adapter)
         session.state = SessionState.CLOSED
         self._publisher.release(attempt)
-        if not self._sessions:
-            self._idle.set()
+        service = session.request.service
+        if all(other.request.service != service for other in self._sessions.values()):
+            self._idle[service].set()
 
     # ---- from the step thread and the transfer thread, on the event loop ----
 
@@ -387,16 +391,18 @@ class PrefillSessions:
 
     # ---- shutdown, and change of role ----
 
-    def accept(self) -> None:
-        self._accepting = True
+    def accept(self, service: str) -> None:
+        self._refused.discard(service)
 
-    def stop_accepting(self) -> None:
-        self._accepting = False
+    def stop_accepting(self, service: str) -> None:
+        self._refused.add(service)
 
-    async def drained(self) -> None:
-        """Wait until no session is left: computed, packed and read by decode."""
-        await self._idle.wait()
+    async def drained(self, service: str) -> None:
+        """Wait until no session of it is left: computed, packed and read."""
+        await self._idle[service].wait()
 
-    def fail_all(self, error: DiptychError | None = None) -> None:
+    def fail_all(self, error: DiptychError | None = None, service: str = "") -> None:
+        """`service`: those that came by it only."""
         for session in self._sessions.values():
-            session.fail(error or WorkerDrainedError("this worker shuts down"))
+            if not service or session.request.service == service:
+                session.fail(error or WorkerDrainedError("this worker shuts down"))

@@ -114,21 +114,25 @@ class Role:
         for service in self.services.values():
             service.accept()
 
-    def stop_accepting(self) -> None:
-        for service in self.services.values():
+    def stop_accepting(self, but: str = "") -> None:
+        """Args: but: the name of a service that goes on; so in the next two."""
+        for service in self._all(but):
             service.stop_accepting()
 
-    async def drained(self) -> None:
-        for service in self.services.values():
+    async def drained(self, but: str = "") -> None:
+        for service in self._all(but):
             await service.drained()
 
-    def fail_all(self, error: DiptychError | None = None) -> None:
-        for service in self.services.values():
+    def fail_all(self, error: DiptychError | None = None, but: str = "") -> None:
+        for service in self._all(but):
             service.fail_all(error)
 
     async def close(self, but: Role | None = None) -> None:
         """Args: but: the role after this one; its services stay open."""
         await self._close(name for name in self.services if but is None or name not in but.services)
+
+    def _all(self, but: str) -> list[Service]:
+        return [service for name, service in self.services.items() if name != but]
 
     def _new(self) -> list[tuple[str, Service]]:
         return [(name, service) for name, service in self.services.items() if name not in self._kept]

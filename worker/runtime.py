@@ -3,9 +3,9 @@
 load model (executor) -> engine starts, warm-up -> transfer self-test -> gRPC server, NOT_SERVING
     -> lease in the store, SERVING
 SIGTERM / SIGINT: NOT_SERVING -> lease "draining" -> running requests finish, up to drain_s -> the rest fails typed
-    -> lease removed -> server, transfer and engine closed
+    -> for hand_over_s those who continue it take KV from here -> lease removed -> server, transfer and engine closed
 set_role: another worker of the pool is ready, or forced -> NOT_SERVING -> lease "draining"
-    -> running requests finish, up to drain_s -> the rest fails typed -> the other role's services
+    -> running requests finish, up to drain_s -> the rest fails typed -> hand_over_s -> the other role's services
     -> lease with the other role, SERVING
 """
 
@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import cast
@@ -73,7 +74,7 @@ from diptych.worker.metrics import MetricsServer, WorkerMetrics
 from diptych.worker.model import Computes, LoadedModel, available_bytes
 from diptych.worker.refs import WorkerRef
 from diptych.worker.role import Role, ServiceFactories
-from diptych.worker.role_spec import FULL_NAMES, PACKAGE, ROLES
+from diptych.worker.role_spec import FULL_NAMES, PACKAGE, ROLES, SOURCE
 from diptych.worker.service import WorkerServicer
 from diptych.worker.stats import adapter_to_proto, engine_numbers, gpu_to_proto, host_to_proto, settings_of
 
@@ -91,6 +92,7 @@ _LIVENESS_POLL_S = 0.5
 _WORKER = f"{PACKAGE}.Worker"
 _ENDED_S = 10.0
 """After the drain, until the requests that were given up have ended."""
+_HAND_OVER_S = 2.0
 
 MakeServices = Callable[["WorkerRuntime"], ServiceFactories]
 TransferFactory = Callable[["WorkerRuntime"], Awaitable[Transfer]]
@@ -135,6 +137,8 @@ class WorkerRuntime:
         self._cache_events = CacheEventFeed(self.incarnation)
         self._registration: WorkerRegistration | None = None
         self._draining = self._closed = False
+        self._leaves_at = 0.0
+        """While it drains: its KV is served until then."""
         self._live = True
         self._monitor: asyncio.Task[None] | None = None
         self.cluster_tls = load_cluster_tls(
@@ -457,7 +461,8 @@ class WorkerRuntime:
             max_num_seqs=self.config.max_num_seqs,
             event_epoch=self._cache_events.epoch,
             tiers=self.tiers(),
-            state=self._state,
+            state=(state := self._state),
+            leaves_in_s=max(0.0, self._leaves_at - self.clock.now()) if state == "draining" else 0.0,
             load=WorkerLoad(
                 num_running=stats.num_running,
                 num_waiting=stats.num_waiting + stats.num_waiting_remote,
@@ -619,7 +624,7 @@ class WorkerRuntime:
 
     async def _empty(self, role: Role, error: DiptychError) -> None:
         """No request is left, and no stream of a router. Raises: InternalError when the requests do not end."""
-        await self._drain(role)
+        await self._drain(role, error)
         role.fail_all(error)
         try:
             async with asyncio.timeout(_ENDED_S):
@@ -630,21 +635,38 @@ class WorkerRuntime:
     # ---- end ----
 
     async def drain(self) -> None:
-        """Set NOT_SERVING and let running requests finish, up to drain_s. Idempotent."""
+        """Set NOT_SERVING and let running requests finish, up to drain_s. Others may take its KV meanwhile. Idempotent."""
         self._draining = True
         await self.health.leave()
         await self._drain(self.role)
 
-    async def _drain(self, role: Role) -> None:
-        role.stop_accepting()
-        if self._registration is not None:
-            self._registration.beat_now()
+    async def _drain(self, role: Role, error: DiptychError | None = None) -> None:
+        """Args: error: of requests that do not end in time; None: WorkerDrainedError."""
+        role.stop_accepting(but=SOURCE)
+        self._leave_in(self.config.drain_s + self.hand_over_s)
         try:
             async with asyncio.timeout(self.config.drain_s):
-                await role.drained()
+                await role.drained(but=SOURCE)
             log.info("drained")
         except TimeoutError:
             log.warning("drain time is over: cancelling the rest", drain_s=self.config.drain_s)
+            role.fail_all(error, but=SOURCE)
+            self._leave_in(self.hand_over_s)
+            await asyncio.sleep(self.hand_over_s)
+        role.stop_accepting()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self.hand_over_s):
+                await role.drained()  # reads that are under way
+
+    @property
+    def hand_over_s(self) -> float:
+        """A worker that has given requests up serves reads of its KV for so long: they go on elsewhere."""
+        return min(_HAND_OVER_S, self.config.drain_s)
+
+    def _leave_in(self, seconds: float) -> None:
+        self._leaves_at = self.clock.now() + seconds
+        if self._registration is not None:
+            self._registration.beat_now()
 
     async def close(self, error: DiptychError | None = None) -> None:
         """Fail the rest with a typed error and close everything that there is, each part with a deadline. Idempotent."""

@@ -118,6 +118,8 @@ def decode_record(raw: bytes) -> WorkerRecord:
         raise BadRowError(f"load.adapters: must be at most {MAX_ADAPTERS} ids with their requests")
     if not all(math.isfinite(rate) and rate >= 0.0 for rate in rates):
         raise BadRowError("load: a rate is negative or not finite")
+    if not 0.0 <= record.leaves_in_s <= MAX_COUNT:
+        raise BadRowError("leaves_in_s: out of range")
     return record
 
 

@@ -64,6 +64,8 @@ class WorkerRecord(msgspec.Struct, frozen=True):
     """Its tiers of KV blocks (common/tiers.py)."""
     state: str = "ready"
     """"ready", "stalled" (a step has been running for too long, see worker/liveness.py) or "draining"."""
+    leaves_in_s: float = 0.0
+    """While it drains: for how long it still serves reads of its KV; 0.0: it does not, as earlier versions."""
     load: WorkerLoad = WorkerLoad()
     kv_windows: tuple[tuple[int, int], ...] = ()
     """(window, bytes per token) of each group of layers that keep the last tokens only."""

@@ -285,14 +285,14 @@ class Cluster:
     def _refresh(self) -> Placer:
         """The placer with the workers that are usable now."""
         if self._fleet_is_old:
-            sides, unusable = usable_by_role(self._members, self.breakers, self._check, self._clock.now())
+            sides, unusable, leaving = usable_by_role(self._members, self.breakers, self._check, self._clock.now())
             incompatible = {
                 (p.record.worker_id, d.record.worker_id): differences
                 for p in sides["prefill"]
                 for d in sides["decode"]
                 if (differences := self._pair(p.record, d.record))
             }
-            self.placer.set_workers(sides["prefill"], sides["decode"], incompatible, unusable)
+            self.placer.set_workers(sides["prefill"], sides["decode"], incompatible, unusable, leaving)
             fleet = self.placer.fleet
             self._least_context = min((r.max_model_len for r in fleet.records), default=None)
             self._decode_pools = {(r.num_blocks, r.block_size) for r in fleet.records[fleet.num_prefill :]}

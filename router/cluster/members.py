@@ -112,6 +112,13 @@ class Members(Generic[LinkT]):
         patience = member.link.patience
         return patience.limit_s if member.record.role in usable else patience.most_s
 
+    def still_serves_kv(self, member: Member[LinkT], now: float) -> bool:
+        """Whether a worker that drains has time left, and answers. Once its lease is gone it exits."""
+        record = member.record
+        ends_at = member.read_at + record.leaves_in_s
+        is_there = member.missing_since is None and member.link.silent_s <= self.dead_s
+        return record.state == "draining" and now < ends_at and is_there and not self.why_not(record)
+
     def why_unplaceable(self, member: Member[LinkT], now: float) -> str:
         """Why the worker is not used now, or ""."""
         if member.record.state != "ready":

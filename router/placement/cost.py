@@ -21,7 +21,7 @@ from typing import Protocol
 import numpy as np
 
 from diptych.router.placement.adapters import adapter_ms, why_not
-from diptych.router.placement.pulls import PlannedPull, Pulls, plan_pulls
+from diptych.router.placement.pulls import LeavingHolders, PlannedPull, Pulls, plan_pulls
 from diptych.router.placement.types import (
     Placement,
     PlacementRequest,
@@ -203,9 +203,10 @@ def choose_placement(
         notes = (_why_local(costs, d),)
     if costs.kv_wait is not None and costs.kv_wait[d]:
         notes = (*notes, f"decode lacks KV blocks for the prompt: expected to wait {costs.kv_wait[d]:.0f} ms for them")
-    return Placement(
-        costs.terms((p, d)), costs.snapshot, tuple(order), costs.best, notes, policy.name, alone is not None
-    )
+    chosen = costs.terms((p, d))
+    if chosen.pull is not None and chosen.pull.holder >= len(snapshot.fleet.records):
+        notes = (*notes, f"KV is taken from {snapshot.record(chosen.pull.holder).worker_id}, which drains")
+    return Placement(chosen, costs.snapshot, tuple(order), costs.best, notes, policy.name, alone is not None)
 
 
 def _why_local(costs: Costs, d: int) -> str:
@@ -265,7 +266,11 @@ def candidate_costs(request: PlacementRequest, snapshot: ClusterSnapshot, now: f
     pulls: Pulls | None = None
     if hits is not None and fleet.pulls is not None:
         # A worker that must not decode this request may hold its KV: an operator moves it, or it is full.
-        pulls = plan_pulls(fleet.pulls, fleet.token_ms, hits, loads.lower_tokens, fleet.copy_token_ms)
+        leaving = None
+        if loads.leaving_hits is not None:
+            left_ms = fleet.gone_at_ms - 1000.0 * now
+            leaving = LeavingHolders(loads.leaving_hits, loads.leaving_lower, fleet.leaving_copy_token_ms, left_ms)
+        pulls = plan_pulls(fleet.pulls, fleet.token_ms, hits, loads.lower_tokens, fleet.copy_token_ms, leaving)
         if pulls is not None:
             compute -= pulls.saved_ms
     # A worker computes at most as many tokens of each other prompt before this one as this one has

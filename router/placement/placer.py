@@ -108,6 +108,8 @@ class Placer:
         self.policy = policy
         self._uses_affinity = policy.name == "session-affinity"
         self._fleet = WorkerArrays.of((), ())
+        self._num_holders = 0
+        """Workers in `_fleet`, and those that leave."""
         self._speeds: dict[str, float] = {}
         self._reserved = np.empty(0, np.int64)
         self._groups: list[_Group] = []
@@ -138,10 +140,13 @@ class Placer:
         decode: Sequence[Candidate],
         incompatible: Mapping[tuple[str, str], Sequence[str]],
         unusable: Mapping[str, str],
+        leaving: Sequence[Candidate] = (),
     ) -> None:
-        """Set the usable workers. Call it whenever a record, a worker's usability or the index's workers change."""
-        one, other = ([(candidate.record, candidate.read_at) for candidate in side] for side in (prefill, decode))
-        self._fleet = WorkerArrays.of(one, other, incompatible, unusable, pulls=self._pulls)
+        """Set the usable workers, and those that drain, whose KV may be taken. Call it whenever a record, a worker's usability or
+        the index's workers change."""
+        leaving = [c for c in leaving if c.header is not None and self._index.column(c.record.worker_id) is not None]
+        one, other, gone = ([(c.record, c.read_at) for c in side] for side in (prefill, decode, leaving))
+        self._fleet = WorkerArrays.of(one, other, incompatible, unusable, pulls=self._pulls, leaving=gone)
         self._speeds = self._fleet.prompt_tokens_per_s()
         self._reservations.backlog.set_rates(self._speeds)
         self.speeds.set_rates(
@@ -150,6 +155,8 @@ class Placer:
         )
         candidates = [*prefill, *decode]
         self._reserved = self._reservations.columns([candidate.record.worker_id for candidate in candidates])
+        candidates += leaving
+        self._num_holders = len(candidates)
         members: dict[IdentityHeader, list[tuple[int, int]]] = {}
         for i, candidate in enumerate(candidates):
             column = self._index.column(candidate.record.worker_id)
@@ -243,9 +250,16 @@ class Placer:
         )
         tokens, requests = self._reservations.at(self._reserved)
         hit, lower = self._hits(prompt)
+        leaving_hit = leaving_lower = None
+        if self._fleet.leaving:
+            count = len(self._fleet.records)
+            if hit is not None:
+                hit, leaving_hit = hit[:count], hit[count:]
+            if lower is not None:
+                lower, leaving_lower = lower[:, :count], lower[:, count:]
         later = None if prompt is None or tenant is None else self._later(prompt, hit, tenant)
         held = self._reservations.kv_at(self._reserved[self._fleet.num_prefill :])
-        loads = RequestLoads(hit, lower, tokens, requests, later, held)
+        loads = RequestLoads(hit, lower, tokens, requests, later, held, leaving_hit, leaving_lower)
         return ClusterSnapshot(self._fleet, loads, barred, self._reservations.adapters.running)
 
     def _later(self, prompt: PromptBlocks, hit: Ints | None, tenant: str) -> Floats | None:
@@ -261,7 +275,7 @@ class Placer:
         )
 
     def _hits(self, prompt: PromptBlocks | None) -> tuple[Ints | None, Ints | None]:
-        """(hit tokens by worker, those of them by lower tier and worker); None: nowhere."""
+        """(hit tokens by holder, those of them by lower tier and holder); None: nowhere."""
         hit: Ints | None = None
         lower: Ints | None = None
         if prompt is None:
@@ -277,7 +291,7 @@ class Placer:
             # The last prompt token is always computed.
             np.minimum(usable, max(0, len(prompt.prompt.token_ids) - 1) // block_size, out=usable)
             if runs.lower_blocks is not None:
-                lower = np.zeros((NUM_TIERS - 1, len(self._fleet.records)), np.int64) if lower is None else lower
+                lower = np.zeros((NUM_TIERS - 1, self._num_holders), np.int64) if lower is None else lower
                 left = usable
                 for row, blocks in zip(lower, runs.lower_blocks, strict=True):
                     there = np.minimum(blocks.take(group.columns), left)
@@ -287,7 +301,7 @@ class Placer:
             if group.at is None:
                 hit = usable
             else:
-                hit = np.zeros(len(self._fleet.records), np.int64) if hit is None else hit
+                hit = np.zeros(self._num_holders, np.int64) if hit is None else hit
                 hit[group.at] = usable
         return hit, lower
 

@@ -7,6 +7,8 @@ them. Pure; the simulator uses it, too (docs/decisions/kv-pulls.md).
 
 A pull must be cheaper by a quarter: its prediction is the less certain one, and it costs the holder something, too.
 
+A worker that drains holds what it has until it exits: it is read from, never reads, and only where the read ends before.
+
 Commands of a pull wait for an engine that is busy: two at the reader, one at the holder. So long as it takes to look for them
 again (`WorkerLoad.poll_interval_s`).
 """
@@ -59,7 +61,7 @@ class PlannedPull:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PullLinks:
-    """Of all pairs of workers, [reader, holder].
+    """Of all pairs of workers, [reader, holder]: holders are the readers, and behind them the workers that leave.
 
     Args:
         fixed_ms: infinite where the KV of one is not that of the other, or one of them takes no part.
@@ -76,20 +78,20 @@ class PullLinks:
     serves_lower: Bools
 
     @staticmethod
-    def of(records: Sequence[WorkerRecord]) -> PullLinks:
-        count = len(records)
-        facts = [tuple(sorted((k, v) for k, v in r.compat.items() if k not in (CONVERTS, KV_PARTS))) for r in records]
+    def of(records: Sequence[WorkerRecord], leaving: Sequence[WorkerRecord] = ()) -> PullLinks:
+        count, holders = len(records), (*records, *leaving)
+        facts = [tuple(sorted((k, v) for k, v in r.compat.items() if k not in (CONVERTS, KV_PARTS))) for r in holders]
         kinds = {one: i for i, one in enumerate(dict.fromkeys(facts))}
         kind = np.array([kinds[one] for one in facts], np.int64)
-        able = np.array([FIELD in r.request_fields and bool(r.compat) for r in records], np.bool_)
-        fits = (kind[:, None] == kind[None, :]) & able[:, None] & able[None, :]
+        able = np.array([FIELD in r.request_fields and bool(r.compat) for r in holders], np.bool_)
+        fits = (kind[:count, None] == kind[None, :]) & able[:count, None] & able[None, :]
         np.fill_diagonal(fits, False)
-        at = {r.worker_id: i for i, r in enumerate(records)}
+        at = {r.worker_id: i for i, r in enumerate(holders)}
         rates = [rate for r in records for rate in r.load.link_bytes_per_s.values() if rate > 0]
         mean = sum(rates) / len(rates) if rates else DEFAULT_BYTES_PER_S
-        byte_ms = np.full((count, count), 1000.0 / mean)
-        waits = np.array([wait_ms(record.load) for record in records], np.float64)
-        wait = READER_WAITS * waits[:, None] + HOLDER_WAITS * waits[None, :]
+        byte_ms = np.full((count, len(holders)), 1000.0 / mean)
+        waits = np.array([wait_ms(record.load) for record in holders], np.float64)
+        wait = READER_WAITS * waits[:count, None] + HOLDER_WAITS * waits[None, :]
         fixed_ms = np.where(fits, FIXED_MS + wait, np.inf)
         for reader, record in enumerate(records):
             for name, rate in record.load.link_bytes_per_s.items():
@@ -104,7 +106,7 @@ class PullLinks:
             byte_ms,
             np.array([record.kv_bytes_per_token for record in records], np.float64),
             tuple((w, np.array([dict(r.kv_windows).get(w, 0) for r in records], np.float64)) for w in windows),
-            np.array([LOWER_FIELD in record.request_fields for record in records], np.bool_),
+            np.array([LOWER_FIELD in record.request_fields for record in holders], np.bool_),
         )
 
     def pull_ms(self, holder: int, num_tokens: Ints) -> Floats:
@@ -184,11 +186,31 @@ class Pulls:
         )  # fmt: skip
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class LeavingHolders:
+    """Workers that drain, behind the others.
+
+    Args:
+        hits, lower, copy_token_ms: as in plan_pulls.
+        left_ms: for how long each still serves what it has.
+    """
+
+    hits: Ints
+    lower: Ints | None
+    copy_token_ms: Floats
+    left_ms: Floats
+
+
 def plan_pulls(
-    links: PullLinks, token_ms: Floats, hits: Ints, lower: Ints | None, copy_token_ms: Floats | None = None
+    links: PullLinks,
+    token_ms: Floats,
+    hits: Ints,
+    lower: Ints | None,
+    copy_token_ms: Floats | None = None,
+    leaving: LeavingHolders | None = None,
 ) -> Pulls | None:
-    """What each worker saves by a pull from the holder that has most in its first tier, or from the one that has most in any, if
-    that saves more; None: nothing, anywhere.
+    """What each worker saves by a pull from the holder that has most in its first tier, from the one that has most in any, or
+    from one that leaves, where that saves more; None: nothing, anywhere.
 
     Args:
         token_ms: [worker], to compute a token.
@@ -196,31 +218,64 @@ def plan_pulls(
         lower: [tier, worker], those of them in lower tiers, which follow those in the first one.
         copy_token_ms: [tier, worker], to copy a token of a lower tier to the first one.
     """
+    if not len(hits):
+        return None
+    plan = _from_usable(links, token_ms, hits, lower, copy_token_ms)
+    if leaving is not None:
+        for one in range(len(leaving.hits)):
+            plan = _better(plan, _from_leaving(links, token_ms, hits, leaving, one))
+    return plan
+
+
+def _better(plan: Pulls | None, other: Pulls | None) -> Pulls | None:
+    if plan is None or (other is not None and other.saved_ms.max() > plan.saved_ms.max()):
+        return other
+    return plan
+
+
+def _from_leaving(links: PullLinks, token_ms: Floats, hits: Ints, leaving: LeavingHolders, one: int) -> Pulls | None:
+    holder, has, deep, copied_ms = len(hits) + one, int(leaving.hits[one]), 0, 0.0
+    if leaving.lower is not None and (deep := int(leaving.lower[:, one].sum())):
+        if links.serves_lower[holder]:
+            copied_ms = float((leaving.lower[:, one] * leaving.copy_token_ms[:, one]).sum()) / deep
+        else:
+            has, deep = has - deep, 0
+    return _plan(links, token_ms, hits, has, holder, deep, copied_ms, float(leaving.left_ms[one]))
+
+
+def _from_usable(
+    links: PullLinks, token_ms: Floats, hits: Ints, lower: Ints | None, copy_token_ms: Floats | None
+) -> Pulls | None:
     if lower is None:
-        return _plan(links, token_ms, hits, hits, int(hits.argmax()))
+        holder = int(hits.argmax())
+        return _plan(links, token_ms, hits, int(hits[holder]), holder)
     deep: Ints = np.add.reduce(lower)
     first = hits - deep
     holder = int(first.argmax())
-    plan = _plan(links, token_ms, hits, first, holder)
+    plan = _plan(links, token_ms, hits, int(first[holder]), holder)
     if copy_token_ms is None:
         return plan
-    served = np.where(links.serves_lower, hits, first)
+    served = np.where(links.serves_lower[: len(hits)], hits, first)
     other = int(served.argmax())
     if served[other] <= first[holder]:
         return plan
     copied_ms = float((lower[:, other] * copy_token_ms[:, other]).sum()) / int(deep[other])
-    deeper = _plan(links, token_ms, hits, served, other, int(deep[other]), copied_ms)
-    if plan is None or (deeper is not None and deeper.saved_ms.max() > plan.saved_ms.max()):
-        return deeper
-    return plan
+    return _better(plan, _plan(links, token_ms, hits, int(served[other]), other, int(deep[other]), copied_ms))
 
 
 def _plan(
-    links: PullLinks, token_ms: Floats, hits: Ints, served: Ints, holder: int, deep: int = 0, copied_ms: float = 0.0
+    links: PullLinks,
+    token_ms: Floats,
+    hits: Ints,
+    has: int,
+    holder: int,
+    deep: int = 0,
+    copied_ms: float = 0.0,
+    left_ms: float = np.inf,
 ) -> Pulls | None:
-    """Args: served: [worker], as holders. deep: of the holder's tokens, the last ones that it copies first. copied_ms: for each
-    of these."""
-    gain = served[holder] - hits
+    """Args: has: tokens that the holder serves. deep: of these, the last ones that it copies first. copied_ms: for each of
+    these. left_ms: until the holder exits."""
+    gain = has - hits
     np.maximum(gain, 0, out=gain)
     if not gain.any():
         return None
@@ -229,8 +284,9 @@ def _plan(
     if deep:
         saved -= copied_ms * np.minimum(gain, deep)
     saved[saved < (1.0 - MOST_OF_COMPUTE) * compute_ms] = 0.0
+    saved[compute_ms - saved > left_ms] = 0.0
     saved[gain == 0] = 0.0
     if not saved.any():
         return None
-    hit_tokens = np.where(saved > 0.0, served[holder], hits)
+    hit_tokens = np.where(saved > 0.0, has, hits)
     return Pulls(holder, saved, hit_tokens, links, hits, token_ms, copied_ms)

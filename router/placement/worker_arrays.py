@@ -50,6 +50,7 @@ class WorkerArrays:
         window_move_ms: (window, [P, D]) for each window that any worker has: the same of layers with that window.
         handoff_ms: [P, D], the fixed cost of a pair, infinite where KV may not be transferred.
         pulls: links between all workers; None: no worker takes KV from another one's cache.
+        leaving: workers that drain, of which only the KV is used, and when each will be gone; nothing above counts them.
         incompatible, unusable: reasons in words, by pair of ids and by id.
     """
 
@@ -76,6 +77,9 @@ class WorkerArrays:
     window_move_ms: tuple[tuple[int, Floats], ...]
     handoff_ms: Floats
     pulls: PullLinks | None = None
+    leaving: tuple[WorkerRecord, ...] = ()
+    gone_at_ms: Floats = field(default_factory=lambda: np.empty(0))
+    leaving_copy_token_ms: Floats = field(default_factory=lambda: np.empty((len(LOWER_TIERS), 0)))
     incompatible: Mapping[tuple[str, str], Sequence[str]] = field(default_factory=dict)
     unusable: Mapping[str, str] = field(default_factory=dict)
 
@@ -100,6 +104,7 @@ class WorkerArrays:
         unusable: Mapping[str, str] | None = None,
         *,
         pulls: bool = True,
+        leaving: Sequence[Lease] = (),
     ) -> WorkerArrays:
         incompatible = incompatible or {}
         leases = [*prefill, *decode]
@@ -112,6 +117,7 @@ class WorkerArrays:
         requests = np.array([record.load.num_running + record.load.num_waiting for record in records], np.float64)
         sequences = requests[len(prefill) :].copy()
         np.maximum(requests, waiting > 0, out=requests)
+        also_hold = tuple(record for record, _ in leaving)
         on_decode = [record for record, _ in decode]
         pool_tokens = np.array([r.num_blocks * r.block_size for r in on_decode], np.float64)
         used_tokens = pool_tokens * np.array([r.load.kv_usage for r in on_decode], np.float64)
@@ -141,7 +147,10 @@ class WorkerArrays:
                 for window in sorted({window for record in on_decode for window, _ in record.kv_windows})
             ),
             handoff_ms=np.where(fits, HANDOFF_MS, np.inf),
-            pulls=PullLinks.of(records) if pulls else None,
+            pulls=PullLinks.of(records, also_hold) if pulls else None,
+            leaving=also_hold,
+            gone_at_ms=1000.0 * np.array([at + record.leaves_in_s for record, at in leaving], np.float64),
+            leaving_copy_token_ms=_copy_token_ms(also_hold, _token_ms(leaving)),
             incompatible=dict(incompatible),
             unusable=dict(unusable or {}),
         )
@@ -207,6 +216,7 @@ class RequestLoads:
         later_tokens: of the pending tokens, how many are computed after this request, because of its tenant's share;
             None: no other tenant's are pending.
         kv_tokens: [D], tokens of KV of this router's requests, see Reservation; None: not known.
+        leaving_hits, leaving_lower: as the first two, of the workers that leave.
     """
 
     hit_tokens: Ints | None
@@ -216,6 +226,14 @@ class RequestLoads:
     pending_requests: Ints
     later_tokens: Floats | None = None
     kv_tokens: Ints | None = None
+    leaving_hits: Ints | None = None
+    leaving_lower: Ints | None = None
+
+
+def _hits(views: Sequence[WorkerView]) -> tuple[Ints, Ints]:
+    """Hit tokens, and those of them by lower tier."""
+    lower = [[dict(view.tier_tokens).get(tier.name, 0) for view in views] for tier in LOWER_TIERS]
+    return np.array([view.hit_tokens for view in views], np.int64), np.array(lower, np.int64)
 
 
 def _reported(record: WorkerRecord) -> Collection[str]:
@@ -238,16 +256,17 @@ class ClusterSnapshot:
         decode: Sequence[WorkerView],
         incompatible: Mapping[tuple[str, str], Sequence[str]] | None = None,
         unusable: Mapping[str, str] | None = None,
+        leaving: Sequence[WorkerView] = (),
     ) -> ClusterSnapshot:
-        one, other = ([(view.record, view.reported_at) for view in views] for views in (prefill, decode))
+        one, other, gone = ([(view.record, view.reported_at) for view in views] for views in (prefill, decode, leaving))
         views = [*prefill, *decode]
         loads = RequestLoads(
-            np.array([view.hit_tokens for view in views], np.int64),
-            np.array([[dict(view.tier_tokens).get(tier.name, 0) for view in views] for tier in LOWER_TIERS], np.int64),
+            *_hits(views),
             np.array([view.pending_tokens for view in views], np.int64),
             np.array([view.pending_requests for view in views], np.int64),
         )
-        return ClusterSnapshot(WorkerArrays.of(one, other, incompatible, unusable), loads)
+        loads.leaving_hits, loads.leaving_lower = _hits(leaving)
+        return ClusterSnapshot(WorkerArrays.of(one, other, incompatible, unusable, leaving=gone), loads)
 
     @property
     def prefill(self) -> tuple[WorkerView, ...]:
@@ -268,11 +287,12 @@ class ClusterSnapshot:
         return self.fleet.incompatible
 
     def record(self, index: int) -> WorkerRecord:
-        """`index`: 0 to P + D - 1."""
-        return self.fleet.records[index]
+        """`index`: 0 to P + D - 1, or of a worker that leaves, behind these."""
+        records = self.fleet.records
+        return records[index] if index < len(records) else self.fleet.leaving[index - len(records)]
 
     def view(self, index: int) -> WorkerView:
-        """`index`: as of `record`."""
+        """`index`: 0 to P + D - 1."""
         loads = self.loads
         return WorkerView(
             self.fleet.records[index],

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from diptych.cli.worker_roles import services_of
+from diptych.common.errors import NoWorkerError, WorkerDrainedError
 from diptych.engine.messages import EndPull, EngineRequest, PullBlocks
 from diptych.engine.sched.cache.kv_cache_manager import KvCacheManager
 from diptych.rpc.v1 import decode_pb2, types_pb2
@@ -498,6 +499,77 @@ async def test_a_moved_answer_takes_its_kv_from_the_worker_that_it_left(pd: Modu
         assert computes.engine.stats().computed_tokens_total - before <= BLOCK
         await cluster.nothing_left()
         await cluster.settle(other)
+
+
+async def draining(pd: ModuleType, cluster: Any, router: Any, gate: Any) -> tuple[asyncio.Task[None], Any]:
+    """Decode drains, with one answer that waits for prefill. Returns: the drain, and that answer."""
+    gate.close(0)
+    answer = router.submit(submit(cluster, "held", [900, *PROMPT]))
+    await gate.wait()
+    drain = asyncio.create_task(cluster.decode.drain())
+    await waiting.until(lambda: cluster.decode.record().leaves_in_s > 0.0)
+    return drain, answer
+
+
+def second_turn(pd: ModuleType, other: Any, cluster: Any, attempt: str, prompt: list[int], held: int) -> Any:
+    """At another decode worker, which may take KV from the one that drains."""
+    message = pd.submit_message(other, [], attempt=attempt, prompt=prompt, local=True, local_max=200)
+    message.placement.decode_source.CopyFrom(source(cluster.decode, held))
+    return message
+
+
+async def test_a_worker_that_drains_serves_its_kv_until_it_leaves(pd: ModuleType) -> None:
+    gate = pd.Gate(after=1 << 20)
+    async with (
+        pd.cluster(prefill=lambda: pd.fake_model(before_execute=gate)) as cluster,
+        second_decode(pd) as other,
+        pd.FakeRouter(cluster.decode.address) as router,
+        pd.FakeRouter(other.address) as to_other,
+    ):
+        turn_2, held = await first_turn(pd, cluster, router)
+        drain, answer = await draining(pd, cluster, router, gate)
+        assert (cluster.decode.record().state, other.record().leaves_in_s) == ("draining", 0.0)
+        refused = await router.run(submit(cluster, "new", PROMPT))
+        assert isinstance(refused.error, NoWorkerError), "it computes nothing for others"
+        first = await to_other.run(second_turn(pd, other, cluster, "turn-2", turn_2, held))
+        [pull] = first.explanation.pulls
+        assert (pull.holder, pull.num_tokens, pull.note) == ("decode-0", held, "")
+        gate.open()
+        await drain
+        await router.ended("held")
+        assert answer.finished is not None, answer.error
+        # it has no request left, and leaves
+        await other.engine.reset_cache()
+        again = await to_other.run(second_turn(pd, other, cluster, "turn-2b", turn_2, held))
+        [pull] = again.explanation.pulls
+        assert pull.num_tokens == 0
+        assert "draining" in pull.note
+        await cluster.settle(other)
+    assert first.token_ids == again.token_ids
+    assert [first.token_ids] == await undisturbed(pd, turn_2)
+
+
+async def test_who_continues_what_a_drain_has_given_up_takes_its_kv(pd: ModuleType, monkeypatch: Any) -> None:
+    monkeypatch.setattr(WorkerRuntime, "hand_over_s", pd.NEVER_S)
+    gate = pd.Gate(after=1 << 20)
+    async with (
+        pd.cluster(prefill=lambda: pd.fake_model(before_execute=gate), decode_config={"drain_s": 0.05}) as cluster,
+        second_decode(pd) as other,
+        pd.FakeRouter(cluster.decode.address) as router,
+        pd.FakeRouter(other.address) as to_other,
+    ):
+        turn_2, held = await first_turn(pd, cluster, router)
+        drain, answer = await draining(pd, cluster, router, gate)
+        await router.ended("held")
+        assert isinstance(answer.error, WorkerDrainedError)
+        assert 0.0 < cluster.decode.record().leaves_in_s <= pd.NEVER_S
+        moved = await to_other.run(second_turn(pd, other, cluster, "turn-2", turn_2, held))
+        [pull] = moved.explanation.pulls
+        assert (pull.holder, pull.num_tokens, pull.note) == ("decode-0", held, "")
+        drain.cancel()
+        gate.open()
+        await asyncio.gather(drain, return_exceptions=True)
+    assert [moved.token_ids] == await undisturbed(pd, turn_2)
 
 
 async def router_answer(router: Any, message: decode_pb2.Submit, offset: int) -> list[int]:

@@ -294,6 +294,38 @@ async def test_a_drained_worker_gives_its_answers_up(fleet):
     assert value("diptych_migrations_total", {"reason": "WORKER_DRAINED", "outcome": "moved"}) == 1
 
 
+async def test_what_leaves_a_worker_that_drains_takes_its_kv_along(fleet):
+    """Whatever computes the rest of the answer takes prompt and tokens so far from the worker that gave it up."""
+    count, at, takes = 30, 25, {"request_fields": ("source",)}
+    salted = replace(fleet.header, salt=tenant_salt(fleet.secret, ""))
+    keys = tuple(block_keys(salted, [1] * 20 + list(range(at))))
+    holds = {"event_epoch": 0, "tiers": (TierState("device", 5),), **takes}
+    await fleet.add("p0", "prefill", **takes)
+    first = await fleet.add("d0", **holds)
+    first.dump = (0, 5, keys)
+    await fleet.until_ready()
+    await fleet.until(lambda: fleet.frontend._cluster._index.hit_blocks("d0", keys) == 2)
+    seen, events = await begun(fleet, first, at, sampling={"max_tokens": count})
+    second = await fleet.add("d1", **takes)
+    await fleet.until_ready(decode=2)
+    await fleet.store.put_worker(fleet.record(first, state="draining", leaves_in_s=30.0, **holds), ttl_s=1000)
+    await fleet.until_ready()
+    end = decode_pb2.End(failure=to_failure(WorkerDrainedError("this decode worker shuts down")))
+    first._routers[0].put(decode_pb2.Event(attempt=first.submits[0].attempt, end=end))
+    rest = await rest_of(events)
+    assert [token for event in [*seen, *rest] if isinstance(event, TokenEvent) for token in event.token_ids] == list(
+        range(count)
+    )
+    [submit] = second.submits
+    plan = submit.placement.prefill_source
+    assert (plan.holder.worker_id, plan.num_tokens) == ("d0", 32)
+    why = rest[-1].explanation
+    assert "KV is taken from d0, which drains" in why.notes
+    assert {one.decode_worker_id for one in why.candidates} == {"d1"}
+    (chosen,) = [one for one in why.candidates if one.chosen]
+    assert (chosen.pull.holder, chosen.pull.num_tokens) == ("d0", 32)
+
+
 @pytest.mark.parametrize(
     "refusal", [OverloadedError("full"), StaleReferenceError("another life"), InvalidRequestError("no room")]
 )

@@ -8,9 +8,10 @@ from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
 import grpc
+from handoff_sim.laws import Law
 from handoff_sim.links import Links, Node
 
-from diptych.common.errors import DiptychError
+from diptych.common.errors import DiptychError, NoWorkerError
 from diptych.rpc.errors import to_failure
 from diptych.rpc.v1 import prefill_pb2
 
@@ -129,10 +130,10 @@ class SimCall:
         self._links.deliver(server.node, self._channel.client, self._links.delay(), lambda: self.end(_lost()))
 
     async def _serve(self) -> None:
-        server = self._channel.server
+        server, request = self._channel.server, self._request
         assert server is not None
+        drains, is_refused = server.drains, False
         try:
-            request = self._request
             served = (
                 server.handoffs.fetch(request)
                 if isinstance(request, prefill_pb2.FetchRequest)
@@ -142,9 +143,13 @@ class SimCall:
                 async for event in events:
                     self._say(event)
         except DiptychError as error:
+            is_refused = isinstance(error, NoWorkerError)
             self._say(prefill_pb2.PrefillEvent(failure=to_failure(error)))
         finally:
             server.calls.pop(self, None)
+        if drains and is_refused == isinstance(request, prefill_pb2.FetchRequest):
+            what = "refused" if is_refused else "took"
+            server.context.report(Law.DRAINS, f"{server.ref.worker_id} drains and {what} {request.attempt}")
         self._say(None)
 
     def _say(self, event: prefill_pb2.PrefillEvent | None) -> None:

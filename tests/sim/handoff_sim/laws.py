@@ -22,6 +22,7 @@ class Law(Enum):
     EVENTS = 11, "By a worker's events a router knows, in every tier, exactly what the worker holds"
     NO_OWN_ERROR = 12, "No fault ends a request with an INTERNAL error"
     HANDLES = 13, "A handle is answered with its slab once"
+    DRAINS = 14, "A worker that drains takes no prompt, and serves reads of its cache until it leaves"
 
     def __init__(self, number: int, text: str) -> None:
         self.number, self.text = number, text

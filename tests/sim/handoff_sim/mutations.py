@@ -33,6 +33,7 @@ from diptych.kvtransfer.slabs.handle import Refusal
 from diptych.prefill.sessions import PrefillSessions
 from diptych.worker.reads.coverage import Coverage, KvCoverage
 from diptych.worker.reads.slab_unpacker import SlabUnpacker
+from diptych.worker.role_spec import PREFILL, SOURCE
 
 Patch = Callable[[], Any]
 MUTATIONS: dict[str, Patch] = {}
@@ -78,6 +79,8 @@ SEEN_BY: dict[str, int] = {
     "prefill_frees_what_it_has_yet_to_send": 29,
     "more_is_held_than_there_is_room_for_after_a_restart": 19,
     "blocks_are_evicted_while_files_are_read_for_them": 18,
+    "a_worker_that_drains_takes_prompts": 232,
+    "a_worker_that_drains_serves_no_reads": 232,
 }
 """A seed that detects the missing guard, if finding one takes more than a few. It only saves time: see mutate.py."""
 
@@ -494,6 +497,19 @@ def a_holder_evicts_what_it_is_sending() -> Any:
             pool.release(reversed(table))
 
     return mock.patch.object(KvCacheManager, "adopt", adopt)
+
+
+@mutation
+def a_worker_that_drains_takes_prompts() -> Any:
+    return mock.patch.object(PrefillSessions, "_check_accepting", return_value=None)
+
+
+@mutation
+def a_worker_that_drains_serves_no_reads() -> Any:
+    def stop_accepting(self: PrefillSessions, service: str) -> None:
+        self._refused |= {PREFILL, SOURCE}
+
+    return mock.patch.object(PrefillSessions, "stop_accepting", stop_accepting)
 
 
 @mutation

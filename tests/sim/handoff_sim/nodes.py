@@ -179,7 +179,7 @@ class WorkerNode:
             alive_every_s=context.sizes.silence_s / 3,
         )
         self.granted: dict[int, int] = {}
-        self.publishes = False
+        self.publishes = self.drains = False
 
         def open_channel(address: str) -> Any:
             channel = SimChannel(context.links, self.node, find(address))

@@ -11,6 +11,7 @@ from handoff_sim.files import serves_files
 
 from diptych.rpc.v1 import decode_pb2
 from diptych.worker import wire
+from diptych.worker.role_spec import PREFILL, SOURCE
 
 if TYPE_CHECKING:
     from handoff_sim.client import Ask
@@ -24,6 +25,11 @@ def has_pulls(seed: int) -> bool:
     """A quarter of the schedules. The others are what they were without, and seeds that once found a fault are among these: they
     stay reproducers."""
     return seed % 10 in (0, 1, 2, 9) and seed % 13 not in (0, 3, 10, 12)
+
+
+def drains(seed: int) -> bool:
+    """In some of these schedules a worker drains, so that their draws differ from what they were."""
+    return seed % 11 in (1, 6)
 
 
 class Sources:
@@ -44,10 +50,27 @@ class Sources:
             ask.family, ask.length = first.family, self._rng.choice([n for n in reference.LENGTHS if n > BLOCK])
         for _ in range(self._rng.randint(0, 2)):
             world.loop.call_later(self._rng.random() * _LATEST_S, self._evict)
+        if drains(world.seed) and world.profile in ("killed", "everything"):
+            world.loop.call_later(self._rng.random() * _LATEST_S, self._drain)
 
     def later_s(self, number: int) -> float:
         """The turns of a chat come one after the other."""
         return number * self._rng.uniform(0.05, 0.6) if self.active else 0.0
+
+    def _drain(self) -> None:
+        """A prefill worker drains, leaves after a while, whatever it is sending then, and starts again."""
+        node = self._rng.choice(list(self._world.prefill.values()))
+        if not node.node.dead:
+            self._world.trouble.trail.append(f"{node.ref.worker_id} drains at {self._world.loop.num_callbacks}")
+            node.drains = True
+            node.handoffs.stop_accepting(PREFILL)
+            self._world.loop.call_later(self._rng.choice((0.05, 0.3, 1.0)), self._leave, node)
+
+    def _leave(self, node: WorkerNode) -> None:
+        if not node.node.dead:
+            node.drains = False
+            node.handoffs.stop_accepting(SOURCE)
+            self._world.trouble.kill_prefill(node.ref.worker_id)
 
     def _evict(self) -> None:
         node = self._rng.choice(self._world.nodes)

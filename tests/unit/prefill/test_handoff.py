@@ -131,7 +131,7 @@ async def test_events_in_order_and_open_until_settled(parts) -> None:
     assert handoffs.num_sessions == 0
     assert engine.cancelled() == []
     assert publisher.released == ["a/1"]
-    await handoffs.drained()
+    await handoffs.drained("prefill")
 
 
 async def test_a_session_that_samples_nothing_is_vouched_for(parts) -> None:
@@ -222,7 +222,7 @@ async def test_the_queue_is_bounded_and_a_draining_worker_takes_nothing(parts) -
     with pytest.raises(OverloadedError) as caught:
         await anext(handoffs.serve(request("2/1")))
     assert caught.value.retry_after_s
-    handoffs.stop_accepting()
+    handoffs.stop_accepting("prefill")
     with pytest.raises(NoWorkerError):
         await anext(handoffs.serve(request("3/1")))
     handoffs.fail_all()

@@ -76,6 +76,24 @@ def test_without_lease_an_answering_worker_stays_but_is_not_placed_on(members):
     assert members.all() == []
 
 
+def test_a_worker_that_drains_serves_its_kv_until_it_leaves(members):
+    members.on_records([record(state="draining", leaves_in_s=30.0)], 100.0)
+    member = members.get("d0")
+    member.link.why = "reports that it is not serving"
+    assert members.still_serves_kv(member, 129.0)
+    assert members.why_unplaceable(member, 129.0) == "is draining"
+    assert not members.still_serves_kv(member, 130.0)
+    member.link.silent_s = 2.5
+    assert not members.still_serves_kv(member, 101.0)
+    member.link.silent_s = 0.0
+    members.on_records([], 101.0)
+    assert not members.still_serves_kv(member, 101.0), "it gave its lease up: it exits"
+    members.on_records([record(state="draining")], 102.0)
+    assert not members.still_serves_kv(member, 102.0), "an older version"
+    members.on_records([record(leaves_in_s=30.0)], 103.0)
+    assert not members.still_serves_kv(member, 103.0)
+
+
 def quick(link):
     """Its probes have long been answered at once."""
     for _ in range(200):

@@ -53,7 +53,9 @@ def a_worker(name, role, header, chance):
 class Setup:
     """The same index, workers and pending work behind two placers."""
 
-    def __init__(self, seed, library, num_workers=12, policy="cost", host=True, headers=HEADERS, replicates=False):
+    def __init__(
+        self, seed, library, num_workers=12, policy="cost", host=True, headers=HEADERS, replicates=False, drains=0
+    ):
         self.chance = chance = random.Random(seed)
         self.headers = headers
         self.index, self.reservations = BlockIndex(4000), Reservations()
@@ -96,9 +98,11 @@ class Setup:
             [Candidate(r, chance.uniform(0, 5), next(h for h in headers if h.block_size == r.block_size)) for r in side]
             for side in (workers[:half], workers[half:])
         ]
+        leaving = [sides[1].pop() for _ in range(drains)]
+        leaving = [replace(c, record=msgspec.structs.replace(c.record, leaves_in_s=9.0)) for c in leaving]
         for placer in self.placers:
-            placer.set_workers(*sides, unfit, {})
-        self.decode = workers[half:]
+            placer.set_workers(*sides, unfit, {}, leaving)
+        self.decode = [candidate.record for candidate in sides[1]]
 
     def ask(self, **more):
         chance = self.chance
@@ -138,6 +142,22 @@ def test_both_place_alike(seed, library):
     for one, other in reported:
         same(one, other)
     assert len({one.chosen.decode.worker_id for one, _ in reported if isinstance(one, Placement)}) > 1
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_both_find_what_a_worker_holds_that_drains(seed, library):
+    setup = Setup(seed, library, host=seed % 2 > 0, headers=HEADERS[:1], replicates=True, drains=1)
+    prompt = [7 * i % 1000 for i in range(6000)]
+    setup.index.apply("d5", KvEvent("i", 0, 2, "stored", tuple(block_keys(HEADERS[0], prompt[:5000])), "device"))
+    asked = PlacementRequest(len(prompt), 0)
+    one, other = (placer.place(asked, PromptBlocks(Prompt(prompt)), 4.0) for placer in setup.placers)
+    same(one, other)
+    assert "KV is taken from d5, which drains" in one.notes
+    assert one.chosen.computed_from > 2000  # an index of 4,000 blocks has trimmed it
+    for one, other in [setup.ask() for _ in range(20)]:
+        same(one, other)
+        if isinstance(one, Placement):
+            assert all(terms.decode.worker_id != "d5" for terms in one.candidates)
 
 
 def test_both_place_alike_beyond_64_workers(library):

@@ -22,7 +22,7 @@ from diptych.router.placement.pulls import (
     break_evens,
     plan_pulls,
 )
-from diptych.router.placement.types import Placement, PlacementRequest
+from diptych.router.placement.types import Placement, PlacementRequest, Rejected
 from diptych.router.placement.worker_arrays import ClusterSnapshot
 from diptych.worker import wire
 from diptych_tests.records import worker_record, worker_view
@@ -111,6 +111,64 @@ def test_a_worker_that_must_not_decode_the_request_may_hold_its_kv():
     assert isinstance(placement, Placement)
     assert placement.decode.worker_id == "d1"
     assert placement.snapshot.record(placement.chosen.pull.holder).worker_id == "d0"
+
+
+def leaving(name: str, hit: int, seconds: float, **load: Any):
+    one = view(name, hit, **load)
+    one.record = msgspec.structs.replace(one.record, state="draining", leaves_in_s=seconds)
+    return one
+
+
+def place(prefill, decode, gone, n=1000, now=NOW) -> Placement:
+    snapshot = ClusterSnapshot.of(prefill, decode, leaving=gone)
+    placement = choose_placement(PlacementRequest(n, 0), snapshot, now, random.Random(0))
+    assert isinstance(placement, Placement)
+    return placement
+
+
+@pytest.mark.parametrize("name", ["p9", "d9"])
+def test_a_worker_that_drains_is_read_from_and_computes_nothing(name):
+    placement = place([view("p0", 320)], [view("d0")], [leaving(name, 960, 30.0)])
+    pull = placement.chosen.pull
+    assert placement.snapshot.record(pull.holder).worker_id == name
+    assert (pull.first_token, pull.num_tokens) == (320, 960)
+    assert placement.notes == (f"KV is taken from {name}, which drains",)
+    named = {(one.prefill and one.prefill.worker_id, one.decode.worker_id) for one in placement.candidates}
+    assert named == {("p0", "d0")}
+    assert placement.without_records(1).snapshot.record(pull.holder).worker_id == name
+
+
+def test_it_is_read_from_while_the_read_ends_before_it_leaves():
+    """10 ms, and 640 tokens of 50,000 bytes at 400 MB/s: 90 ms."""
+    one, other = [view("p0", 320)], [view("d0")]
+    gone = [leaving("d9", 960, 2.0)]
+    assert place(one, other, gone, now=NOW + 1.9).chosen.pull is not None
+    assert place(one, other, gone, now=NOW + 1.92).chosen.pull is None
+    assert place(one, other, gone, now=NOW + 60.0).chosen.pull is None
+    assert place(one, other, [leaving("d9", 960, 0.0)]).chosen.pull is None, "an older version serves nothing"
+
+
+def test_of_as_much_the_worker_that_stays_is_read_from():
+    gone = [leaving("d8", 800, 30.0), leaving("d9", 960, 30.0)]
+    assert place([view("p0")], [view("d0", 960)], gone).notes == ()
+    placement = place([view("p0")], [view("d0", 900)], gone)
+    assert placement.snapshot.record(placement.chosen.pull.holder).worker_id == "d9"
+
+
+def test_its_lower_tiers_are_read_at_the_cost_of_their_copy():
+    def gone(**how: Any):
+        one = in_tiers("d9", 960, {"host": 480}, **how)
+        one.record = msgspec.structs.replace(one.record, state="draining", leaves_in_s=30.0)
+        return one
+
+    pull = place([view("p0", 320)], [view("d0")], [gone()]).chosen.pull
+    assert pull.pull_ms == pytest.approx(FIXED_MS + 640 * 50_000 / 400e6 * 1000 + 480 * 50_000 / 1e9 * 1000)
+    assert place([view("p0", 320)], [view("d0")], [gone(serves=False)]).chosen.pull.num_tokens == 480
+
+
+def test_without_a_usable_worker_one_that_drains_helps_nobody():
+    snapshot = ClusterSnapshot.of([], [], leaving=[leaving("d9", 960, 30.0)])
+    assert isinstance(choose_placement(PlacementRequest(1000, 64), snapshot, NOW, random.Random(0)), Rejected)
 
 
 def in_tiers(name: str, hit: int, lower: dict[str, int], *, serves: bool = True, rate: float = 1e9, **load: Any):
