@@ -189,6 +189,7 @@ async def test_computing_and_queueing_for_long_is_not_silence(
         await prefill[0].ask("go")
         await router.ended("a")
         await router.ended("b")
+        assert (first.error, second.error) == (None, None)
         assert first.token_ids == second.token_ids == tokens
 
 
