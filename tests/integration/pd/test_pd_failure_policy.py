@@ -56,11 +56,13 @@ ANSWER_S = 60.0
 async def two_prefill_one_decode(
     pd: ModuleType, *, silence_s: float = NEVER_S, decode_gate: object = None, **decode_config: object
 ) -> AsyncIterator[tuple[Any, list[Prefill]]]:
+    """`silence_s`: of prefill, which says three times within it that it is alive, and of decode, unless that has its own."""
     async with AsyncExitStack() as stack:
         prefill = await asyncio.gather(*(Prefill.start(f"prefill-{i}", leg_silence_s=silence_s) for i in range(2)))
         for child in prefill:
             stack.push_async_callback(child.stop)
-        config = pd.worker_config("decode", "decode-0", transport="ucx", leg_silence_s=silence_s, **decode_config)
+        settings = {"leg_silence_s": silence_s, **decode_config}
+        config = pd.worker_config("decode", "decode-0", transport="ucx", **settings)
         decode = WorkerRuntime(
             config, pd.fake_model(before_execute=decode_gate), make_transfer=make_transfer, make_services=services_of
         )
@@ -175,8 +177,9 @@ async def test_computing_and_queueing_for_long_is_not_silence(
     tokens = await undisturbed(expected)
     words, hear = [], LivenessTimer.on_message
     monkeypatch.setattr(LivenessTimer, "on_message", lambda silence: words.append(silence) or hear(silence))
+    # A busy machine can keep prefill from the CPU for two seconds: decode has more patience than prefill is told.
     async with (
-        two_prefill_one_decode(pd, silence_s=SILENCE_S) as (cluster, prefill),
+        two_prefill_one_decode(pd, silence_s=SILENCE_S, leg_silence_s=ANSWER_S) as (cluster, prefill),
         pd.FakeRouter(cluster.decode.address) as router,
     ):
         await prefill[0].hold(1)
