@@ -328,6 +328,16 @@ class Cluster:
             raise AssertionError(f"{worker.worker_id}: {await worker.audit(full=True)}") from None
 
 
+async def slabs_lent(worker: WorkerRuntime) -> None:
+    """The step thread has slabs. The transfer thread lends them after the start: a prompt that is computed before goes in one
+    piece, and no range of it early."""
+
+    async def lent() -> bool:
+        return await worker.engine._query(lambda core: core.scheduler.packing.slabs_held, DEADLINE_S) > 0
+
+    await waiting.until(lent, f"{worker.worker_id} has slabs", deadline_s=DEADLINE_S)
+
+
 @asynccontextmanager
 async def cluster(
     *,
@@ -348,6 +358,7 @@ async def cluster(
             )
             await worker.start()
             started.append(worker)
+            await slabs_lent(worker)
         config = worker_config("decode", "decode-0", **(decode_config or {}))
         worker = WorkerRuntime(
             config, decode(), make_transfer=make_transfer, make_services=services_of, clock=decode_clock

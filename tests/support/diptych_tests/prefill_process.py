@@ -74,6 +74,7 @@ async def main(options: dict[str, object]) -> None:
     model.runner.read_adapter = read_adapter  # type: ignore[method-assign]
     worker = WorkerRuntime(config, model, make_transfer=make_transfer, make_services=services_of)
     await worker.start()
+    await pd.slabs_lent(worker)
     say({"worker_id": worker.worker_id, "incarnation": worker.incarnation, "address": worker.address})
     async for words in commands():
         match words:
