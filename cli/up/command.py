@@ -35,6 +35,7 @@ from diptych.cli.up.startup_message import has_chat_template, startup_message
 from diptych.cli.up.supervisor import Child, Supervisor, exit_reason
 from diptych.common.cores import usable_cores
 from diptych.common.errors import ConfigError
+from diptych.common.tls import load_cluster_tls, load_server_tls
 from diptych.worker.role_spec import ROLES
 from diptych.worker.visible_gpus import find_gpus, find_links
 
@@ -95,6 +96,9 @@ def run_up(config: UpConfig, run_root: Path, resolve_model: Callable[[Stages], t
     if config.keys_file is not None and not os.environ.get("DIPTYCH_API_KEY"):
         rule = "the cluster's first request needs one of its keys: set DIPTYCH_API_KEY"
         raise ConfigError("keys_file", str(config.keys_file), rule)
+    if config.tls_cert is not None and config.tls_key is not None:
+        load_server_tls(config.tls_cert, config.tls_key)
+    load_cluster_tls(config.cluster_ca or "", config.cluster_cert or "", config.cluster_key or "")
     assignments = _assign_gpus(config)
     folder = RunFolder(run_root)
     stages = Stages()
@@ -416,4 +420,5 @@ def _greeting(plan: ClusterPlan, folder: RunFolder) -> str:
         model=plan.model_name,
         logs=str(folder.logs),
         chat=has_chat_template(plan.model_folder),
+        keys=plan.config.keys_file is not None,
     )

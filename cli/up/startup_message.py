@@ -17,12 +17,15 @@ def has_chat_template(folder: Path) -> bool:
 
 
 def startup_message(
-    *, http_url: str, grpc_address: str, model: str, logs: str, chat: bool, terminal: bool = True
+    *, http_url: str, grpc_address: str, model: str, logs: str, chat: bool, terminal: bool = True, keys: bool = False
 ) -> str:
     """Args:
     chat: the model has a chat template; else the snippets complete text.
     terminal: Ctrl-C reaches the cluster.
+    keys: the API wants one; the snippets take it from where `up` and the SDK do.
     """
+    imports = "import os\n" if keys else ""
+    api_key = 'os.environ["DIPTYCH_API_KEY"]' if keys else '"none"'
     return f"""
 Diptych serves {model}
   HTTP (OpenAI)  {http_url}
@@ -30,11 +33,11 @@ Diptych serves {model}
   logs           {logs}
 
 # over both pools; without local_prefill_max_tokens decode computes a prompt as short as this itself where that costs less
-{curl_snippet(http_url, model, chat)}
+{curl_snippet(http_url, model, chat, keys=keys)}
 
 # the OpenAI client (.venv/bin/pip install openai)
-from openai import OpenAI
-client = OpenAI(base_url="{http_url}/v1", api_key="none")
+{imports}from openai import OpenAI
+client = OpenAI(base_url="{http_url}/v1", api_key={api_key})
 {openai_snippet(model, chat)}
 
 # our SDK, with .venv/bin/python
@@ -44,12 +47,13 @@ client = OpenAI(base_url="{http_url}/v1", api_key="none")
 """
 
 
-def curl_snippet(http_url: str, model: str, chat: bool = True) -> str:
+def curl_snippet(http_url: str, model: str, chat: bool = True, *, keys: bool = False) -> str:
     path, question = "completions", '"prompt": "The capital of France is"'
     if chat:
         path = "chat/completions"
         question = '"messages": [{"role": "user", "content": "What is the capital of France?"}]'
-    return f"""curl {http_url}/v1/{path} -H 'content-type: application/json' -H 'x-diptych-explain: 1' \\
+    key = ' -H "authorization: Bearer $DIPTYCH_API_KEY"' if keys else ""
+    return f"""curl {http_url}/v1/{path}{key} -H 'content-type: application/json' -H 'x-diptych-explain: 1' \\
   -d '{{"model": "{model}", {question},
        "temperature": 0, "max_tokens": 32, "local_prefill_max_tokens": 0}}'"""
 

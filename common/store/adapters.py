@@ -31,6 +31,7 @@ MAX_VERSIONS = 8
 """Of one name; older ones are forgotten."""
 MAX_FOLDER_CHARS = 4096
 MAX_NAME_CHARS = 128
+NAME_RULE = "1 to 128 letters, digits or ._:/-, the first a letter or digit"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}")
 _SCALE = 2**32
 
@@ -142,14 +143,14 @@ class ChosenAdapter:
 
 
 def is_adapter_name(name: str) -> bool:
-    """Whether this could be an adapter's name: 1 to 128 letters, digits or ._:/-, the first a letter or digit."""
+    """Whether this could be an adapter's name, see NAME_RULE."""
     return _NAME.fullmatch(name) is not None
 
 
 def check_name(name: object) -> str:
     """Raises: InvalidRequestError naming `lora_name`."""
     if not isinstance(name, str) or not is_adapter_name(name):
-        raise InvalidRequestError("lora_name must be 1 to 128 letters, digits or ._:/-", param="lora_name")
+        raise InvalidRequestError(f"lora_name must be {NAME_RULE}", param="lora_name")
     return name
 
 
@@ -234,9 +235,12 @@ def _pointed(entry: AdapterEntry, number: int) -> AdapterEntry:
 def with_canary(entry: AdapterEntry, number: int, share: float) -> AdapterEntry:
     """With a canary for a share of the requests; 0.0: without one. Raises: InvalidRequestError for a version that is not
     kept, or the stable one."""
+    if number:
+        entry.version(number)
     if not share:
         return _pruned(msgspec.structs.replace(entry, canary=0, canary_share=0.0))
-    entry.version(number)
+    if not number:
+        raise InvalidRequestError(f"version: {entry.name} has no canary: name a version", param="version")
     if number == entry.stable:
         raise InvalidRequestError(f"version: {number} is the stable version of {entry.name}", param="version")
     return _pruned(msgspec.structs.replace(entry, canary=number, canary_share=share))

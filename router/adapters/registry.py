@@ -16,7 +16,7 @@ from collections.abc import Callable
 import structlog
 
 from diptych.common.errors import InvalidRequestError, NoWorkerError
-from diptych.common.store.adapters import MAX_ADAPTERS, AdapterEntry, AdapterTable, restored
+from diptych.common.store.adapters import MAX_ADAPTERS, AdapterEntry, AdapterTable, is_adapter_name, restored
 from diptych.common.store.interface import AdapterStore, StoreError
 
 log = structlog.get_logger(__name__)
@@ -108,8 +108,9 @@ class AdapterRegistry:
         return self.table.entries.get(name)
 
     async def look_up(self, name: str) -> AdapterEntry | None:
-        """As `find`; a name that is unknown here is looked for in the store. Raises: NoWorkerError when that cannot be read."""
-        if (found := self.find(name)) is None and name:
+        """As `find`; a name that is unknown here, and could be one, is looked for in the store. Raises: NoWorkerError when that
+        cannot be read."""
+        if (found := self.find(name)) is None and is_adapter_name(name):
             await self.refresh()
             found = self.find(name)
             if found is None and self.failing:

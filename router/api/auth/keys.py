@@ -22,7 +22,7 @@ from blake3 import blake3
 
 from diptych.common.errors import ConfigError
 from diptych.common.request import MAX_CACHE_TTL_S
-from diptych.common.store.adapters import MAX_ADAPTERS, is_adapter_name
+from diptych.common.store.adapters import MAX_ADAPTERS, NAME_RULE, is_adapter_name
 from diptych.router.fairness.fair_queue import Share
 
 PREFIX = "dpk"
@@ -163,8 +163,11 @@ def add_key(
         raise ConfigError("weight", weight, f"must be 1 to {MAX_WEIGHT}")
     if not -MAX_RANK <= rank <= MAX_RANK:
         raise ConfigError("rank", rank, f"must be {-MAX_RANK} to {MAX_RANK}")
-    if len(adapters) > MAX_ADAPTERS or not all(map(is_adapter_name, adapters)):
-        raise ConfigError("adapters", list(adapters), f"must be at most {MAX_ADAPTERS} names of adapters")
+    if len(adapters) > MAX_ADAPTERS:
+        raise ConfigError("adapters", f"{len(adapters)} names", f"must be at most {MAX_ADAPTERS}")
+    for name in adapters:
+        if not is_adapter_name(name):
+            raise ConfigError("adapter", name, f"must be {NAME_RULE}")
     with _locked(path):
         keys = load_keys(path) if path.exists() else KeySet(secrets.token_bytes(32))
         key = f"{PREFIX}-{secrets.token_hex(6)}-{secrets.token_urlsafe(32)}"

@@ -11,6 +11,7 @@ from fastapi import FastAPI, Request
 from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
+from starlette.convertors import PathConvertor, register_url_convertor
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.responses import PlainTextResponse, Response
@@ -91,6 +92,15 @@ _BODIES: tuple[type[BaseModel], ...] = (
 _AdapterBody = TypeVar("_AdapterBody", bound=BaseModel)
 
 
+class _TextConvertor(PathConvertor):
+    """The rest of a path, whatever it holds: that of a path ends at a line break."""
+
+    regex = "(?s:.*)"
+
+
+register_url_convertor("text", _TextConvertor())
+
+
 class _App(FastAPI):
     """The application. Requests for answers go to their endpoints at once: the framework's routing and middleware, which
     do nothing for them, cost as much as a placement. Every other request, or method, takes its way."""
@@ -142,7 +152,7 @@ def create_app(
         parsing: entered while the body of a request for an answer is read; an error leaves it.
         siblings: the other processes of this router, which /metrics and /status.json speak for, too.
     """
-    app = _App(title="Diptych", version=package_version(), docs_url=None, redoc_url=None)
+    app = _App(title="Diptych", version=package_version(), docs_url=None, redoc_url=None, redirect_slashes=False)
     errors.install(app)
     bodies = bodies or Bodies()
     unknown = UnknownFields(refuse=refuse_unknown_fields)
@@ -303,7 +313,7 @@ def _add_adapters(app: FastAPI, router_api: RouterApi, bodies: Bodies) -> None:
     async def load_lora_adapter(request: Request) -> Response:
         """Loads an adapter at the workers, and serves it under its name."""
         body = await given(request, LoadLoraAdapterRequest)
-        entry = await router_api.adapters.load(LoadRequest(**body.model_dump()))
+        entry = await router_api.adapters.load(LoadRequest(**body.model_dump(exclude={"is_3d_lora_weight"})))
         lost = lost_versions((one.number, one.adapter_id, one.folder) for one in entry.versions)
         other = other_base_models(entry.model, ((one.number, one.other_base) for one in entry.versions))
         texts = [f"Success: LoRA adapter '{entry.name}' added successfully."]
@@ -344,7 +354,7 @@ def _add_adapters(app: FastAPI, router_api: RouterApi, bodies: Bodies) -> None:
 
 
 def _add_sessions(app: FastAPI, router_api: RouterApi) -> None:
-    @app.delete("/v1/sessions/{session_id:path}")
+    @app.delete("/v1/sessions/{session_id:text}")
     async def close_session(session_id: str) -> Response:
         """Ends the session's claims on cached KV, at all workers."""
         closed = await router_api.close_session(session_id, current_caller.get().tenant)

@@ -1,4 +1,7 @@
-"""Bodies of the routes that load and unload adapters, as vLLM has them, and of those that route between versions."""
+"""Bodies of the routes that load and unload adapters, as vLLM has them, and of those that route between versions.
+
+They change what answers, so a field that nothing here reads is refused: a misspelt `canary_share` would be 0.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from diptych.common.store.adapters import AdapterEntry, AdapterVersion
 class _OfAdapter(BaseModel):
     """Body of a request about one adapter."""
 
-    model_config = ConfigDict(strict=True, extra="ignore")
+    model_config = ConfigDict(strict=True, extra="forbid")
 
     lora_name: str = ""
 
@@ -24,17 +27,21 @@ class LoadLoraAdapterRequest(_OfAdapter):
     model: str = ""
     load_inplace: bool = False
     canary_share: float = 0.0
+    is_3d_lora_weight: bool = False
+    """vLLM's; the files say it."""
 
 
 class UnloadLoraAdapterRequest(_OfAdapter):
-    """Body of POST /v1/unload_lora_adapter."""
+    """Body of POST /v1/unload_lora_adapter. lora_int_id: vLLM's, without effect: there are no such numbers here."""
+
+    lora_int_id: int | None = None
 
 
 class CanaryLoraAdapterRequest(_OfAdapter):
     """Body of POST /v1/canary_lora_adapter. version: 0: the present canary."""
 
     version: int = 0
-    canary_share: float = 0.0
+    canary_share: float
 
 
 class PromoteLoraAdapterRequest(_OfAdapter):

@@ -31,6 +31,18 @@ async def test_head_answers_as_get_without_a_body() -> None:
         assert (await client.head("/nowhere")).status_code == 404
 
 
+async def test_a_slash_too_many_is_no_redirect() -> None:
+    """It was one to the client's own Host header over http://, also behind a proxy that ends TLS."""
+    async with http(FakeRouterApi([])) as client:
+        for method, path, meant in (
+            ("POST", f"{CHAT}/", CHAT), ("GET", "/live/", "/live"), ("DELETE", "/v1/sessions", "GET /"),
+        ):  # fmt: skip
+            answer = await client.request(method, path)
+            assert (answer.status_code, answer.headers.get("location")) == (404, None)
+            assert f"{method} {path}" in answer.json()["error"]["message"]
+            assert meant in answer.json()["error"]["message"]
+
+
 async def test_the_root_and_docs_say_where_things_are() -> None:
     async with http(FakeRouterApi([])) as client:
         for path in ("/", "/docs"):

@@ -27,6 +27,9 @@ async def test_a_session_is_closed_by_delete() -> None:
             "id": "chat/1 é", "object": "session", "closed": False, "freed_tokens": 32, "unreached": ["decode-1"],
         }  # fmt: skip
         assert router_api.closed == [("", "chat/1 é")]
+        for escaped, name in (("a%0Ab", "a\nb"), ("a%0A", "a\n")):
+            assert (await client.delete(f"/v1/sessions/{escaped}")).json()["id"] == name, "a body may name it"
+        assert router_api.closed[-2:] == [("", "a\nb"), ("", "a\n")]
         refused = await client.delete("/v1/sessions/" + "x" * 513)
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, "session_id")
         wrong = await client.post("/v1/sessions/chat", json={})

@@ -863,6 +863,13 @@ async def test_the_sdk_with_an_admin_key_does_all_that_operators_do(
                 two | {"lora_path": "/lora/no"},
             ):
                 assert (await post("/v1/load_lora_adapter", body, admin))[0] == 400
+            for route, field in (
+                ("load", "load_in_place"), ("canary", "share"), ("promote", "version"), ("unload", "model"),
+            ):  # fmt: skip
+                status, text = await post(f"/v1/{route}_lora_adapter", {"lora_name": "poems", field: 1}, admin)
+                assert (status, json.loads(text)["error"]["param"] in (field, "canary_share")) == (400, True), text
+            status, text = await post("/v1/canary_lora_adapter", {"lora_name": "poems", "version": 2}, admin)
+            assert (status, json.loads(text)["error"]["param"]) == (400, "canary_share"), "not a share of 0"
             ask_model = {"model": "poems", "prompt": [[1] * 20, [2] * 20], "max_tokens": 2}
             status, text = await post("/v1/completions", ask_model, poet)
             assert (status, json.loads(text)["model"]) == (200, "poems")

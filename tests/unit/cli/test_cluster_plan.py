@@ -125,6 +125,15 @@ def test_the_printed_curl_sends_json_that_crosses_both_pools():
     assert body["temperature"] == 0
 
 
+def test_with_keys_what_is_printed_has_one():
+    """It was refused with 401."""
+    asks = {"http_url": "http://h:1", "grpc_address": "h:2", "model": "m", "logs": "l", "chat": True}
+    shown, without = startup_message(**asks, keys=True), startup_message(**asks)
+    assert '-H "authorization: Bearer $DIPTYCH_API_KEY"' in shown
+    assert 'api_key=os.environ["DIPTYCH_API_KEY"]' in shown
+    assert "DIPTYCH_API_KEY" not in without
+
+
 def test_keys_and_certificates_reach_those_that_use_them(tmp_path: Path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     names = ("keys_file", "tls_cert", "tls_key", "cluster_ca", "cluster_cert", "cluster_key")

@@ -42,9 +42,10 @@ def test_a_key_names_its_adapters_and_may_be_an_admins(tmp_path: Path) -> None:
     assert "admin, adapters poems prose" in runner.invoke(build_app(), ["keys", "list", *file]).stdout
     assert [keys.may_use_adapter("acme", name) for name in ("poems", "prose", "other")] == [True, True, False]
     assert keys.may_use_adapter("another", "other"), "no key of this tenant lists any"
-    assert isinstance(
-        runner.invoke(build_app(), ["keys", "add", "acme", "--adapter", "../x", *file]).exception, ConfigError
-    )
+    refused = runner.invoke(build_app(), ["keys", "add", "acme", "--adapter", "prose", "--adapter", "../x", *file])
+    assert isinstance(refused.exception, ConfigError)
+    assert "'../x'" in str(refused.exception)
+    assert "the first a letter or digit" in str(refused.exception), "not that there are too many"
 
 
 def test_up_is_not_reachable_by_accident() -> None:
@@ -59,6 +60,10 @@ def test_up_is_not_reachable_by_accident() -> None:
         UpConfig(tls_cert=some)
 
 
-def test_chat_names_a_file_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="tls_ca"):
-        RouterAccess("127.0.0.1:9", tls_ca=tmp_path / "none.pem").tls()
+def test_chat_names_a_file_that_is_not_there_or_holds_no_certificate(tmp_path: Path) -> None:
+    """Of the latter it said that nobody answers at the address."""
+    no_pem = tmp_path / "notes.txt"
+    no_pem.write_text("not a certificate")
+    for file in (tmp_path / "none.pem", no_pem):
+        with pytest.raises(ConfigError, match="tls_ca"):
+            RouterAccess("127.0.0.1:9", tls_ca=file).tls()

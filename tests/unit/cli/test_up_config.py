@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from diptych.cli.settings.options import field_help
-from diptych.cli.up.command import check_model
+from diptych.cli.up.command import check_model, run_up
 from diptych.cli.up.config import UpConfig, threads_for
 from diptych.cli.up.startup_message import startup_message
 from diptych.cli.up.supervisor import exit_reason, restart_delay_s
@@ -47,6 +47,18 @@ LLAMA = {
 def test_bad_values_are_named(values, field):
     with pytest.raises(ConfigError, match=field):
         UpConfig(**values)
+
+
+def test_files_that_are_no_certificates_are_refused_before_anything_starts(tmp_path: Path) -> None:
+    """The public ones ended the start with a traceback, the inner ones at the first worker."""
+    none, text = tmp_path / "none.pem", tmp_path / "text.pem"
+    text.write_text("no certificate")
+    for file in (none, text):
+        for names in (("tls_cert", "tls_key"), ("cluster_ca", "cluster_cert", "cluster_key")):
+            config = UpConfig(**dict.fromkeys(names, file))
+            with pytest.raises(ConfigError) as caught:
+                run_up(config, tmp_path / ".run", lambda stages: pytest.fail("a model was fetched"))
+            assert caught.value.field == names[0]
 
 
 def test_5_8_what_the_workers_would_refuse_of_the_model_is_refused_before_they_start(tmp_path: Path) -> None:

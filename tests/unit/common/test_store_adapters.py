@@ -67,6 +67,9 @@ def test_a_canary_is_promoted_or_rolled_back() -> None:
     refused("version", with_canary, canary, 9, 0.5)
     refused("version", rolled_back, canary, 9)
     assert with_canary(canary, 2, 0.0).canary == 0
+    assert with_canary(canary, 0, 0.0).canary == 0
+    assert "no version 9" in refused("version", with_canary, canary, 9, 0.0)
+    assert "name a version" in refused("version", with_canary, whole, 0, 0.5)
 
 
 def test_a_canary_replaces_a_canary_and_no_load_in_place_ends_it() -> None:

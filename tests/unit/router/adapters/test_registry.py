@@ -215,3 +215,14 @@ async def test_numbers_of_an_unloaded_name_go_on(monkeypatch: pytest.MonkeyPatch
     for name in ("prose", "poems", "prose"):
         await other.change(name, lambda entry, table: None if entry is not None else PROSE)
     assert other.table.gone == {"prose": 1}, "the latest"
+
+
+async def test_what_cannot_be_a_name_is_unknown_also_while_the_store_is_away() -> None:
+    """It was 503 after the wait for the store, and the text held all of it."""
+    store = MemoryStore(FakeClock())
+    store.available = False
+    registry = AdapterRegistry(store)
+    for name in ("", "no name", "x" * 129, "_other"):
+        assert await registry.look_up(name) is None
+    with pytest.raises(NoWorkerError):
+        await registry.look_up("poems")
