@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
+from diptych.common import compiled
 from diptych.common.collector import hold_collector, set_collector
 from diptych.common.compiled import LANES_VARIABLE, NativeError, find_compiler
 from diptych_tests import machine, quick_httpx
@@ -61,6 +62,10 @@ def pytest_configure_node(node: Any) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if not Path(compiled.__file__).resolve().is_relative_to(ROOT):
+        raise pytest.UsageError(
+            f"these are the tests of {ROOT}, and diptych comes from {compiled.__file__}: unset PYTHONPATH"
+        )
     _OF_USERS.intersection_update(getattr(config, "workerinput", {}).get("variables_of_users", _OF_USERS))
     if config.get_verbosity() > 0 and not hasattr(config, "workerinput"):
         config.pluginmanager.register(FailuresAtOnce(config))
