@@ -67,12 +67,15 @@ class State(Enum):
     FAILED = "failed"
 
 
+MAX_TIMEOUT_S = 1e9
+"""30 years: whoever asks for more wants no bound. From 1e10 on gRPC takes a deadline for one that has passed."""
+
+
 def checked_timeout(timeout_s: object) -> float:
-    """Raises: InvalidRequestError unless `timeout_s` is a positive, finite number of seconds."""
-    number = isinstance(timeout_s, (int, float)) and not isinstance(timeout_s, bool)
-    if not number or not 0.0 < timeout_s < math.inf:  # type: ignore[operator]
+    """Returns: at most MAX_TIMEOUT_S. Raises: InvalidRequestError unless `timeout_s` is a positive, finite number of seconds."""
+    if isinstance(timeout_s, bool) or not isinstance(timeout_s, (int, float)) or not 0.0 < timeout_s < math.inf:
         raise InvalidRequestError("timeout_s must be a positive, finite number of seconds", param="timeout_s")
-    return float(timeout_s)  # type: ignore[arg-type]
+    return float(min(timeout_s, MAX_TIMEOUT_S))
 
 
 class Attempts:

@@ -188,6 +188,8 @@ def _assign(message: object, field: str, value: object, param: str) -> None:
 
 def _extend(message: object, field: str, values: object, param: str) -> None:
     try:
+        if isinstance(values, (str, bytes)):
+            raise TypeError("a list is needed, not one text")  # its letters would be the entries
         getattr(message, field).extend(values)
     except (TypeError, ValueError) as error:
         raise InvalidRequestError(f"{param} cannot be sent: {error}", param=param) from None

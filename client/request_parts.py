@@ -39,6 +39,8 @@ def set_grammar(sampling: types_pb2.SamplingParams, options: Mapping[str, Any]) 
         value = options[name]
         try:
             if name == "choice":
+                if isinstance(value, str):
+                    raise TypeError("a list of texts is needed, not one text")  # its letters would be the choices
                 value = json.dumps(list(value), ensure_ascii=False)
             elif name == "json_schema" and not isinstance(value, str):
                 value = json.dumps(value, ensure_ascii=False)

@@ -22,7 +22,10 @@ class Routers:
     """
 
     def __init__(self, given: str | Sequence[str]) -> None:
-        self.addresses = (given,) if isinstance(given, str) else tuple(dict.fromkeys(given))
+        try:
+            self.addresses = (given,) if isinstance(given, str) else tuple(dict.fromkeys(given))
+        except TypeError:
+            self.addresses = ()
         if not self.addresses or not all(isinstance(address, str) and address for address in self.addresses):
             raise InvalidRequestError("address must be host:port, or several of them", param="address")
         self.current = self.addresses[0]

@@ -50,7 +50,7 @@ def metadata(api_key: str | None) -> tuple[tuple[str, str], ...]:
     key = os.environ.get("DIPTYCH_API_KEY", "") if api_key is None else api_key
     if not key:
         return ()
-    if not key.isascii() or not key.isprintable():
+    if not isinstance(key, str) or not key.isascii() or not key.isprintable():
         raise InvalidRequestError("api_key must be printable ASCII", param="api_key")
     return (("authorization", f"Bearer {key}"),)
 

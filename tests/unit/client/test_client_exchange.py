@@ -18,7 +18,7 @@ from diptych.client import (
     UnreachableError,
     WorkerLostError,
 )
-from diptych.client.exchange import Attempts, Exchange, checked_timeout
+from diptych.client.exchange import MAX_TIMEOUT_S, Attempts, Exchange, checked_timeout
 from diptych.common.clock import FakeClock
 from diptych.rpc.v1 import router_pb2, types_pb2
 
@@ -171,6 +171,13 @@ def test_a_call_without_a_usable_deadline_is_refused_by_name(timeout_s):
     with pytest.raises(InvalidRequestError) as caught:
         checked_timeout(timeout_s)
     assert caught.value.param == "timeout_s"
+
+
+@pytest.mark.parametrize("timeout_s", [1e10, 1e300, 10**400])
+def test_a_deadline_beyond_what_grpc_can_carry_is_a_long_one(timeout_s):
+    """gRPC took it for one that had passed."""
+    assert checked_timeout(timeout_s) == MAX_TIMEOUT_S
+    assert checked_timeout(30) == 30.0
 
 
 def finish(exchange: Exchange) -> Completion:

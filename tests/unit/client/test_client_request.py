@@ -18,7 +18,8 @@ from diptych.client import (
 )
 from diptych.client.exchange import Attempts, Exchange
 from diptych.client.request import build_request
-from diptych.client.wire import typed
+from diptych.client.routers import Routers
+from diptych.client.wire import metadata, typed
 from diptych.rpc.v1 import router_pb2
 
 
@@ -81,6 +82,9 @@ def test_an_empty_list_is_still_an_input() -> None:
         ({"prompt": "a", "seed": -(2**63) - 1}, "seed"),
         ({"prompt": "a", "stop": [1]}, "stop"),
         ({"prompt": "a", "stop_token_ids": 3}, "stop_token_ids"),
+        ({"prompt": "a", "choice": "yes"}, "choice"),
+        ({"prompt": "a", "bad_words": "yes"}, "bad_words"),
+        ({"token_ids": b"ab"}, "token_ids"),
         ({"prompt": "a", "failure_policy": "maybe"}, "failure_policy"),
         ({"prompt": "a", "local_prefill_max_tokens": -1}, "local_prefill_max_tokens"),
     ],
@@ -203,3 +207,17 @@ def test_a_message_that_grpc_does_not_carry_is_no_overload(message: str, kind: t
     empty = grpc.aio.Metadata()
     error = grpc.aio.AioRpcError(grpc.StatusCode.RESOURCE_EXHAUSTED, empty, empty, details=message)
     assert type(typed(error, "x:1")) is kind
+
+
+@pytest.mark.parametrize("address", [None, 5, "", (), [None]])
+def test_an_address_of_a_wrong_type_is_named(address: Any) -> None:
+    """Some were a bare TypeError."""
+    with pytest.raises(InvalidRequestError) as caught:
+        Routers(address)
+    assert caught.value.param == "address"
+
+
+def test_an_api_key_of_a_wrong_type_is_named() -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        metadata(5)  # type: ignore[arg-type]
+    assert caught.value.param == "api_key"
