@@ -25,6 +25,8 @@ from diptych.router.placement.policies import POLICIES, policy_by_name
 TREE = ApproximateTree.name
 COPIES = "cost, hot copies"
 PULLS = "cost, pulls"
+HINTS = "cost, pulls, hints"
+HINT_AFTER_S = 0.05
 GREEDY, MODEST = "greedy", "modest"
 
 
@@ -34,6 +36,8 @@ def run(name: str, trace: Sequence[TraceRequest], config: SimConfig, seed: int =
         return run("cost", trace, dataclasses.replace(config, replication=True, kv_pulls=True), seed)
     if name == PULLS:
         return run("cost", trace, dataclasses.replace(config, kv_pulls=True), seed)
+    if name == HINTS:
+        return run(PULLS, trace, dataclasses.replace(config, hint_after_s=HINT_AFTER_S), seed)
     if name == TREE:
         tree = ApproximateTree(lambda affinity: trace[int.from_bytes(affinity, "little")].keys)
         return Simulation(config, tree, seed, by_session=False).run(trace)

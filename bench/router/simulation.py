@@ -17,7 +17,7 @@ import math
 import random
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 
 import msgspec
@@ -34,6 +34,7 @@ from diptych.router.fairness.admission import Admission, AdmissionDecision, Verd
 from diptych.router.fairness.capacity_gate import CapacityGate
 from diptych.router.fairness.fair_queue import Entry
 from diptych.router.fairness.wait_queue import REFUSE_S
+from diptych.router.placement.block_table import as_keys
 from diptych.router.placement.cost import PlacementPolicy
 from diptych.router.placement.index import BlockIndex
 from diptych.router.placement.placer import Candidate, Placer, PromptBlocks
@@ -72,6 +73,8 @@ class SimConfig:
     replication: bool = False
     kv_pulls: bool = False
     pull_fixed_s: float = FIXED_MS / 1000.0
+    hint_after_s: float = 0.0
+    """After every answer its client says that prompt and answer come next (`prefetch`); 0.0: it does not."""
     turn_window_s: float = 2.0
     admission: str = "on"
     max_ttft_s: float = 0.0
@@ -239,10 +242,10 @@ class Simulation:
             self._index.register(name, "i", 0, 0)
         self._bases = {name: self._record(worker) for name, worker in self._workers.items()}
         self.outcomes: list[Outcome] = []
-        self._left = 0
+        self._left = self._num_requests = 0
 
     def run(self, trace: Sequence[TraceRequest]) -> list[Outcome]:
-        self._left = len(trace)
+        self._left = self._num_requests = len(trace)
         for request in trace:
             self._at(request.at, lambda request=request: self._arrive(request))  # type: ignore[misc]
         self._read_leases()
@@ -250,7 +253,7 @@ class Simulation:
         while self._due:
             self.now, _, action = heapq.heappop(self._due)
             action()
-        return self.outcomes
+        return [outcome for outcome in self.outcomes if not outcome.request.hint]
 
     def _at(self, when: float, action: Callable[[], None]) -> None:
         self._counter += 1
@@ -406,7 +409,8 @@ class Simulation:
         name = request.session if self._by_session else request.number
         wish = PlacementRequest(
             request.num_tokens,
-            self._config.local_prefill_max_tokens,
+            0 if request.hint else self._config.local_prefill_max_tokens,
+            needs_kv=not request.hint,
             colocated_margin=COLOCATED_MARGIN,
             affinity=name.to_bytes(8, "little"),
             tenant=request.tenant,
@@ -557,6 +561,10 @@ class Simulation:
         decode = self._workers[job.placement.decode.worker_id]
         if decode is not worker:
             self._leave_adapter(worker, job)
+        if job.request.hint:  # its only token needs no KV on decode
+            decode.running += 1
+            self._finished(decode, job)
+            return
         moved = 0 if decode is worker else self._uncached(decode, job.request) * self._config.kv_bytes_per_token
         self._at(self.now + moved / self._config.link_bytes_per_s, lambda: self._decode(decode, job))
 
@@ -590,3 +598,15 @@ class Simulation:
         self._placer.end(job.attempt, self.now)
         self.gate.written(job.request.tenant, job.request.num_answer)
         self._publish(worker, job.request.later_keys, job.request)
+        if self._config.hint_after_s and not job.request.hint:
+            self._hint(job.request)
+
+    def _hint(self, request: TraceRequest) -> None:
+        """As its client sends it: the answer has one token, which nobody reads."""
+        self._left += 1
+        hint = replace(
+            request, number=request.number + self._num_requests, at=self.now + self._config.hint_after_s,
+            num_tokens=request.num_tokens + request.num_answer, num_answer=1, keys=request.later_keys,
+            array=as_keys(list(request.later_keys)), later_keys=(), hint=True,
+        )  # fmt: skip
+        self._at(hint.at, lambda: self._arrive(hint))

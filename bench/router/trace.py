@@ -50,6 +50,7 @@ class TraceRequest:
         claim: on its KV in the caches; None: none.
         patience_s: a client still waiting in the router after so long leaves.
         adapter: that answers; None: the base model.
+        hint: its answer is not wanted: the prompt comes next (`prefetch`).
     """
 
     number: int
@@ -65,6 +66,7 @@ class TraceRequest:
     patience_s: float = math.inf
     claim: CacheClaim | None = None
     adapter: AdapterNeed | None = None
+    hint: bool = False
 
 
 def with_adapters(trace: Sequence[TraceRequest], needs: Sequence[AdapterNeed | None]) -> list[TraceRequest]:

@@ -205,6 +205,8 @@ class RequestPreprocessor:
             if "max_tokens" not in spec.sampling:  # the rest of the pools may be another one now
                 sampling = replace(sampling, max_tokens=point.max_tokens)
         check_room(sampling.max_tokens, room)
+        if spec.prefetch and local < len(token_ids):
+            local = 0  # the next turn is computed on prefill, which is to have what only decode holds
         thinking = param == "messages" and self._ends_thinking(token_ids)
         # the grammar applies to the answer, not to the reasoning before it
         if thinking and sampling.grammar is not None:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import httpx
 import pytest
 
 from diptych.client import AsyncClient
 from diptych.client import OverloadedError as ClientOverloaded
+from diptych.common.block_identity import block_keys
 from diptych.common.errors import InvalidRequestError, OverloadedError
 from diptych.common.secret import derive_key, session_key, tenant_salt
 from diptych.common.ticket import PURPOSE, unseal
+from diptych.common.tiers import TierState
 from diptych.router.cluster.fake_decode import FakeDecode
 from diptych.router.fairness.fair_queue import Share
 from diptych.router.requests.messages import FinishedEvent, StartedEvent, UncheckedRequest
@@ -111,6 +115,22 @@ async def test_a_hint_computes_the_prompt_and_sends_no_token(fleet):
     usage = events[-1].usage
     assert (usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens) == (40, 0, 16)
     assert (worker.submits[0].sampling.max_tokens, worker.submits[0].claim.ttl_s) == (1, 300.0)
+
+
+async def test_20_a_hint_of_what_decode_holds_is_computed_on_prefill(fleet):
+    """Decode holds the history once the answer has ended, and prefill computes the next turn: the hint brings it there."""
+    keys = tuple(block_keys(replace(fleet.header, salt=tenant_salt(fleet.secret, "")), [1] * 80))
+    await fleet.add("p0", "prefill")
+    worker = await fleet.add("d0", event_epoch=0, tiers=(TierState("device", 5),))
+    worker.dump = (0, 5, keys)
+    await fleet.until_ready()
+    index = fleet.frontend._cluster._index
+    await fleet.until(lambda: index.hit_blocks("d0", keys) == 5)
+    ask = {"num_prompt": 80, "local_prefill_max_tokens": 64}
+    events = [(await fleet.ask(**ask, prefetch=hint))[-1] for hint in (False, True)]
+    assert [event.explanation.candidates[0].decode_hit_tokens for event in events] == [64, 64]
+    assert [submit.placement.local_prefill for submit in worker.submits] == [True, False]
+    assert [ref.worker_id for ref in worker.submits[1].placement.prefill] == ["p0"]
 
 
 async def test_a_hint_over_http_is_an_empty_answer(fleet):

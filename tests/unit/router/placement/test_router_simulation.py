@@ -4,7 +4,9 @@ import pytest
 
 from diptych.bench.router.claims import AGENTS, OTHERS, compare
 from diptych.bench.router.overload import Load, requests
-from diptych.bench.router.quality import COPIES, PULLS, TREE, run, summary
+from diptych.bench.router.pulls import summary as pulls_summary
+from diptych.bench.router.pulls import traces
+from diptych.bench.router.quality import COPIES, HINTS, PULLS, TREE, run, summary
 from diptych.bench.router.simulation import SimConfig, Simulation
 from diptych.bench.router.trace import BLOCK_SIZE, TraceConfig, make_trace, merged, with_adapters
 from diptych.loadtest.reports.svg import bars
@@ -44,6 +46,15 @@ def test_pulls_save_compute_and_time_to_first_token(trace):
     assert with_pulls["ttft_p50_s"] < 0.95 * without["ttft_p50_s"]
     assert with_pulls["ttft_p95_s"] <= without["ttft_p95_s"]
     assert with_pulls["hit_prediction_error"] < 0.01
+
+
+def test_hints_after_answers_bring_their_kv_to_prefill_before_the_next_turn():
+    trace, config = traces(1)["agents"]
+    of_turns = {name: run(name, trace, config) for name in (PULLS, HINTS)}
+    assert {len(outcomes) for outcomes in of_turns.values()} == {len(trace)}, "hints are no requests of the trace"
+    pulls, hints = (pulls_summary(outcomes, config) for outcomes in of_turns.values())
+    assert hints["later_ttft_floor_p50_s"] < hints["later_ttft_p50_s"] < 0.95 * pulls["later_ttft_p50_s"]
+    assert hints["recomputed"] < 0.2 * pulls["recomputed"]
 
 
 def test_requests_do_not_wait_for_kv_blocks_beside_a_worker_that_has_some(monkeypatch):

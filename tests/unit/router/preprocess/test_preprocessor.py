@@ -405,6 +405,11 @@ async def test_a_hint_is_the_next_requests_body_and_asks_for_no_answer(intake):
     assert (request.prefetch, request.sampling.max_tokens, request.sampling.n) == (True, 1, 1)
     assert request.priority == 2**31 - 1, "it goes last among its tenant's"
     assert request.retention.claim.ttl_s == 60.0
+    assert request.local_prefill_max_tokens == 64, "decode alone computes so short a prompt, the next time, too"
+    longer = replace(call.spec, prompt=None, token_ids=[1] * 5, local_prefill_max_tokens=4)
+    assert (await intake.prepare(longer)).local_prefill_max_tokens == 0
+    request = replace(longer, prefetch=False, sampling={"max_tokens": 1})
+    assert (await intake.prepare(request)).local_prefill_max_tokens == 4
     call.spec.resume_after = [1]
     with pytest.raises(InvalidRequestError, match="prefetch"):
         await intake.prepare(call.spec)
