@@ -1,8 +1,11 @@
+import random
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from diptych.bench.router.claims import AGENTS, OTHERS, compare
+from diptych.bench.router.hot_prefix import FIT, STEP_S, alternating, first_to_begin
 from diptych.bench.router.overload import Load, requests
 from diptych.bench.router.pulls import summary as pulls_summary
 from diptych.bench.router.pulls import traces
@@ -126,3 +129,19 @@ def test_claims_keep_the_caches_of_agents_that_pause_and_cost_the_others_little(
     assert claimed["agents"]["hit_rate"] > without["agents"]["hit_rate"] + 0.08
     assert claimed["agents"]["ttft_p99_s"] < 0.8 * without["agents"]["ttft_p99_s"]
     assert claimed["others"]["hit_rate"] > without["others"]["hit_rate"] - 0.02
+
+
+def test_a_hot_document_waits_least_where_the_steps_of_its_workers_alternate():
+    alone = [STEP_S * (1 + 3 * i) for i in range(4)]
+    assert first_to_begin(alone) == pytest.approx([STEP_S] * 4)
+    # One more than a step takes, just after both workers began one: it waits for the second worker, or its next step.
+    burst = [0.0, 0.0, *[0.001] * (2 * FIT), 0.002]
+    assert first_to_begin(burst)[-1] == pytest.approx(3 * STEP_S - 0.002)
+    assert sorted(round(t, 3) for t in first_to_begin(burst)[:3]) == [0.02, 0.02, 0.039]
+    assert alternating([0.001] * (FIT + 1)) == pytest.approx([*[STEP_S * 1.5 - 0.001] * FIT, 2 * STEP_S - 0.001])
+    rng, at, arrivals = random.Random(1), 0.0, []
+    for _ in range(20_000):
+        at += rng.expovariate(2 * FIT / STEP_S / 2)
+        arrivals.append(at)
+    bound, known = (np.percentile(rule(arrivals), 99) / STEP_S for rule in (alternating, first_to_begin))
+    assert 1.48 < bound < 1.52 < known < 1.75
