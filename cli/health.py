@@ -41,6 +41,8 @@ def _check_http(url: str, timeout_s: float) -> str:
     except urllib.error.HTTPError as error:
         with error:
             return f"HTTP {error.code}: {error.read(500).decode(errors='replace')}"
+    except urllib.error.URLError as error:
+        return getattr(error.reason, "strerror", None) or str(error.reason)
     except (OSError, ValueError) as error:
         return str(error)
 

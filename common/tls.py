@@ -37,6 +37,14 @@ def load_server_tls(cert_file: Path | str, key_file: Path | str) -> ServerTls:
     return ServerTls(Path(cert_file), Path(key_file), found["tls_cert"], found["tls_key"])
 
 
+def load_client_tls(cert_file: Path | str, key_file: Path | str) -> ServerTls:
+    """As `load_server_tls`, of decode's endpoint for clients."""
+    try:
+        return load_server_tls(cert_file, key_file)
+    except ConfigError as error:
+        raise ConfigError(error.field.replace("tls_", "client_tls_"), error.value, error.rule) from None
+
+
 @dataclass(frozen=True, slots=True)
 class RedisTls:
     """PEM files of connections to Redis. `ca`: who may sign its certificate; empty: the system's. `cert`, `key`: ours; empty:

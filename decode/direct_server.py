@@ -17,7 +17,7 @@ import structlog
 from diptych.common.adapters.load_errors import without_details
 from diptych.common.addresses import host_port, is_wildcard
 from diptych.common.errors import ConfigError, DiptychError
-from diptych.common.tls import load_server_tls
+from diptych.common.tls import load_client_tls
 from diptych.decode.attempt_manager import AttemptManager, Session
 from diptych.decode.outbox import Outbox
 from diptych.decode.ticket_verifier import TicketVerifier
@@ -125,7 +125,7 @@ class DirectEndpoint:
         assert config.client_port is not None
         tls = None
         if config.client_tls_cert and config.client_tls_key:
-            tls = load_server_tls(config.client_tls_cert, config.client_tls_key)
+            tls = load_client_tls(config.client_tls_cert, config.client_tls_key)
         server = self._server = new_server()
         add_lookaside(LookasideServicer(self._intake, self._verifier), server)
         host = config.client_host or config.host

@@ -20,7 +20,7 @@ from diptych.common.observe.logging import setup_logging
 from diptych.common.observe.tracing import tracing
 from diptych.common.secret import derive_key, load_secret
 from diptych.common.store.interface import Store
-from diptych.common.tls import load_redis_tls
+from diptych.common.tls import load_client_tls, load_cluster_tls, load_redis_tls
 from diptych.engine.runner import ModelRunner
 from diptych.kvtransfer.api import Transfer
 from diptych.kvtransfer.build import build_transfer
@@ -31,7 +31,7 @@ from diptych.kvtransfer.wrappers.faults import FaultSpec
 from diptych.worker.config import WorkerConfig
 from diptych.worker.defaults import slab_quotas
 from diptych.worker.disk_tier import check_store
-from diptych.worker.model import load_model, warmed_up_on
+from diptych.worker.model import identity_key, load_model, warmed_up_on
 from diptych.worker.ranks import check_transport
 from diptych.worker.runtime import MakeServices, WorkerRuntime
 from diptych.worker.step_gate import hold_steps
@@ -72,12 +72,22 @@ def run_process(config: WorkerConfig, make_services: MakeServices) -> NoReturn:
         check_transport(config.transport, config.device, config.degrees.num_ranks)
         check_mode(config.kv_encryption, config.transport)
     check_store(config)
+    _check_files(config)
     setup_logging(worker=config.effective_worker_id, role=config.role)
     raise_open_files()
     if tracing.configure(config.role, config.effective_worker_id):
         log.info("traces are exported")
     uvloop.run(_serve_and_exit(config, make_services))
     raise AssertionError("the process has ended")
+
+
+def _check_files(config: WorkerConfig) -> None:
+    """What needs no weights is refused before they are read, which may take minutes. Raises: ConfigError."""
+    identity_key(config)
+    load_cluster_tls(config.cluster_ca, config.cluster_cert, config.cluster_key, config.cluster_tls_name)
+    load_redis_tls(config.redis_ca, config.redis_cert, config.redis_key)
+    if config.client_tls_cert and config.client_tls_key:
+        load_client_tls(config.client_tls_cert, config.client_tls_key)
 
 
 async def _serve_and_exit(config: WorkerConfig, make_services: MakeServices) -> NoReturn:

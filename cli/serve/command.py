@@ -22,7 +22,9 @@ from diptych.common.collector import keep_collecting, set_collector
 from diptych.common.observe.logging import setup_logging
 from diptych.common.secret import create_secret
 from diptych.common.store.memory import MemoryStore
+from diptych.common.tls import load_server_tls
 from diptych.router import server as router
+from diptych.router.api.auth.keys import load_keys
 from diptych.router.server import RouterAddresses
 from diptych.worker.model import load_model, warmed_up_on
 from diptych.worker.process import exit_at_once, make_transfer, switch_interval_s
@@ -32,7 +34,12 @@ log = structlog.get_logger(__name__)
 
 
 def run_serve(config: ServeConfig, model: Path, name: str) -> int:
-    """Serve until a signal. Returns: 143 after SIGTERM, 130 after SIGINT. Raises: ConfigError."""
+    """Serve until a signal. Returns: 143 after SIGTERM, 130 after SIGINT. Raises: ConfigError; for files of the API before
+    the model is loaded."""
+    if config.keys_file is not None:
+        load_keys(config.keys_file)
+    if config.tls_cert is not None and config.tls_key is not None:
+        load_server_tls(config.tls_cert, config.tls_key)
     setup_logging(role="serve")
     with temporary_folder("diptych-serve-") as folder:
         own = Path(folder) / "secret"

@@ -134,7 +134,7 @@ def test_an_installed_plug_in_is_a_transport(tmp_path: Path) -> None:
     (package / "entry_points.txt").write_text("[diptych.transports]\nrelay = relay_plugin:SPEC\n")
     reported = _prefill(tmp_path, "--transport", "relay")
     assert "must be one of auto" not in reported
-    assert "must hold a config.json" in reported
+    assert "secret_file" in reported, "the next thing that is missing"
 
 
 def test_a_worker_process_refuses_an_unknown_transport_before_it_loads(pd: ModuleType) -> None:

@@ -21,6 +21,11 @@ def test_an_address_of_another_kind_is_named(address: str) -> None:
     assert caught.value.field == "address"
 
 
+def test_nobody_there_is_said_in_the_systems_words() -> None:
+    """It was Python's: <urlopen error [Errno 111] Connection refused>."""
+    assert why_unhealthy("http://127.0.0.1:1", timeout_s=20.0) == "Connection refused"
+
+
 class Fine(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         self.send_response(200)
