@@ -62,9 +62,10 @@ def pytest_configure_node(node: Any) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if not Path(compiled.__file__).resolve().is_relative_to(ROOT):
+    own = Path(machine.__file__).resolve().parents[3]
+    if not Path(compiled.__file__).resolve().is_relative_to(own):
         raise pytest.UsageError(
-            f"these are the tests of {ROOT}, and diptych comes from {compiled.__file__}: unset PYTHONPATH"
+            f"these are the tests of {own}, and diptych comes from {compiled.__file__}: unset PYTHONPATH"
         )
     _OF_USERS.intersection_update(getattr(config, "workerinput", {}).get("variables_of_users", _OF_USERS))
     if config.get_verbosity() > 0 and not hasattr(config, "workerinput"):

@@ -47,11 +47,13 @@ def small_micro_batches(monkeypatch):
 
 
 @pytest.fixture
-def ranks():
+def ranks(request):
     made = []
 
     def make(folder, *degrees, **settings):
         settings = {"num_blocks": 64, "block_size": BLOCK, "backend": "torch", "num_threads": 1, **settings}
+        if settings["backend"] == "native":
+            request.getfixturevalue("compiler")
         if degrees == (1, 1):
             return TorchModelRunner.load(folder, **settings)
         made.append(ThreadedRanks(folder, *degrees, **settings))
