@@ -41,6 +41,9 @@ BENCHMARKS: dict[str, Benchmark] = {
         "gpu.ranks", "tensor parallelism over two GPUs: all-reduces, identity, steps of a 70B model"
     ),
     "gpu-quantized": Benchmark("gpu.quantized", "whole steps with quantized weights, beside bf16"),
+    "gpu-quantized-shapes": Benchmark(
+        "kernels.quantized", "products with weights of 4 and 8 bits: kinds and shapes of kernels, alone and in steps"
+    ),
     "gpu-lora": Benchmark("gpu.lora", "whole steps with eight adapters, beside steps without"),
     "gpu-vllm": Benchmark(
         "gpu.beside_vllm", "`serve` and vLLM over HTTP: bf16, adapters, quantized, two ranks", "bench-gpu-vllm"

@@ -23,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from diptych.kernels.pdl import begin, use_pdl
+from diptych.kernels.pdl import begin, prefetch, use_pdl
 from diptych.kernels.triton_quantize import BLOCK, QuantizedRows
 from diptych.kernels.triton_tile import store_tile, tile_start
 
@@ -95,6 +95,7 @@ def _w8a8_kernel(
     SWAP: tl.constexpr,
     EVEN: tl.constexpr,
     TMA: tl.constexpr,
+    AHEAD: tl.constexpr,
     PDL: tl.constexpr,
 ):
     first_row, first_column = tile_start(num_rows, num_columns, BLOCK_M, BLOCK_N, GROUP)
@@ -121,6 +122,12 @@ def _w8a8_kernel(
         scale = tl.load(scales_ptr + column, mask=is_column, other=0.0)
         if SILU:
             up_scale = tl.load(scales_ptr + num_columns + column, mask=is_column, other=0.0)
+    if AHEAD > 0:
+        line = low + tl.arange(0, AHEAD // 128) * 128
+        at = weight_ptr + column[:, None].to(tl.int64) * stride_weight + line[None, :]
+        prefetch(at)
+        if SILU:
+            prefetch(at + num_columns.to(tl.int64) * stride_weight)
     begin(PDL)
     for start in tl.range(low, high, BLOCK_K, num_stages=STAGES):
         if TMA:
@@ -176,6 +183,7 @@ class W8A8Shape:
         tma: tiles are loaded by the tensor memory accelerator, where strides allow.
         splits: of the inputs.
         exact: FP8's sums leave the tensor cores after 128 inputs; else never, with some 14 bits.
+        ahead: inputs of a program's weight that are on their way before it waits for its predecessor.
     """
 
     block_m: int
@@ -187,6 +195,7 @@ class W8A8Shape:
     tma: bool = False
     splits: int = 1
     exact: bool = True
+    ahead: int = 0
 
 
 _PLAIN = W8A8Shape(16, 64, 128, 4, 5)
@@ -302,6 +311,7 @@ def w8a8_matmul(
         SWAP=cut.swap,
         EVEN=even,
         TMA=tma,
+        AHEAD=cut.ahead if pdl and even and not tma else 0,
         PDL=pdl,
         num_warps=cut.num_warps,
         launch_pdl=pdl,

@@ -15,6 +15,13 @@ from triton import knobs
 from diptych.kernels.reference_fused import gate_mul_ref
 from diptych.kernels.reference_quant import int4_weight_ref, quantize_rows_ref, w8a8_ref
 from diptych.kernels.triton_int4 import Int4Shape, choose_int4, dequantize_int4, int4_matmul, pack_int4
+from diptych.kernels.triton_int4_words import (
+    WordsShape,
+    choose_words,
+    dequantize_int4_words,
+    int4_words_matmul,
+    pack_int4_words,
+)
 from diptych.kernels.triton_norm import gate_mul, gate_quantized, rms_norm, rms_norm_quantized
 from diptych.kernels.triton_quantize import FP8, FP8_BLOCKS, INT8, KINDS, QuantizedRows, quantize_rows
 from diptych.kernels.triton_w8a8 import W8A8Shape, choose_w8a8, w8a8_matmul
@@ -293,6 +300,133 @@ def test_int4_what_does_not_fit_is_refused():
         (lambda: int4_matmul(x, packed, torch.zeros(5)), "does not fit 6 outputs"),
         (lambda: int4_matmul(x, packed, silu=True, shape=replace(SMALL_INT4[0], splits=2)), "the whole sum"),
         (lambda: int4_matmul(x, pack_int4(codes[:5], scales[:5], zeros[:5], size), silu=True), "not gate and up"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            call()
+
+
+# ---- int4 in words ----
+
+
+def check_words(raw, rows, shapes, *, dtype, device, tolerance):
+    """raw: see an_int4."""
+    packed, dense = pack_int4_words(*raw), int4_weight_ref(*raw)
+    outputs, inputs = dense.shape
+    assert (packed.outputs, packed.inputs) == (outputs, inputs)
+    assert error(dequantize_int4_words(packed), dense) < tolerance
+    x = torch.randn(rows, 2 * inputs, device=device).to(dtype)[:, :inputs]
+    product = x.double() @ dense.T
+    bias = torch.randn(outputs, device=device).to(dtype)
+    for shape in shapes:
+        one = replace(shape, splits=1)
+        got = {
+            "plain": (int4_words_matmul(x, packed, shape=one), product),
+            "bias": (int4_words_matmul(x, packed, bias, shape=one), product + bias.double()),
+            "splits": (int4_words_matmul(x, packed, shape=replace(shape, splits=2)).double().sum(0), product),
+        }
+        if packed.paired:
+            got["silu"] = int4_words_matmul(x, packed, silu=True, shape=one), silu_of(product)
+            both = int4_words_matmul(x, packed, bias, silu=True, shape=one), silu_of(product + bias.double())
+            got["silu and bias"] = both
+        for name, (out, expected) in got.items():
+            assert error(out, expected) < tolerance, f"{name} {shape}"
+
+
+SMALL_WORDS = [WordsShape(16, 16, 4, 3), WordsShape(32, 32, 4, 2, rounded=True), WordsShape(16, 16, 4, 3, tma=True)]
+
+
+@interpreted
+@pytest.mark.parametrize("symmetric", [False, True])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.float16, 2e-3)], ids=str)
+@pytest.mark.parametrize(
+    ("rows", "inputs", "outputs", "group_size"),
+    [(1, 128, 32, 64), (3, 256, 20, 128), (17, 96, 48, 32), (5, 576, 18, 192)],
+)
+def test_words_small(rows, inputs, outputs, group_size, dtype, tolerance, symmetric):
+    codes, scales, zeros, size = an_int4(outputs, inputs, group_size, dtype)
+    raw = codes, scales, torch.full_like(zeros, 8) if symmetric else zeros, size
+    assert (pack_int4_words(*raw).zero == 8) is symmetric
+    check_words(raw, rows, SMALL_WORDS, dtype=dtype, device="cpu", tolerance=tolerance)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("symmetric", [False, True])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, BF16), (torch.float16, 1e-3)], ids=str)
+@pytest.mark.parametrize("rows", [1, 16, 17, 64, 300])
+def test_words_gpu(cuda, rows, dtype, tolerance, symmetric):
+    for inputs, outputs, size in ((4096, 6144, 128), (1024, 202, 64), (2048, 4096, 32)):
+        codes, scales, zeros, _ = an_int4(outputs, inputs, size, dtype, cuda)
+        raw = codes, scales, torch.full_like(zeros, 8) if symmetric else zeros, size
+        groups = inputs // size
+        shapes = [choose_words(rows, outputs, groups, silu=False, splits=splits) for splits in (None, 1)]
+        check_words(raw, rows, shapes, dtype=dtype, device=cuda, tolerance=tolerance)
+
+
+@pytest.mark.gpu
+def test_words_bits_do_not_depend_on_the_number_of_rows_gpu(cuda):
+    packed = pack_int4_words(*an_int4(6144, 4096, 128, torch.bfloat16, cuda))
+    x = torch.randn(300, 4096, device=cuda).to(torch.bfloat16)
+    for silu, splits in ((False, 1), (False, 2), (True, 1)):
+        check_bits(
+            300,
+            lambda rows, silu=silu, splits=splits: int4_words_matmul(
+                x[:rows],
+                packed,
+                silu=silu,
+                shape=choose_words(rows, 6144, 32, silu=silu, splits=splits, invariant=True),
+            ),
+        )
+
+
+def check_gate(packed, x):
+    """The activation in the product has the bits of the separate one: a row has them with and without adapters."""
+    outputs, groups = packed.outputs, packed.codes.shape[0]
+    for rows in (1, 17, 66):
+        shape = choose_words(rows, outputs, groups, silu=True, splits=1, invariant=True)
+        fused = int4_words_matmul(x[:rows], packed, silu=True, shape=shape)
+        assert torch.equal(fused, gate_mul(int4_words_matmul(x[:rows], packed, shape=shape), "silu"))
+
+
+@pytest.mark.gpu
+def test_words_with_the_activation_gpu(cuda):
+    packed = pack_int4_words(*an_int4(6144, 4096, 128, torch.bfloat16, cuda))
+    check_gate(packed, torch.randn(66, 4096, device=cuda).to(torch.bfloat16))
+
+
+@interpreted
+def test_words_with_the_activation():
+    check_gate(pack_int4_words(*an_int4(64, 256, 64, torch.float16)), torch.randn(66, 256).half())
+
+
+@interpreted
+def test_words_bits_do_not_depend_on_the_number_of_rows():
+    packed = pack_int4_words(*an_int4(64, 256, 64, torch.float16))
+    x = torch.randn(66, 256).half()
+    for silu, splits in ((False, 1), (False, 2), (True, 1)):
+        check_bits(
+            66,
+            lambda rows, silu=silu, splits=splits: int4_words_matmul(
+                x[:rows], packed, silu=silu, shape=choose_words(rows, 64, 4, silu=silu, splits=splits, invariant=True)
+            ),
+        )
+
+
+def test_words_what_does_not_fit_is_refused():
+    codes, scales, zeros, size = an_int4(6, 128, 64, torch.float32)
+    packed = pack_int4_words(codes, scales, zeros, size)
+    x = torch.zeros(3, 128)
+    shape = replace(SMALL_WORDS[0], splits=2)
+    for call, words in (
+        (
+            lambda: pack_int4_words(codes, scales, zeros, 48),
+            "groups of 48 of 128 inputs: must divide them, and be a multiple of 32",
+        ),
+        (lambda: pack_int4_words(codes, scales[:, :1], zeros, size), "do not fit 6 outputs of 2 groups"),
+        (lambda: int4_words_matmul(x.half(), packed), "does not fit a weight"),
+        (lambda: int4_words_matmul(x[:, :64], packed), "does not fit a weight"),
+        (lambda: int4_words_matmul(x, packed, torch.zeros(5)), "does not fit 6 outputs"),
+        (lambda: int4_words_matmul(x, packed, torch.zeros(6), shape=shape), "the whole sum"),
+        (lambda: int4_words_matmul(x, packed, silu=True), "not pairs of gate and up"),
     ):
         with pytest.raises(ValueError, match=words):
             call()

@@ -11,14 +11,25 @@ from diptych.engine.exec.methods.base import LinearWeights, StepRows
 from diptych.engine.exec.methods.quantized import Fp8Weights, Int4Weights, Int8Weights
 from diptych.kernels.triton_int4 import FEW_ROWS as FEW_INT4_ROWS
 from diptych.kernels.triton_int4 import PackedInt4, choose_int4, dequantize_int4, int4_matmul, pack_int4
+from diptych.kernels.triton_int4_words import (
+    Int4Words,
+    choose_words,
+    dequantize_int4_words,
+    int4_words_matmul,
+    is_widened,
+    pack_int4_words,
+)
 from diptych.kernels.triton_invariant_matmul import chains_of
 from diptych.kernels.triton_norm import gate_mul, gate_quantized
 from diptych.kernels.triton_quantize import BLOCK, FP8, FP8_BLOCKS, INT8, QuantizedRows, quantize_rows
 from diptych.kernels.triton_w8a8 import FEW_ROWS, choose_w8a8, w8a8_matmul
 
+WORDS = False
+"""Whether weights of four bits lie in words (triton_int4_words) or in bytes (triton_int4). Words are faster, and wait for a run
+of whole models on a GPU: docs/measurements/gpu-quantized.md."""
 Rows = Tensor | QuantizedRows
 """Of a step, plain or as the layer that reads them wants them."""
-ROWS_OF_LAUNCHES = (1, 9, 17, 33, 65, 68, 129, 132)
+ROWS_OF_LAUNCHES = (1, 9, 17, 33, 65, 68, 129, 132, *((257, 1025) if WORDS else ()))
 """Numbers of rows that take every kernel which a layer may need."""
 _LIBRARY_GRAIN = 16
 """Sizes of a product that cuBLAS takes in FP8 are multiples of it."""
@@ -136,6 +147,61 @@ class Int4Linear:
         return _gated(self.project(x, summed=not invariant, invariant=invariant), activation, wanted, x.dtype)
 
 
+class Int4WordsLinear:
+    """Weights of four bits, activations as they are. order: see methods.quantized.Int4Weights."""
+
+    __slots__ = ("packed", "order", "bias")
+
+    def __init__(self, packed: Int4Words, order: Tensor | None, bias: Tensor | None) -> None:
+        self.packed, self.order, self.bias = packed, order, bias
+
+    @property
+    def num_bytes(self) -> int:
+        order = 0 if self.order is None else self.order.nbytes
+        return self.packed.num_bytes + order + bias_bytes(self.bias)
+
+    @property
+    def inputs(self) -> int:
+        return self.packed.inputs
+
+    @property
+    def activations(self) -> str | None:
+        """See W8A8Linear."""
+        return None
+
+    def __call__(self, x: Tensor, step: StepRows) -> Tensor:
+        return self.project(x, summed=False, invariant=False)
+
+    def project(self, x: Rows, *, summed: bool, invariant: bool) -> Tensor:
+        """See W8A8Linear.project."""
+        rows, weight = self._ordered(x), self.packed
+        if not invariant and is_widened(rows.shape[0], weight.outputs):
+            return linear(rows, dequantize_int4_words(weight), self.bias)
+        splits = _splits(weight.outputs, weight.inputs, summed=summed and self.bias is None, invariant=invariant)
+        shape = choose_words(
+            rows.shape[0], weight.outputs, weight.codes.shape[0], silu=False, splits=splits, invariant=invariant
+        )
+        return int4_words_matmul(rows, weight, self.bias, shape=shape)
+
+    def gated(self, x: Rows, activation: str, wanted: str | None, *, invariant: bool) -> Rows:
+        """See W8A8Linear.gated."""
+        rows, weight = self._ordered(x), self.packed
+        if activation != "silu" or not weight.paired:
+            return _gated(self.project(x, summed=not invariant, invariant=invariant), activation, wanted, rows.dtype)
+        splits = None if self.bias is None and not invariant else 1
+        shape = choose_words(
+            rows.shape[0], weight.outputs, weight.codes.shape[0], silu=True, splits=splits, invariant=invariant
+        )
+        if shape.splits > 1:  # the activation adds them up
+            return _gated(int4_words_matmul(rows, weight, shape=shape), activation, wanted, rows.dtype)
+        out = int4_words_matmul(rows, weight, self.bias, silu=True, shape=shape)
+        return out if wanted is None else quantize_rows(out, wanted)
+
+    def _ordered(self, x: Rows) -> Tensor:
+        assert isinstance(x, Tensor)
+        return x if self.order is None else x.index_select(1, self.order)
+
+
 def _splits(outputs: int, size: int, *, summed: bool, invariant: bool) -> int | None:
     """None: as many as are fast. With `invariant` by the weight alone."""
     if not summed:
@@ -150,7 +216,7 @@ def _gated(gate_up: Tensor, activation: str, wanted: str | None, dtype: torch.dt
     return out if wanted is None else quantize_rows(out, wanted)
 
 
-QuantizedLinear = W8A8Linear | Int4Linear
+QuantizedLinear = W8A8Linear | Int4Linear | Int4WordsLinear
 
 
 def keep_quantized(weights: LinearWeights) -> QuantizedLinear | None:
@@ -161,6 +227,8 @@ def keep_quantized(weights: LinearWeights) -> QuantizedLinear | None:
         kind = FP8 if weights.block is None else FP8_BLOCKS
         return W8A8Linear(weights.weight, weights.scales.contiguous(), weights.bias, kind)
     if isinstance(weights, Int4Weights):
-        packed = pack_int4(weights.codes, weights.scales, weights.zeros, weights.group_size)
-        return Int4Linear(packed, weights.order, weights.bias)
+        raw = (weights.codes, weights.scales, weights.zeros, weights.group_size)
+        if WORDS:
+            return Int4WordsLinear(pack_int4_words(*raw), weights.order, weights.bias)
+        return Int4Linear(pack_int4(*raw), weights.order, weights.bias)
     return None

@@ -14,7 +14,8 @@ pytest.importorskip("triton", reason="Triton is not installed")
 from triton import knobs
 
 from diptych.engine.exec.backends.triton import TritonBackend
-from diptych.engine.exec.cuda.quantized import Int4Linear, W8A8Linear
+from diptych.engine.exec.cuda import quantized as kept
+from diptych.engine.exec.cuda.quantized import Int4Linear, Int4WordsLinear, W8A8Linear
 from diptych.engine.exec.kv_pool import kv_format_of
 from diptych.engine.exec.models.registry import describe
 from diptych_tests import quantized
@@ -43,14 +44,16 @@ CHECKPOINTS = {
     "int4-awq": (AWQ, partial(quantized.awq, size=32)),
     "int4-act-order": ({**GPTQ, "desc_act": True, "sym": False}, act_order),
 }
-BOUNDS = {"int8": 0.02, "fp8": 0.1, "fp8-blocks": 0.1, "int4-awq": 1e-4, "int4-act-order": 1e-4}
+CHECKPOINTS |= {f"{name}-in-words": CHECKPOINTS[name] for name in ("int4-awq", "int4-act-order")}
+BOUNDS = {"int8": 0.02, "fp8": 0.1, "fp8-blocks": 0.1} | {name: 1e-4 for name in CHECKPOINTS if name.startswith("int4")}
 """Of the relative error of logits beside the torch path's: what differs in the last bit before a row is quantized may take a
 neighbouring code."""
 
 
 @pytest.fixture
-def folder_of(model_dir_of):
+def folder_of(model_dir_of, monkeypatch):
     def make(name, **overrides):
+        monkeypatch.setattr(kept, "WORDS", name.endswith("in-words"))
         torch.manual_seed(6)
         folder = model_dir_of("LlamaForCausalLM", **{**SMALL, **overrides})
         quantized.quantize_folder(folder, *CHECKPOINTS[name])
@@ -69,7 +72,8 @@ def check_logits(folder, driver_of, name, **how):
     expected = logits_of(driver_of(folder, backend="torch"), prompts, following)
     driver = driver_of(folder, backend="triton", **how)
     blocks = driver.runner._fused._runtime.decoder._weights.blocks
-    assert {type(linear) for block in blocks for linear in block.linears} <= {W8A8Linear, Int4Linear}
+    int4 = Int4WordsLinear if name.endswith("in-words") else Int4Linear
+    assert {type(linear) for block in blocks for linear in block.linears} <= {W8A8Linear, int4}
     got = logits_of(driver, prompts, following)
     error = float((got - expected).norm() / expected.norm())
     assert error < BOUNDS[name], f"{error:.2e}"
@@ -83,7 +87,7 @@ def test_logits_are_near_the_references(folder_of, driver_of, name):
 
 
 @interpreted
-@pytest.mark.parametrize("name", ["int8", "fp8-blocks", "int4-awq"])
+@pytest.mark.parametrize("name", ["int8", "fp8-blocks", "int4-awq", "int4-awq-in-words"])
 def test_biases_norms_of_heads_and_another_activation(folder_of, driver_of, name):
     folder = folder_of(name, attention_bias=True, hidden_act="gelu_pytorch_tanh")
     check_logits(folder, driver_of, name)
