@@ -20,6 +20,11 @@ from diptych.worker.role_spec import ROLES
 
 _WORKER = WorkerConfig()
 """Source of the defaults of a worker's settings."""
+_OWN_FLAGS = {
+    "router_args": ("--host", "--http-port", "--grpc-port"),
+    "worker_args": ("--worker-id", "--host", "--port", "--metrics-host", "--metrics-port"),
+}
+"""Of routers and workers: where `up` looks for them. Given again there, it would wait for what does not come."""
 _WORKERS_OWN = ("max_model_len", "num_blocks", "max_num_seqs", "max_num_batched_tokens")
 """as in kvtransfer.config, whose import would load numpy"""
 DEVICES = ("cpu", "cuda")
@@ -195,11 +200,14 @@ class UpConfig:
             raise ConfigError("threads_per_worker", self.threads_per_worker, f"must be 0 to {MOST['threads']}")
         if self.max_step_time_s is not None and self.max_step_time_s < 0:
             raise ConfigError("max_step_time_s", self.max_step_time_s, "must be 0 or more")
-        for name in ("worker_args", "router_args"):
+        for name, own in _OWN_FLAGS.items():
             try:
-                shlex.split(getattr(self, name))
+                words = shlex.split(getattr(self, name))
             except ValueError as error:
                 raise ConfigError(name, getattr(self, name), f"cannot be split: {error}") from None
+            for flag in (word.partition("=")[0] for word in words):
+                if flag in own:
+                    raise ConfigError(name, getattr(self, name), f"{flag} is chosen by `up` itself")
         for name, known in (
             ("dtype", (AUTO, *COMPUTE_DTYPES)),
             ("kv_cache_dtype", KV_CACHE_DTYPES),

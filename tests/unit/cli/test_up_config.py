@@ -32,6 +32,20 @@ LLAMA = {
 
 
 @pytest.mark.parametrize(
+    ("field", "args", "flag"),
+    [
+        ("router_args", "--log-level debug --http-port 9000", "--http-port"),
+        ("router_args", "--host=::1", "--host"),
+        ("worker_args", "--metrics-port 9", "--metrics-port"),
+    ],
+)
+def test_flags_by_which_up_finds_its_processes_are_not_given_to_these(field: str, args: str, flag: str) -> None:
+    with pytest.raises(ConfigError, match=f"{flag} is chosen by `up` itself") as raised:
+        UpConfig(**{field: args})
+    assert raised.value.field == field
+
+
+@pytest.mark.parametrize(
     ("values", "field"),
     [
         ({"prefill_workers": 0}, "prefill_workers"),
