@@ -4,8 +4,9 @@ though a worker has their KV, and the time to first token, with and without pull
     python -P -m diptych.bench.router.agents [--sessions 12] [--turns 8] [--answer 32] [--tool-result 96] [--vllm FOLDER]
         [--out FILE]
 
-Each arm has a cluster of its own (`diptych up`), one after the other, in the order off, on, on, off. With --vllm, an
-environment of bench/peers/setup_vllm_cpu.sh, the order is off, on, vllm, vllm, on, off. vLLM is one instance with all cores: its
+Each arm has a cluster of its own (`diptych up`), one after the other, in the order off, on, hints, hints, on, off; "hints" is
+"on", and the client says after each answer that its history comes next (`prefetch`), and waits for no reply. With --vllm, an
+environment of bench/peers/setup_vllm_cpu.sh, vLLM has two turns in the middle. vLLM is one instance with all cores: its
 prefix cache is then one, and nothing is recomputed for lack of a place. The client takes the times of all arms alike.
 """
 
@@ -32,8 +33,8 @@ from diptych.bench.result import RESULTS, surroundings, write
 from diptych.bench.router.beside_long_prompts import REQUEST_S, Cluster
 from diptych.cli.models.store import resolve_model
 
-ARMS = {"off": ("--router-args", "--no-kv-pulls"), "on": ()}
-VLLM = "vllm"
+HINTS, VLLM = "hints", "vllm"
+ARMS = {"off": ("--router-args", "--no-kv-pulls"), "on": (), HINTS: ()}
 VLLM_FLAGS = "--enforce-eager --enable-prefix-caching --enable-prompt-tokens-details"
 SYSTEM, TASK, RESULT, ANSWER = 256, 64, 96, 32
 """Tokens: of the instructions that all sessions share, of a task, and by default of a tool's result and of an answer."""
@@ -57,11 +58,12 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A server under test. `headers`: of every request."""
+    """A server under test. `headers`: of every request. `hints`: it is told what comes next."""
 
     url: str
     model: str
     headers: dict[str, str] = field(default_factory=dict)
+    hints: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +118,7 @@ class Agents:
 
     async def _session(self, delay_s: float, turns: int) -> None:
         await asyncio.sleep(delay_s)
-        prompt, held = [*self._system, *self._tokens(TASK)], 0
+        prompt, held, hints = [*self._system, *self._tokens(TASK)], 0, list[asyncio.Task[None]]()
         for number in range(turns):
             began = time.perf_counter()
             answer = await self._ask(prompt)
@@ -124,7 +126,10 @@ class Agents:
             history = [*prompt, *answer.token_ids]
             held = (len(history) - 1) // BLOCK * BLOCK
             prompt = [*history, *self._tokens(self._tool_result)]
+            if self._place.hints and number + 1 < turns:
+                hints.append(asyncio.create_task(self._hint(history)))
             await asyncio.sleep(TOOL_S)
+        await asyncio.gather(*hints)
 
     async def _ask(self, prompt: list[int]) -> Answer:
         body = {
@@ -134,6 +139,12 @@ class Agents:
         async with self._http.stream("POST", "/v1/completions", json=body, headers=self._place.headers) as answer:
             answer.raise_for_status()
             return await read_answer(answer.aiter_lines())
+
+    async def _hint(self, history: list[int]) -> None:
+        body = {"model": self._place.model, "prompt": history, "prefetch": True}
+        answer = await self._http.post("/v1/completions", json=body, headers=self._place.headers)
+        if answer.status_code != 529:  # no room for it now
+            answer.raise_for_status()
 
 
 def summary(turns: Sequence[Turn]) -> dict[str, Any]:
@@ -166,7 +177,7 @@ def running(arm: str, vllm: Path | None) -> Iterator[Place]:
         try:
             cluster.wait_ready()
             headers = {"authorization": f"Bearer {cluster.keys['one']}", "x-diptych-explain": "1"}
-            yield Place(cluster.url, cluster.model(), headers)
+            yield Place(cluster.url, cluster.model(), headers, hints=arm == HINTS)
         finally:
             cluster.stop()
 
@@ -186,7 +197,7 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=8)
     parser.add_argument("--answer", type=int, default=ANSWER, help="tokens of an answer")
     parser.add_argument("--tool-result", type=int, default=RESULT, help="tokens of a tool's result")
-    parser.add_argument("--arms", nargs="+", default=["off", "on", "on", "off"], choices=ARMS)
+    parser.add_argument("--arms", nargs="+", default=["off", "on", HINTS, HINTS, "on", "off"], choices=ARMS)
     parser.add_argument("--vllm", type=Path, help="an environment with vLLM for the CPU: a third arm, in the middle")
     parser.add_argument("--out", type=Path, default=RESULTS / "router" / "agents.json")
     args = parser.parse_args()
