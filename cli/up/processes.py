@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import random
 import signal
 import socket
 import subprocess
 import threading
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +25,9 @@ _EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")  # of IPv6, too
 _TRIES = 100
 _given: set[int] = set()
 """Ports that this process gave to others."""
+_MOST_HELD = 64
+_held: deque[socket.socket] = deque()
+"""For each of the latest of these a name in the kernel, so that no other process gives it. Whoever got an earlier one listens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +79,7 @@ def free_port(host: str) -> int:
 
     It is outside the range from which the kernel takes ports of outgoing connections, of anybody: one of these could
     be taken before that process listens, seconds later. Only where that range leaves no others it is one of them. Nor is
-    it one that was given before: whoever got it may not listen yet.
+    it one that was given before, by this process or by another `up`: whoever got it may not listen yet.
     """
     family = socket.AF_INET6 if is_ipv6(host) else socket.AF_INET
     others = _ports_of_nobody(_EPHEMERAL.read_text() if _EPHEMERAL.exists() else "")
@@ -84,10 +89,24 @@ def free_port(host: str) -> int:
         with socket.socket(family) as probe, contextlib.suppress(OSError):
             probe.bind((host, port))
             found = int(probe.getsockname()[1])
-            if found not in _given:
+            if found not in _given and _hold(found):
                 _given.add(found)
                 return found
     raise ConfigError("host", host, "has no free port, or is not an address of this machine")
+
+
+def _hold(port: int) -> bool:
+    """False: a process that lives gave it. The name is of the network namespace, as the port is, and ends with the process."""
+    name = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    try:
+        name.bind(f"\0diptych-port-{port}")
+    except OSError as error:
+        name.close()
+        return error.errno != errno.EADDRINUSE  # a kernel without such names: nothing is known
+    _held.append(name)
+    if len(_held) > _MOST_HELD:
+        _held.popleft().close()
+    return True
 
 
 def _ports_of_nobody(ephemeral: str) -> range:

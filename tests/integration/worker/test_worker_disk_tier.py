@@ -99,7 +99,7 @@ async def test_a_worker_that_starts_again_serves_its_files_and_announces_them(pd
         await written(worker, whole)
     store = MemoryStore(MonotonicClock())
     async with a_worker(pd, tmp_path, store) as worker:
-        assert disk(worker).used_bytes == whole * worker.model.compat.kv.block_bytes
+        await written(worker, whole)
         # routers learn of them from events alone
         index = BlockIndex()
         index.register("decode-0", worker.incarnation, 0, 0)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -81,6 +83,20 @@ def test_1_ports_of_children_are_none_that_an_outgoing_connection_can_take(
 def test_1_no_port_is_given_twice() -> None:
     """Whoever got it may not listen yet."""
     assert len({free_port("127.0.0.1") for _ in range(1000)}) == 1000
+
+
+def test_15_no_port_is_given_by_two_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two clusters that start at once: what the first one's worker is to listen on, seconds later."""
+    source = "from diptych.cli.up.processes import free_port; print(free_port('127.0.0.1'), flush=True); input()"
+    with subprocess.Popen(
+        [sys.executable, "-P", "-c", source], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as other:
+        assert other.stdout is not None
+        port = int(other.stdout.readline())
+        monkeypatch.setattr(processes, "_ports_of_nobody", lambda ephemeral: range(port, port + 1))
+        assert free_port("127.0.0.1") != port
+        other.communicate("\n")
+    assert free_port("127.0.0.1") == port
 
 
 @NEEDS_IPV6
