@@ -15,6 +15,7 @@ from diptych.cli.up.cluster_plan import ClusterPlan
 from diptych.cli.up.config import UpConfig
 from diptych.cli.up.processes import free_port, require_free_port
 from diptych.cli.up.run_folder import RunFolder
+from diptych.common import child
 from diptych.common.addresses import host_port, is_loopback, is_wildcard, loopback_beside, reachable
 from diptych.common.errors import ConfigError
 from diptych.common.store.redis_url import connect, parse_sentinel_url
@@ -88,7 +89,7 @@ def test_1_no_port_is_given_twice() -> None:
 def test_15_no_port_is_given_by_two_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two clusters that start at once: what the first one's worker is to listen on, seconds later."""
     source = "from diptych.cli.up.processes import free_port; print(free_port('127.0.0.1'), flush=True); input()"
-    with subprocess.Popen(
+    with child.start(
         [sys.executable, "-P", "-c", source], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as other:
         assert other.stdout is not None
