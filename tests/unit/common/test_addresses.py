@@ -89,14 +89,12 @@ def test_1_no_port_is_given_twice() -> None:
 def test_15_no_port_is_given_by_two_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two clusters that start at once: what the first one's worker is to listen on, seconds later."""
     source = "from diptych.cli.up.processes import free_port; print(free_port('127.0.0.1'), flush=True); input()"
-    with child.start(
-        [sys.executable, "-P", "-c", source], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as other:
+    with child.start([sys.executable, "-P", "-c", source], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
         assert other.stdout is not None
         port = int(other.stdout.readline())
         monkeypatch.setattr(processes, "_ports_of_nobody", lambda ephemeral: range(port, port + 1))
         assert free_port("127.0.0.1") != port
-        other.communicate("\n")
+        other.communicate(b"\n")
     assert free_port("127.0.0.1") == port
 
 
